@@ -18,6 +18,7 @@ from emberkeep.types import (
     LookupRecord,
     Message,
     Request,
+    RequestRecord,
     SpeculationStats,
     TextDelta,
     Timings,
@@ -72,6 +73,9 @@ class ScriptedBackend:
 
     def failure(self) -> EmberkeepError | None:
         return None
+
+    def timeline(self) -> tuple[RequestRecord, ...]:
+        return ()
 
     def speculation_stats(self) -> SpeculationStats | None:
         return None

@@ -26,6 +26,7 @@ from emberkeep.types import (
     Message,
     MissReason,
     Request,
+    RequestRecord,
     SpeculationStats,
     TextDelta,
     Timings,
@@ -131,6 +132,9 @@ class ScriptedBackend:
 
     def failure(self) -> EmberkeepError | None:
         return None
+
+    def timeline(self) -> tuple[RequestRecord, ...]:
+        return ()
 
     def speculation_stats(self) -> SpeculationStats | None:
         return None

@@ -28,6 +28,7 @@ from emberkeep.types import (
     Ranked,
     Removed,
     Request,
+    RequestRecord,
     RerankRequest,
     SpeculationStats,
     TextDelta,
@@ -204,6 +205,10 @@ class Backend(Protocol):
 
     def stats(self) -> dict[str, Json]:
         """Counters and gauges, cheap enough to be polled."""
+
+    def timeline(self) -> Sequence[RequestRecord]:
+        """Those that it answers now and the latest that it has, the newest first. None of a model that runs
+        elsewhere."""
 
     def health(self) -> dict[str, Json]:
         """Which backend answers, and why the others do not."""

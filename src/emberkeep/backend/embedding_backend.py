@@ -21,6 +21,7 @@ from emberkeep.types import (
     Message,
     Removed,
     Request,
+    RequestRecord,
     Tool,
     Verified,
 )
@@ -51,6 +52,9 @@ class EmbeddingBackend:
 
     def stats(self) -> dict[str, Json]:
         return {"model": self.card.id, "embeddings": self.embedder.stats()}
+
+    def timeline(self) -> tuple[RequestRecord, ...]:
+        return ()
 
     def speculation_stats(self) -> None:
         return None

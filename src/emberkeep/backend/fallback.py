@@ -32,6 +32,7 @@ from emberkeep.types import (
     Events,
     Json,
     Request,
+    RequestRecord,
     SpeculationStats,
     ToolEvent,
     Warmed,
@@ -181,6 +182,9 @@ class FallbackBackend:
 
     def stats(self) -> dict[str, Json]:
         return self._backend.stats()
+
+    def timeline(self) -> Sequence[RequestRecord]:
+        return self._backend.timeline()
 
     def health(self) -> dict[str, Json]:
         return {**self._backend.health(), "chain": [link.health() for link in self._links]}

@@ -76,6 +76,7 @@ from emberkeep.types import (
     MissReason,
     ReasoningFormat,
     Request,
+    RequestRecord,
     Sampling,
     SpeculationStats,
     TextDelta,
@@ -458,6 +459,9 @@ class LocalBackend:
                 "read_bytes_per_s": costs.read.value,
             },
         }
+
+    def timeline(self) -> list[RequestRecord]:
+        return self.scheduler.timeline()
 
     def speculation_stats(self) -> SpeculationStats:
         return self.scheduler.speculation_stats()

@@ -36,6 +36,7 @@ from emberkeep.types import (
     ModelState,
     ModelStatus,
     Request,
+    RequestRecord,
     SpeculationStats,
     Warmed,
 )
@@ -344,6 +345,9 @@ class OnDemandBackend:
             return {**backend.stats(), "model": self.name}
         finally:
             self._leave_from_thread()
+
+    def timeline(self) -> Sequence[RequestRecord]:
+        return self._backend.timeline() if self._backend else ()
 
     def health(self) -> dict[str, Json]:
         backend = self._backend

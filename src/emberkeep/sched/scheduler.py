@@ -44,8 +44,18 @@ from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.sequence import EndReason, Output, Phase, Sequence
 from emberkeep.sched.slots import Planned, Planner, Slots, WaitingQueue
 from emberkeep.sched.speculation import Chosen, Speculation
+from emberkeep.sched.timeline import Timeline
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import Json, Lineage, Progress, SpeculationStats, TokenLogprob, Vocab
+from emberkeep.types import (
+    Json,
+    Lineage,
+    Progress,
+    RequestRecord,
+    RequestState,
+    SpeculationStats,
+    TokenLogprob,
+    Vocab,
+)
 
 log = logging.getLogger("emberkeep.sched")
 
@@ -99,6 +109,8 @@ class SchedulerCounters:
     cuts: int = 0
     """How often something was cut out of a sequence's state."""
     sampled_tokens: int = 0
+    saved_s: float = 0.0
+    """What evaluating all that was reused would have taken, less what loading it took."""
 
 
 class _Only:
@@ -163,6 +175,7 @@ class Scheduler:
         """What has ended the loop, if anything did."""
         self.counters = SchedulerCounters()
         self.recent = RecentAnswers(4 * settings.parallel)
+        self._timeline = Timeline()
         self._thread = thread or EngineThread()
         self._running = self._thread.submit(self._run)
 
@@ -234,6 +247,7 @@ class Scheduler:
                     sequence.forget()
             self._slots.forget(owners)
             self.recent.forget(owners)
+            self._timeline.forget(owners)
             self.store.corpus.forget(owners)
             if self._draft is not None:
                 self._draft.forget(owners)
@@ -304,6 +318,10 @@ class Scheduler:
             "slots": self._slots.stats(),
             **asdict(self.counters),
         }
+
+    def timeline(self) -> list[RequestRecord]:
+        """Those that are here and the latest that were, the newest first."""
+        return self._timeline.read([*self._waiting, *self._slots.active])
 
     # ── the steps ──
 
@@ -386,12 +404,14 @@ class Scheduler:
             log.warning("the state of a request that is over is not kept: %r", error)
         else:
             self.counters.failed += 1
+            self._timeline.ended(sequence, RequestState.FAILED)
             self._tell(output, error)
 
     def _refuse(self, sequence: Sequence, error: Exception) -> None:
         """Nothing of it is in the engine."""
         self._waiting.remove(sequence)
         self.counters.failed += 1
+        self._timeline.ended(sequence, RequestState.FAILED)
         self._tell(sequence.output, error)
 
     def _tell(self, output: Output | None, error: Exception) -> None:
@@ -623,6 +643,7 @@ class Scheduler:
     def _obey(self, command: Command) -> None:
         if isinstance(command, Sequence):
             self.counters.jobs += 1
+            self._timeline.came(command)
             self._waiting.add(command)
             self._speculation.prepare(command)
         elif isinstance(command, Cancel):
@@ -739,6 +760,7 @@ class Scheduler:
             answer = (sequence.prompt_length, sequence.answer_end)
             self.recent.add(sequence.lineage, sequence.tokens[:], answer)
         sequence.output.ended(sequence.ending(reason))
+        self._timeline.ended(sequence, RequestState.FINISHED)
         is_whole = reason is not EndReason.STOPPED and sequence.max_new
         sequence.close(sequence.prompt.closing if is_whole else ())
         self._watch.ended(sequence)
@@ -776,10 +798,15 @@ class Scheduler:
         self.counters.evaluated_tokens += sequence.inserted_tokens
         self.counters.repaired_tokens += sequence.reuse.repaired
         self.counters.approximate_jobs += sequence.approximate_from is not None
+        spared = self.store.costs.evaluate.seconds(sequence.reuse.in_place + sequence.reuse.moved)
+        self.counters.saved_s += max(spared - sequence.reuse.load_seconds, 0.0)
 
     def _cancel(self, sequence: Sequence) -> None:
         self._waiting.remove(sequence)
-        if sequence.output is not None and sequence.phase is not Phase.WAITING:
+        if sequence.output is None:
+            return
+        self._timeline.ended(sequence, RequestState.CANCELLED)
+        if sequence.phase is not Phase.WAITING:
             self.counters.cancelled += 1
             self._count(sequence)
             self._abandon(sequence)
@@ -796,10 +823,12 @@ class Scheduler:
         late = DeadlineExceeded("The request ran out of its time: allow more, or ask for fewer tokens.")
         for sequence in self._waiting.expired(now):
             self._waiting.remove(sequence)
+            self._timeline.ended(sequence, RequestState.FAILED)
             self._tell(sequence.output, late)
         for sequence in self._slots.active:
             output = sequence.output
             if output is not None and sequence.deadline is not None and now > sequence.deadline:
+                self._timeline.ended(sequence, RequestState.FAILED)
                 self._abandon(sequence)
                 self._tell(output, late)
 

@@ -282,6 +282,8 @@ class Sequence:
         self.marked = Marked()
         """May be noted by any thread until the turn ends."""
         self.slot = -1
+        self.number = 0
+        """Counts the sequences of a scheduler, once it is submitted."""
         self.entry: EntryId | None = None
         self.turn = 0
         """Which turn of which entry it holds, once it is idle."""

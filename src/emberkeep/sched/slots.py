@@ -312,7 +312,7 @@ class Planner:
 
 
 class WaitingQueue:
-    """`len` may be called from any thread, everything else belongs to the engine's."""
+    """Counted and iterated by any thread; everything else belongs to the engine's."""
 
     def __init__(self) -> None:
         self._sequences: dict[Sequence, HotMatch | None] = {}

@@ -18,6 +18,7 @@ from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.models.library import ModelLibrary
 from emberkeep.server.anthropic_routes import anthropic_routes
+from emberkeep.server.benchmark_routes import benchmark_routes
 from emberkeep.server.cache_routes import cache_routes
 from emberkeep.server.embedding_routes import embedding_routes
 from emberkeep.server.expert_routes import expert_routes
@@ -43,6 +44,7 @@ from emberkeep.server.openai import openai_routes
 from emberkeep.server.openapi import DescribedApp
 from emberkeep.server.page_routes import page_routes
 from emberkeep.server.pulse import pulse_routes
+from emberkeep.server.request_routes import request_routes
 from emberkeep.server.responses_routes import responses_routes
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import ClientGone
@@ -65,22 +67,25 @@ def create_app(models: Models, config: Config, limits: Limits | None = None) -> 
     app.state.metrics = RequestMetrics(registry)
     app.include_router(openai_routes(models))
     app.include_router(ollama_routes(models))
-    app.include_router(ollama_model_routes(models, ModelLibrary(config.data_dir / "models"), side))
+    library = ModelLibrary(config.data_dir / "models")
+    app.include_router(ollama_model_routes(models, library, side))
     app.include_router(anthropic_routes(models, side))
     responses = responses_routes(models, side)
     app.include_router(responses, prefix="/v1")
     app.include_router(responses, include_in_schema=False)
     app.include_router(embedding_routes(models))
     app.include_router(llama_routes(models, side))
-    app.include_router(model_routes(models))
+    app.include_router(model_routes(models, library, side))
     app.include_router(native_routes(models, drain, side, is_public=config.api_key is not None))
     app.include_router(cache_routes(models, side))
     app.include_router(warm_routes(models))
     app.include_router(memory_routes(models.default, side))
     app.include_router(expert_routes(models))
+    app.include_router(benchmark_routes(config.data_dir / "benchmarks", side))
     app.include_router(metrics_routes(registry))
     app.include_router(page_routes())
     app.include_router(pulse_routes(models, drain))
+    app.include_router(request_routes(models))
     app.add_middleware(BodyBounds, drain=drain, limits=app.state.limits)
     app.add_middleware(LastResort)
     app.add_middleware(PathMiddleware)

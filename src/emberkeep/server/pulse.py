@@ -16,6 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from emberkeep.backend.models import Models
 from emberkeep.errors import Overloaded
 from emberkeep.server.middleware import Drain
+from emberkeep.server.request_routes import told_running
 from emberkeep.types import Json
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,8 @@ async def _next_within(frames: asyncio.Queue[bytes], seconds: float) -> bytes | 
 
 
 def pulse_routes(models: Models, drain: Drain) -> APIRouter:
-    router, pulse = APIRouter(), Pulse(lambda: pulse_json(models.default.stats()))
+    router = APIRouter()
+    pulse = Pulse(lambda: {**pulse_json(models.default.stats()), "running": told_running(models)})
 
     @router.get("/v1/events", include_in_schema=False)  # it has no end, which a document cannot say
     async def events() -> Response:
@@ -135,6 +137,7 @@ def pulse_json(stats: Mapping[str, Any]) -> dict[str, Json]:
             "written_bytes": cold.get("written_bytes", 0),
             "pending_chunks": cold.get("pending_chunks", 0),
         },
+        "saved_s": round(scheduler.get("saved_s", 0.0), 1),
         "evicted": {tier: sum(by.values()) for tier, by in evictions.items()},
         "slots": [_slot_json(slot) for slot in scheduler.get("slots") or ()],
     }

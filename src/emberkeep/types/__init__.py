@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from emberkeep.types.cache import CacheEntry, EntryKind, EntryText, Explanation, Label, Removed, Verified, Warmed
+from emberkeep.types.cache import (
+    CacheEntry,
+    CacheTree,
+    EntryEnd,
+    EntryKind,
+    EntryText,
+    Explanation,
+    Label,
+    Removed,
+    TreeNode,
+    Verified,
+    Warmed,
+)
 from emberkeep.types.embedding import (
     Embedded,
     EmbeddingInput,
@@ -116,6 +128,7 @@ from emberkeep.types.speculation import (
     SourceStats,
     SpeculationStats,
 )
+from emberkeep.types.timeline import RequestRecord, RequestState
 
 __all__ = [
     "DEFAULT_SAMPLERS",
@@ -133,6 +146,7 @@ __all__ = [
     "AttentionTier",
     "Breakpoint",
     "CacheEntry",
+    "CacheTree",
     "CallEnded",
     "CallStarted",
     "Caller",
@@ -145,6 +159,7 @@ __all__ = [
     "Embedded",
     "EmbeddingInput",
     "EmbeddingRequest",
+    "EntryEnd",
     "EntryKind",
     "EntryText",
     "Event",
@@ -194,6 +209,8 @@ __all__ = [
     "Removed",
     "Repair",
     "Request",
+    "RequestRecord",
+    "RequestState",
     "RerankRequest",
     "Residency",
     "Role",
@@ -216,6 +233,7 @@ __all__ = [
     "ToolEvent",
     "ToolOutcome",
     "ToolUse",
+    "TreeNode",
     "Ttl",
     "Turn",
     "Usage",

@@ -75,6 +75,71 @@ class EntryText:
 
 
 @dataclass(frozen=True, slots=True)
+class EntryEnd:
+    """Where a state of an entry ends."""
+
+    id: str
+    kind: EntryKind
+    head: str
+    """Its first words; empty where they are not known any more."""
+    position: int
+    is_latest: bool
+    """It is the entry's latest state, and not an earlier branch of it."""
+    is_pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TreeNode:
+    """A run of stored tokens up to where texts part, or several small branches together."""
+
+    id: str
+    parent: str | None
+    """None: nothing that is shown comes before it."""
+    start: int
+    end: int
+    """Positions; of several branches, where the longest ends."""
+    branches: int
+    """How many are together here; 0: it is one run."""
+    below: int
+    """Branches that go on from its end; of several branches, 0."""
+    own_tokens: int
+    tokens: int
+    """In it, and in it with everything below."""
+    hot_tokens: int
+    warm_tokens: int
+    """Of `own_tokens`, each counted in the fastest tier that has it; the others are on disk."""
+    bytes: int
+    chunks: int
+    """In it. A chunk in which texts part counts where it begins."""
+    hits: int
+    """Lookups that reused the part of it that was reused most."""
+    is_pinned: bool
+    """Some of it is."""
+    user: str
+    is_shared: bool
+    is_exact: bool
+    """Of several branches these are those of the first."""
+    entries: tuple[EntryEnd, ...]
+    """Of those that end in it, the furthest first."""
+    more_entries: int
+    """How many end in it besides."""
+
+    @property
+    def cold_tokens(self) -> int:
+        return self.own_tokens - self.hot_tokens - self.warm_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTree:
+    """What is stored, as a tree of few nodes: parents come before their children."""
+
+    nodes: tuple[TreeNode, ...]
+    tokens: int
+    bytes: int
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Removed:
     entries: int = 0
     tokens: int = 0

@@ -38,6 +38,7 @@ from emberkeep.types import (
     ReasoningDelta,
     ReasoningFormat,
     Request,
+    RequestRecord,
     TextDelta,
     Timings,
     ToolCallDelta,
@@ -246,6 +247,9 @@ class RemoteBackend:
 
     def failure(self) -> None:
         """None: a service that fails now may work later."""
+
+    def timeline(self) -> tuple[RequestRecord, ...]:
+        return ()
 
     def speculation_stats(self) -> None:
         """None: whether the service drafts is its own affair."""

@@ -10,7 +10,7 @@ export const TIERS = [
   ["moved", "moved"],
   ["evaluated", "evaluated"],
 ];
-const REASONS = {
+export const REASONS = {
   diverged: "the text goes on differently than what is stored",
   edited_message: "an earlier message was edited",
   changed_tools: "the tools have changed",

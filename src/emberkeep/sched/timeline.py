@@ -1,0 +1,71 @@
+"""What runs, and what ran lately: who waited, was loaded, evaluated and sampled when, and in which slot."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Iterable
+from dataclasses import replace
+from itertools import count
+from time import monotonic
+
+from emberkeep.sched.sequence import Phase, Sequence
+from emberkeep.types import RequestRecord, RequestState
+
+REMEMBERED = 200
+
+
+class Timeline:
+    """Written by the engine's thread, and read by any."""
+
+    def __init__(self) -> None:
+        self._latest: deque[RequestRecord] = deque(maxlen=REMEMBERED)
+        self._numbers = count(1)
+
+    def came(self, sequence: Sequence) -> None:
+        sequence.number = next(self._numbers)
+
+    def ended(self, sequence: Sequence, state: RequestState) -> None:
+        self._latest.append(replace(_record(sequence), state=state, ended_at=monotonic()))
+
+    def forget(self, owners: Container[str]) -> None:
+        kept = [record for record in self._latest if record.namespace not in owners]
+        self._latest = deque(kept, maxlen=REMEMBERED)
+
+    def read(self, present: Iterable[Sequence]) -> list[RequestRecord]:
+        """The latest first; `present` are those that have not ended."""
+        running = [_record(sequence) for sequence in present if sequence.output is not None]
+        ended = list(self._latest)
+        numbers = {record.number for record in ended}  # one may end while this is read
+        found = [*(record for record in running if record.number not in numbers), *ended]
+        return sorted(found, key=lambda record: record.number, reverse=True)
+
+
+def _record(sequence: Sequence) -> RequestRecord:
+    request, has_slot = sequence.request, sequence.phase is not Phase.WAITING
+    reuse = sequence.reuse
+    was_loaded = reuse.in_place + reuse.moved > reuse.hot
+    return RequestRecord(
+        number=sequence.number,
+        namespace=request.namespace,
+        user=request.user,
+        conversation_id=request.conversation_id,
+        is_prefix=request.is_prefix,
+        state=_state(sequence),
+        slot=sequence.slot,
+        asked_at=sequence.submitted,
+        started_at=sequence.started if has_slot else None,
+        loaded_at=sequence.started + reuse.load_seconds if was_loaded and reuse.load_seconds else None,
+        first_token_at=sequence.first_token_at,
+        ended_at=None,
+        computed_tokens=min(sequence.computed, sequence.prompt_length),
+        sampled_tokens=sequence.sampled_count,
+        lookup=sequence.lookup_record(),
+    )
+
+
+def _state(sequence: Sequence) -> RequestState:
+    if sequence.phase is Phase.WAITING:
+        return RequestState.WAITING
+    if sequence.phase is Phase.LOADING:
+        return RequestState.LOADING
+    return RequestState.PREFILL if sequence.first_token_at is None else RequestState.DECODE

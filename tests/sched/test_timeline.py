@@ -1,0 +1,95 @@
+"""What runs and what ran lately, in which slot, and how long each phase took."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.sched import timeline
+from emberkeep.types import RequestRecord, RequestState
+from helpers.scheduling import PATIENCE, Gate, Recorder, Rig, text
+
+PROMPT = text(700)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def rig(tmp_path: Path, engine: FakeEngine):
+    with Rig(tmp_path, engine, prefill_slice=128) as rig:
+        yield rig
+
+
+def only(rig: Rig) -> RequestRecord:
+    (record,) = rig.scheduler.timeline()
+    return record
+
+
+def test_its_phases_follow_each_other(rig):
+    rig.run(PROMPT)
+    first = only(rig)
+    assert first.loaded_at is None
+    assert first.asked_at <= first.started_at <= first.first_token_at <= first.ended_at
+    rig.scheduler.forget({""}).result(PATIENCE)  # it comes from RAM then
+    rig.run([*PROMPT, *text(50, seed=9)])
+    later = only(rig)
+    assert (first.number, later.number) == (1, 2)
+    assert first.state is later.state is RequestState.FINISHED
+    assert later.asked_at <= later.started_at <= later.loaded_at <= later.first_token_at <= later.ended_at
+    assert later.lookup.warm_tokens == 700
+    assert later.computed_tokens == 750 and later.sampled_tokens > 0 and later.slot >= 0
+
+
+def test_one_that_runs_is_told_as_far_as_it_has_come(rig, engine):
+    gate = Gate(engine, holds=lambda step: step == 2)
+    waiting = rig.start(PROMPT)
+    gate.reached()
+    record = only(rig)
+    assert record.state is RequestState.PREFILL
+    assert 0 < record.computed_tokens < 700
+    assert record.first_token_at is None and record.ended_at is None
+    gate.open()
+    waiting.wait()
+    rig.settle()
+    assert only(rig).state is RequestState.FINISHED
+
+
+@pytest.mark.parametrize("held", [0, 2])
+def test_one_that_was_cancelled_is_told_too(rig, engine, held):
+    gate = Gate(engine, holds=lambda step: step == held)
+    sequence = rig.sequence(PROMPT, Recorder())
+    rig.scheduler.submit(sequence)
+    gate.reached()
+    rig.scheduler.cancel(sequence)
+    gate.open()
+    rig.settle()
+    record = only(rig)
+    assert record.state is RequestState.CANCELLED
+    assert record.ended_at is not None
+
+
+def test_of_a_user_who_was_forgotten_nothing_is_told(rig):
+    rig.run(PROMPT)
+    rig.scheduler.forget({""}).result(PATIENCE)
+    assert rig.scheduler.timeline() == []
+
+
+def test_it_remembers_so_many(rig):
+    for seed in range(timeline.REMEMBERED + 3):
+        rig.run(text(8, seed=seed), max_new=1)
+    numbers = [record.number for record in rig.scheduler.timeline()]
+    assert numbers == list(range(timeline.REMEMBERED + 3, 3, -1))
+
+
+def test_what_was_reused_saved_the_time_of_evaluating_it(tmp_path):
+    with Rig(tmp_path) as rig:
+        rig.run(PROMPT)
+        assert rig.scheduler.counters.saved_s == 0
+        rig.scheduler.store.costs.evaluate.value = 100.0
+        rig.run(PROMPT)
+        assert rig.scheduler.counters.saved_s == pytest.approx(6.99, rel=1e-2)
