@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, BadParameter, Option, Typer
 
-from emberkeep.cli.console import console, show, show_facts
+from emberkeep.cli.console import complain, console, show, show_facts
 from emberkeep.cli.flags import ConfigFlag, ModelFlag, flags_of, load_config, with_flags
 from emberkeep.cli.model_setup import install_model
+from emberkeep.types import Json
 
 if TYPE_CHECKING:
+    from emberkeep.bench.report import BenchResult
     from emberkeep.bench.stage import Folder
 
 
@@ -202,11 +204,9 @@ app = make_app(
 
 
 def _run(benchmarks: Sequence[Benchmark], flags: Flags) -> None:
-    from emberkeep.bench.charts import charts_of
-    from emberkeep.bench.report import render, report_json
+    from emberkeep.bench.report import render
     from emberkeep.bench.stage import require_context
     from emberkeep.bench.surroundings import surroundings
-    from emberkeep.bench.svg import draw
 
     for benchmark in benchmarks:
         benchmark.check(flags)
@@ -229,11 +229,31 @@ def _run(benchmarks: Sequence[Benchmark], flags: Flags) -> None:
             _say(benchmark.name)
             results.append(asyncio.run(import_module(benchmark.module).run(stage, plan)))
             show("", *render(results[-1]))
-            if flags.json_file is not None:
-                # After every benchmark: an hour of measuring must not be lost to a Ctrl-C in the last one.
-                flags.json_file.write_text(json.dumps(report_json(results, around), indent=2) + "\n")
-            if flags.plot_file is not None:
-                flags.plot_file.write_text(draw(charts_of(results)), encoding="utf-8")
+            # After every benchmark: an hour of measuring must not be lost to a Ctrl-C in the last one.
+            _write_reports(results, around, flags)
+            _keep(results[-1], around, flags)
+
+
+def _write_reports(results: Sequence[BenchResult], around: Mapping[str, Json], flags: Flags) -> None:
+    from emberkeep.bench.charts import charts_of
+    from emberkeep.bench.report import report_json
+    from emberkeep.bench.svg import draw
+
+    if flags.json_file is not None:
+        flags.json_file.write_text(json.dumps(report_json(results, around), indent=2) + "\n")
+    if flags.plot_file is not None:
+        flags.plot_file.write_text(draw(charts_of(results)), encoding="utf-8")
+
+
+def _keep(result: BenchResult, around: Mapping[str, Json], flags: Flags) -> None:
+    """For the page of a server. It was measured and told, whether or not that works."""
+    from emberkeep.bench.kept_results import keep_result
+
+    try:
+        keep_result(load_config(config=flags.config).data_dir / "benchmarks", result, around)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        complain(f"{result.name} is not kept for the server's page ({reason}): --json FILE keeps it elsewhere.")
 
 
 def _tell_machine(flags: Flags) -> dict[str, str]:

@@ -28,7 +28,7 @@ _POLICY = "; ".join(
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
-        "img-src 'self'",
+        "img-src 'self' blob:",  # which only scripts of this package can make: pictures that come with a key
         "connect-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",

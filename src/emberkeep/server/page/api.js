@@ -15,16 +15,43 @@ export const key = {
 };
 
 export class ApiError extends Error {
-  constructor(message, status = 0) {
+  constructor(message, status = 0, code = null) {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
-/** The answer to a request, as JSON. Throws ApiError. */
+/** The answer to a request, as JSON; null where it has none. Throws ApiError. */
 export async function call(path, { method = "GET", body, signal } = {}) {
   const response = await request(path, { method, body, signal });
-  return response.json();
+  const text = await response.text();
+  return text ? JSON.parse(text) : null;
+}
+
+/** The answer as it is, for a file. Throws ApiError. */
+export async function blobOf(path) {
+  const response = await request(path, { method: "GET" });
+  return response.blob().catch(() => {
+    throw new ApiError("The answer broke off: try again.");
+  });
+}
+
+/** What a server tells line by line, until it has said everything. Throws ApiError, also for an error in a line. */
+export async function* lines(path, body, signal) {
+  const response = await request(path, { method: "POST", body, signal });
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ; ) {
+    const { value, done } = await reader.read();
+    const whole = (rest + (value ?? "")).split("\n");
+    rest = done ? "" : whole.pop();
+    for (const line of whole.filter((one) => one.trim())) {
+      const told = JSON.parse(line);
+      if (told.error) throw errorOf(told, response.status);
+      yield told;
+    }
+    if (done) return;
+  }
 }
 
 /** The events of a stream, as `{name, data}`, until the server has said everything. Throws ApiError. */
@@ -60,8 +87,13 @@ async function request(path, { method, body, signal }) {
     throw new ApiError("The server does not answer: is it still running?");
   }
   if (response.ok) return response;
-  const told = await response.json().catch(() => ({}));
-  throw new ApiError(told.error?.message ?? `The server answered ${response.status}.`, response.status);
+  throw errorOf(await response.json().catch(() => ({})), response.status);
+}
+
+/** Ollama's paths tell a sentence, all others OpenAI's object. */
+function errorOf({ error }, status) {
+  const message = typeof error === "string" ? error : error?.message;
+  return new ApiError(message ?? `The server answered ${status}.`, status, error?.code);
 }
 
 /** Null for comments, and for the word that ends a stream. */
