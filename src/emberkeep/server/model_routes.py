@@ -1,4 +1,4 @@
-"""Which models there are and whether they are loaded; loading and unloading them."""
+"""Which models there are and whether they are loaded; loading and unloading them; what is installed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from starlette.responses import Response
 from emberkeep.api.request import Body
 from emberkeep.backend.base import Backend
 from emberkeep.backend.models import Models, status_of
+from emberkeep.models.library import InstalledModel, ModelLibrary
 from emberkeep.server import anthropic_models
 from emberkeep.server.anthropic_models import is_anthropic
-from emberkeep.server.json_response import json_response
+from emberkeep.server.json_response import PAGE, PageLimit, PageOffset, json_response, page_response
 from emberkeep.server.openapi import takes
+from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import read_body, while_connected
 from emberkeep.types import Json, ModelState, ModelStatus
 
@@ -27,7 +29,7 @@ OfModel = Annotated[str | None, Query(max_length=256)]
 class _ModelId(PathConvertor):
     """Any name but those of actions, which are other routes."""
 
-    regex = r"(?!(?:load|unload)$).*"
+    regex = r"(?!(?:load|unload|installed)$).*"
 
 
 register_url_convertor("model_id", _ModelId())
@@ -37,9 +39,19 @@ class ModelBody(Body):
     model: str
 
 
-def model_routes(models: Models) -> APIRouter:
+def model_routes(models: Models, library: ModelLibrary, side: SideWork) -> APIRouter:
     router = APIRouter()
+    _add_reads(router, models)
+    _add_changes(router, models)
 
+    @router.get("/models/installed")
+    async def list_installed(limit: PageLimit = PAGE, offset: PageOffset = 0) -> Response:
+        return await side.run(_installed_page, models, library, limit, offset)
+
+    return router
+
+
+def _add_reads(router: APIRouter, models: Models) -> None:
     @router.get("/models", include_in_schema=False)
     @router.get("/v1/models")
     async def list_models(http: HttpRequest) -> Response:
@@ -56,6 +68,8 @@ def model_routes(models: Models) -> APIRouter:
             return json_response(anthropic_models.model_json(backend.card))
         return json_response(model_json(models, backend))
 
+
+def _add_changes(router: APIRouter, models: Models) -> None:
     @router.post("/models/load", openapi_extra=takes(ModelBody, model="default"))
     async def load_model(http: HttpRequest) -> Response:
         body = await read_body(http, ModelBody)
@@ -68,7 +82,11 @@ def model_routes(models: Models) -> APIRouter:
         backend = await while_connected(http, models.unload(body.model))
         return json_response({"success": True, "model": model_json(models, backend)})
 
-    return router
+
+def _installed_page(models: Models, library: ModelLibrary, limit: int, offset: int) -> Response:
+    """Blocks."""
+    served = {name for backend in models.list() for name in (backend.card.id, *backend.card.also)}
+    return page_response(library.list(), lambda model: installed_json(model, model.id in served), limit, offset)
 
 
 def model_json(models: Models, backend: Backend) -> dict[str, Json]:
@@ -83,6 +101,18 @@ def model_json(models: Models, backend: Backend) -> dict[str, Json]:
         "details": dict(card.details or {}),
         "aliases": list(models.aliases_of(backend)),
         "status": {**status_json(status_of(backend)), "local": not card.remote},
+    }
+
+
+def installed_json(model: InstalledModel, is_served: bool) -> dict[str, Json]:
+    return {
+        "id": model.id,
+        "object": "model.installed",
+        "bytes": model.record.size,
+        "quantisation": model.record.quantisation,
+        "source": model.record.source,
+        "installed": model.record.pulled_at,
+        "served": is_served,
     }
 
 
