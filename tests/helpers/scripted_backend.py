@@ -28,6 +28,7 @@ from emberkeep.types import (
 )
 
 if TYPE_CHECKING:
+    from emberkeep.backend.server_tools import HostTools
     from emberkeep.memory.memory import Memory
 
 FOREVER = "forever"
@@ -56,6 +57,7 @@ def answer(
 
 class ScriptedBackend:
     memory: Memory | None = None
+    host_tools: HostTools | None = None
     cache = embedder = experts = attention = None
 
     @property

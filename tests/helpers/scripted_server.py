@@ -35,6 +35,7 @@ from emberkeep.types import (
 )
 
 if TYPE_CHECKING:
+    from emberkeep.backend.server_tools import HostTools
     from emberkeep.memory.memory import Memory
 
 WAIT_S = 60.0
@@ -59,6 +60,7 @@ class ScriptedBackend:
     """Plays `script` for every request and remembers what it was asked."""
 
     memory: Memory | None = None
+    host_tools: HostTools | None = None
     cache = warmer = embedder = experts = attention = None
 
     @property

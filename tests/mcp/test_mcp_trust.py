@@ -107,9 +107,9 @@ def test_there_is_no_way_to_servers_of_which_none_is_trusted(tmp_path, trusted, 
 
 def decided(permissions, function, decision):
     async def run():
-        with permissions.asking(call := called(function.name), function) as question:
+        with permissions.asking(call := called(function.name), function) as (_, allowed):
             permissions.decide(call, decision)
-            return await question
+            return await allowed
 
     return asyncio.run(run())
 

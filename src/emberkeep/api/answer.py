@@ -26,6 +26,7 @@ from emberkeep.types import (
     Json,
     Loading,
     LookupRecord,
+    PermissionAsked,
     Progress,
     ReasoningDelta,
     TextDelta,
@@ -289,6 +290,8 @@ class ChatFrames(SseFrames):
                 return self._chunks.keep(event)
             case CallStarted() | CallEnded():
                 return self._chunks.aside(_chat_choice(0, {}), tool_json(event))
+            case PermissionAsked():
+                return self._chunks.aside(_chat_choice(0, {}), question_json(event))
         return b""
 
     def end(self) -> bytes:
@@ -483,6 +486,13 @@ def detail_json(completed: Completed, conversation_id: str | None) -> dict[str, 
         **({"answered_by": completed.answered_by} if completed.answered_by else {}),
         **({"hygiene": list(completed.hygiene)} if completed.hygiene else {}),
     }
+
+
+def question_json(asked: PermissionAsked) -> dict[str, Json]:
+    """A call that waits for `POST /v1/tools/decisions`."""
+    call = asked.call
+    told = {"id": asked.id, "group": asked.group, "name": call.name, "arguments": call.arguments}
+    return {"permission": {**told, "call_id": call.id}}
 
 
 def tool_json(event: CallStarted | CallEnded) -> dict[str, Json]:

@@ -371,6 +371,7 @@ class ChatBody(GenerationBody, RoomFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     chat_template_kwargs: TemplateArgs | None = None
     reasoning_format: Literal["none", "auto", "deepseek", "hidden", "separate", "strip", "inline"] | None = None
+    ask_permission: bool | None = None
 
     def to_request(self) -> Request:
         """Raises InvalidField where fields contradict each other."""
@@ -388,6 +389,7 @@ class ChatBody(GenerationBody, RoomFields):
             reasoning=_FORMATS.get(self.reasoning_format or ""),
             evict=self.evict,
             recall=self.to_recall(),
+            asks_permission=bool(self.ask_permission),
         )
 
     @property

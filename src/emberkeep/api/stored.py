@@ -8,6 +8,7 @@ from dataclasses import asdict
 from emberkeep.types import (
     CacheEntry,
     Divergence,
+    EntryEnd,
     EntryKind,
     EntryText,
     Json,
@@ -15,6 +16,7 @@ from emberkeep.types import (
     MissReason,
     Recollection,
     Repair,
+    TreeNode,
     Ttl,
 )
 
@@ -76,6 +78,40 @@ def entry_from_json(listed: Json) -> CacheEntry:
         kv_bits=listed["kv_bits"],
         repair=Repair(listed["repair"]) if listed["repair"] else None,
     )
+
+
+def node_json(node: TreeNode) -> dict[str, Json]:
+    return {
+        "id": node.id,
+        "parent": node.parent,
+        "start": node.start,
+        "end": node.end,
+        "branches": node.branches,
+        "below": node.below,
+        "own_tokens": node.own_tokens,
+        "tokens": node.tokens,
+        "tiers": {"hot": node.hot_tokens, "warm": node.warm_tokens, "cold": node.cold_tokens},
+        "bytes": node.bytes,
+        "chunks": node.chunks,
+        "hits": node.hits,
+        "pinned": node.is_pinned,
+        "user": node.user or None,
+        "shared": node.is_shared,
+        "exact": node.is_exact,
+        "entries": [_end_json(end) for end in node.entries],
+        "more_entries": node.more_entries,
+    }
+
+
+def _end_json(end: EntryEnd) -> dict[str, Json]:
+    return {
+        "id": end.id,
+        "kind": end.kind,
+        "head": end.head,
+        "position": end.position,
+        "latest": end.is_latest,
+        "pinned": end.is_pinned,
+    }
 
 
 def shown_json(shown: EntryText, chars: int) -> dict[str, Json]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from emberkeep.types import (
     AttentionTier,
     CacheEntry,
+    CacheTree,
     Completed,
     Embedded,
     EmbeddingRequest,
@@ -39,6 +40,7 @@ from emberkeep.types import (
 )
 
 if TYPE_CHECKING:
+    from emberkeep.backend.server_tools import HostTools
     from emberkeep.errors import EmberkeepError
     from emberkeep.memory.memory import Memory
 
@@ -65,6 +67,10 @@ class Cache(Protocol):
 
     def entries(self) -> list[CacheEntry]:
         """Everything that is stored, the latest used first."""
+
+    def tree(self, limit: int, at: str = "") -> CacheTree:
+        """What is stored for anyone, by where texts part: at most `limit` nodes for everything at and below the
+        node `at` (empty: for all). Raises NoSuchEntry."""
 
     def show(self, entry_id: str) -> EntryText:
         """Raises NoSuchEntry, as all that take an id."""
@@ -245,6 +251,10 @@ class Backend(Protocol):
     @property
     def attention(self) -> AttentionSwitch | None:
         """None where there is one way to compute attention too."""
+
+    @property
+    def host_tools(self) -> HostTools | None:
+        """That run for clients which send none. None where there are none, and before it is loaded."""
 
     def speculation_stats(self) -> SpeculationStats | None:
         """How much was drafted and accepted. None: the model runs elsewhere."""

@@ -22,6 +22,7 @@ from emberkeep.token_arrays import TokenArray
 from emberkeep.types import (
     Approximation,
     CacheEntry,
+    CacheTree,
     Divergence,
     EntryText,
     Explanation,
@@ -67,6 +68,13 @@ class StoreCache:
         self._store.notice_forgotten()
         hot = self._scheduler.idle_entries()
         return [_with_hot(entry, hot) for entry in self._store.catalogue.entries()]
+
+    def tree(self, limit: int, at: str = "") -> CacheTree:
+        self._store.notice_forgotten()
+        tree = self._store.catalogue.tree(self._scheduler.idle_entries(), limit, at)
+        if tree is None:
+            raise NoSuchEntry("That part of the tree is not there any more: look at the whole of it.", "at")
+        return tree
 
     def show(self, entry_id: str) -> EntryText:
         entry, tokens, _ = self.stored(entry_id)

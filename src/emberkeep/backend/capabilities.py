@@ -11,6 +11,7 @@ from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Embedder, Ex
 from emberkeep.errors import NoSuchEntry, RequestError
 from emberkeep.types import (
     CacheEntry,
+    CacheTree,
     EntryText,
     Explanation,
     Removed,
@@ -121,6 +122,9 @@ class _NoCache:
 
     def entries(self) -> list[CacheEntry]:
         return []
+
+    def tree(self, limit: int, at: str = "") -> CacheTree:
+        return CacheTree()
 
     def show(self, entry_id: str) -> EntryText:
         raise self._nothing()

@@ -14,6 +14,7 @@ from emberkeep.kv.forgotten import of_user
 from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.types import (
     CacheEntry,
+    CacheTree,
     EntryText,
     Events,
     Explanation,
@@ -27,6 +28,7 @@ from emberkeep.types import (
 )
 
 if TYPE_CHECKING:
+    from emberkeep.backend.server_tools import HostTools
     from emberkeep.memory.memory import Memory
 
 
@@ -35,6 +37,7 @@ class EmbeddingBackend:
 
     warmer = experts = attention = None
     memory: Memory | None = None
+    host_tools: HostTools | None = None
 
     def __init__(
         self, card: ModelCard, engine: EmbeddingEngine, thread: EngineThread, embedder: LocalEmbedder
@@ -123,6 +126,9 @@ class VectorEntries:
 
     def entries(self) -> list[CacheEntry]:
         return []
+
+    def tree(self, limit: int, at: str = "") -> CacheTree:
+        return CacheTree()
 
     def show(self, entry_id: str) -> EntryText:
         raise self._nothing()

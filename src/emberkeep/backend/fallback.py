@@ -15,6 +15,7 @@ from time import monotonic
 
 from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Embedder, Experts, ModelCard, Tokenizer, Warmer
 from emberkeep.backend.capabilities import keep_warm, warm_prefix
+from emberkeep.backend.server_tools import HostTools
 from emberkeep.errors import (
     ConfigError,
     EmberkeepError,
@@ -232,6 +233,10 @@ class FallbackBackend:
 
     def speculation_stats(self) -> SpeculationStats | None:
         return self._backend.speculation_stats()
+
+    @property
+    def host_tools(self) -> HostTools | None:
+        return self._backend.host_tools
 
     @property
     def memory(self) -> Memory | None:

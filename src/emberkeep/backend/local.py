@@ -149,6 +149,7 @@ class LocalBackend:
         self._conversations = Conversations(
             sessions, self._prompts, settings.lineages.may_splice, auto_truncate=settings.auto_truncate
         )
+        self.host_tools = tools
         self._server_tools = ServerTools(sessions, tools, settings.tool_rounds)
         self._hygiene = settings.hygiene
         self._lookups = RecentLookups()

@@ -27,6 +27,7 @@ from emberkeep.backend.capabilities import keep_warm, warm_prefix
 from emberkeep.backend.deadline import with_deadline
 from emberkeep.backend.model_pool import ModelPool, Need
 from emberkeep.backend.on_demand_capabilities import CacheOnDemand, EmbedderOnDemand, TokenizerOnDemand
+from emberkeep.backend.server_tools import HostTools
 from emberkeep.errors import EmberkeepError, Overloaded
 from emberkeep.memory.memory import Memory
 from emberkeep.types import (
@@ -422,6 +423,10 @@ class OnDemandBackend:
     @property
     def attention(self) -> AttentionSwitch | None:
         return self._backend.attention if self._backend else None
+
+    @property
+    def host_tools(self) -> HostTools | None:
+        return self._backend.host_tools if self._backend else None
 
     @property
     def memory(self) -> Memory | None:

@@ -10,6 +10,7 @@ from emberkeep.backend.base import NO_ARGS, Backend, EmbeddingShape, ModelTexts
 from emberkeep.backend.capabilities import cache_of, embedder_of, ranker_of, tokenizer_of
 from emberkeep.types import (
     CacheEntry,
+    CacheTree,
     Embedded,
     EmbeddingRequest,
     EntryText,
@@ -81,6 +82,10 @@ class CacheOnDemand:
     def entries(self) -> list[CacheEntry]:
         with self._model.used_in_thread() as backend:
             return cache_of(backend).entries()
+
+    def tree(self, limit: int, at: str = "") -> CacheTree:
+        with self._model.used_in_thread() as backend:
+            return cache_of(backend).tree(limit, at)
 
     def show(self, entry_id: str) -> EntryText:
         with self._model.used_in_thread() as backend:

@@ -18,7 +18,20 @@ from emberkeep.backend.deadline import with_deadline
 from emberkeep.backend.tool_loop import Gate, LoopTools, ToolLoop
 from emberkeep.session.recall import SEARCH
 from emberkeep.session.sessions import Sessions
-from emberkeep.types import Caller, Events, Message, Recall, Request, Tool, ToolCall, ToolOutcome, Usage
+from emberkeep.types import (
+    Caller,
+    Decision,
+    Events,
+    HostTool,
+    Message,
+    Recall,
+    Request,
+    Tool,
+    ToolCall,
+    ToolOutcome,
+    ToolServer,
+    Usage,
+)
 
 _SEARCH_ROUNDS = 4
 """Most rounds of searches for one answer; then the model has to answer."""
@@ -26,17 +39,35 @@ _SEARCH_ROUNDS = 4
 Answer = Callable[[Request], Events]
 
 
-class HostTools(LoopTools, Protocol):
+class RequestTools(LoopTools, Protocol):
+    """Those that the model may call for one request."""
+
+    @property
+    def definitions(self) -> tuple[Tool, ...]: ...
+
+    def is_ours(self, name: str) -> bool: ...
+
+
+class HostTools(Protocol):
     """Tools that run here. Belongs to the event loop."""
 
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
 
-    @property
-    def definitions(self) -> tuple[Tool, ...]: ...
+    def of(self, request: Request) -> RequestTools: ...
 
-    def is_ours(self, name: str) -> bool: ...
+    def gate(self, request: Request) -> Gate:
+        """For the calls of its answer."""
+
+    def decide(self, question: str, decision: Decision) -> bool:
+        """The answer to a `PermissionAsked`; False: nothing waits for it."""
+
+    def listed(self) -> list[HostTool]:
+        """All of them, used or not, by group and name."""
+
+    def servers(self) -> list[ToolServer]:
+        """Other programs that some of them come from."""
 
 
 class ServerTools:
@@ -70,7 +101,7 @@ class ServerTools:
         if request.prompt is not None or not (is_free and is_chat):
             return request
         known = {tool.name for tool in request.tools}
-        ours = self._tools.definitions if self._tools and not request.tools else ()
+        ours = self._tools.of(request).definitions if self._tools and not request.tools else ()
         if self._sessions.recall_of(request) is Recall.TOOL and all(tool.name != SEARCH.name for tool in ours):
             ours = (*ours, SEARCH)
         new = tuple(tool for tool in ours if tool.name not in known)
@@ -84,8 +115,9 @@ class ServerTools:
 
     async def _run(self, request: Request, answer: Answer) -> Events:
         equipped = self.equip(request)
-        tools = _ToolsAndSearch(self._sessions, self._tools, request)
-        loop = ToolLoop(answer, tools, Gate(), SessionTranscript(self._sessions, request))
+        tools = _ToolsAndSearch(self._sessions, self._tools.of(request) if self._tools else None, request)
+        gate = self._tools.gate(request) if self._tools else Gate()
+        loop = ToolLoop(answer, tools, gate, SessionTranscript(self._sessions, request))
         is_ours = partial(_is_ours, request, equipped)
         with self._sessions.answering(request):
             async with aclosing(loop.run(equipped, self._rounds, is_ours)) as events:
@@ -125,7 +157,7 @@ class _ToolsAndSearch:
     """The tools of one request: the server's own, if it has any, and the search of the memory."""
 
     sessions: Sessions
-    tools: HostTools | None
+    tools: RequestTools | None
     request: Request
 
     def may_run_beside(self, name: str) -> bool:

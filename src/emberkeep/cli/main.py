@@ -106,6 +106,7 @@ def emberkeep(
         "pooling",
         "truncate_dimensions",
         "server_tools",
+        "ask_permission",
         "enable_tools",
         "disable_tools",
     ),

@@ -258,6 +258,11 @@ class Config:
         "Whether a chat may use tools; auto: where the model's chat template knows tools.",
     )
     server_tools: bool = _setting(False, SWITCH, "Let the server run its own tools for clients that send none.")
+    ask_permission: bool = _setting(
+        False,
+        SWITCH,
+        "With server_tools: dangerous ones too, for clients that ask a person before each call, as the page does.",
+    )
     enable_tools: tuple[str, ...] = _setting(
         (), NAMES, "Tools or groups to use (all: every one); none named: all, but in a server no dangerous ones."
     )

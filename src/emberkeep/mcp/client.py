@@ -21,7 +21,7 @@ from emberkeep.mcp.link import McpLink
 from emberkeep.mcp.pins import Pins, Standing
 from emberkeep.tools.function import ToolFunction, tool, tools_of
 from emberkeep.tools.toolbox import ALL, ToolPolicy
-from emberkeep.types import Caller, Json, Message, Tool
+from emberkeep.types import Caller, Json, Message, Tool, ToolServer
 
 GROUP = "mcp"
 
@@ -112,6 +112,9 @@ class McpClients:
 
     def states(self) -> list[ServerState]:
         return [_state(link) for link in self._links.values()]
+
+    def servers(self) -> list[ToolServer]:
+        return [_tool_server(state) for state in self.states()]
 
     def tools(self, name: str) -> list[ListedTool]:
         """What one server offers, approved or not. Raises NoSuchEntry."""
@@ -257,6 +260,11 @@ def _state(link: McpLink) -> ServerState:
     reason = session.reason if session is not None else ""
     listing = link.listing
     return ServerState(link.server.name, status, reason, listing.about, link.standings(), len(listing.prompts))
+
+
+def _tool_server(state: ServerState) -> ToolServer:
+    unapproved = tuple(name for name, standing in state.tools.items() if standing is not Standing.APPROVED)
+    return ToolServer(state.name, state.status, state.reason, state.about, len(state.tools), unapproved)
 
 
 def _quiet_sdk() -> None:

@@ -16,7 +16,7 @@ from emberkeep.models.remotes import Remotes
 from emberkeep.runtime.remote import named_backends, open_remote
 from emberkeep.tools.function import ToolFunction
 from emberkeep.tools.model_tools import Consulted, ModelTools
-from emberkeep.types import RemoteModel, Request
+from emberkeep.types import RemoteModel, Request, ToolServer
 
 
 def open_consultants(config: Config) -> list[Consultants]:
@@ -40,6 +40,9 @@ class Consultants:
 
     def functions(self) -> Sequence[ToolFunction]:
         return self._functions
+
+    def servers(self) -> Sequence[ToolServer]:
+        return ()
 
     def withdrawn(self, name: str) -> str | None:
         return None

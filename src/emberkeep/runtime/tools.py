@@ -9,6 +9,7 @@ from emberkeep.memory.memory import Memory
 
 if TYPE_CHECKING:
     from emberkeep.tools.function import ToolSource
+    from emberkeep.tools.host_tools import HostToolBox
     from emberkeep.tools.toolbox import ToolBox
 
 
@@ -26,9 +27,13 @@ def open_toolbox(config: Config, *, memory: Memory | None, asks: bool) -> ToolBo
     return ToolBox(functions, policy, limits=limits, sources=sources)
 
 
-def server_tools(config: Config, memory: Memory | None) -> ToolBox | None:
+def server_tools(config: Config, memory: Memory | None) -> HostToolBox | None:
     """Those that a server runs by itself, where it may. Raises ConfigError."""
-    return open_toolbox(config, memory=memory, asks=False) if config.server_tools else None
+    if not config.server_tools:
+        return None
+    from emberkeep.tools.host_tools import HostToolBox
+
+    return HostToolBox(open_toolbox(config, memory=memory, asks=False), asks=config.ask_permission)
 
 
 def _sources(config: Config) -> list[ToolSource]:

@@ -48,6 +48,7 @@ from emberkeep.server.request_routes import request_routes
 from emberkeep.server.responses_routes import responses_routes
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import ClientGone
+from emberkeep.server.tool_routes import tool_routes
 from emberkeep.server.warm_routes import warm_routes
 
 
@@ -86,6 +87,7 @@ def create_app(models: Models, config: Config, limits: Limits | None = None) -> 
     app.include_router(page_routes())
     app.include_router(pulse_routes(models, drain))
     app.include_router(request_routes(models))
+    app.include_router(tool_routes(models))
     app.add_middleware(BodyBounds, drain=drain, limits=app.state.limits)
     app.add_middleware(LastResort)
     app.add_middleware(PathMiddleware)

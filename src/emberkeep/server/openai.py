@@ -44,7 +44,9 @@ def openai_routes(models: Models) -> APIRouter:
         backend = models.find(body.model)
         hops = check_hops(http)
         request = await make_of_body(http, body.to_request)
-        request = replace(request, depth=number_in(http, DEPTH_HEADER), hops=hops)
+        # A whole answer has no place for a question.
+        asks = request.asks_permission and bool(body.stream)
+        request = replace(request, depth=number_in(http, DEPTH_HEADER), hops=hops, asks_permission=asks)
         return await _respond(http, backend, body, [request], _chat_shape(body))
 
     @router.post("/completions", include_in_schema=False)

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar, overload
 
 from emberkeep.tools.runner import in_thread
 from emberkeep.tools.schema import Signature, read_signature
-from emberkeep.types import Caller, Json, Tool
+from emberkeep.types import Caller, Json, Tool, ToolServer
 
 F = TypeVar("F", bound=Callable[..., Any])
 Run = Callable[[Mapping[str, Json], Caller], Coroutine[Any, Any, Any]]
@@ -73,6 +73,9 @@ class ToolSource(Protocol):
         """Those that can be called now."""
 
     async def close(self) -> None: ...
+
+    def servers(self) -> Sequence[ToolServer]:
+        """From which they come, where they come from servers."""
 
     def withdrawn(self, name: str) -> str | None:
         """Why a tool that models may still know of cannot be called; None: it knows of none of that name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, Awaitable, Generator, Sequence
 from contextlib import contextmanager
 
@@ -15,17 +16,57 @@ _REFUSED = "The user did not allow this call: ask for another way, or go on with
 _CHANGED = "This tool has changed while the call waited: call it again."
 
 
+class Questions:
+    """Calls that wait for a person. Belongs to the event loop, but for `answer` and `decide`."""
+
+    def __init__(self, patience_s: float | None = None) -> None:
+        """`patience_s`: after which silence counts as a no; None: a person is there."""
+        self._patience_s = patience_s
+        self._waiting: dict[str, tuple[ToolCall, asyncio.Future[Decision]]] = {}
+
+    @contextmanager
+    def asking(self, call: ToolCall) -> Generator[tuple[str, asyncio.Future[Decision]], None, None]:
+        """The question's id, which only those who are told can guess, and its answer."""
+        id_, future = secrets.token_urlsafe(16), asyncio.get_running_loop().create_future()
+        self._waiting[id_] = call, future
+        try:
+            yield id_, future
+        finally:
+            del self._waiting[id_]
+
+    async def answered(self, future: asyncio.Future[Decision]) -> Decision:
+        try:
+            return await asyncio.wait_for(future, self._patience_s)
+        except TimeoutError:
+            return Decision.NO
+
+    def answer(self, id_: str, decision: Decision) -> bool:
+        """Whether a call has waited for it."""
+        if (waiting := self._waiting.get(id_)) is None:
+            return False
+        future = waiting[1]
+        future.get_loop().call_soon_threadsafe(_settle, future, decision)
+        return True
+
+    def decide(self, call: ToolCall, decision: Decision) -> None:
+        """As `answer`, for the very call: models of two answers at once may give theirs the same id."""
+        for id_, (waiting, _) in tuple(self._waiting.items()):
+            if waiting is call:
+                self.answer(id_, decision)
+
+
 class Permissions:
     """Belongs to the event loop, but for `decide`, which may be called from any thread.
 
     Where there is no person to ask, the toolbox has only what is harmless, trusted or enabled, and that may run.
     """
 
-    def __init__(self, *, asks: bool) -> None:
+    def __init__(self, *, asks: bool, questions: Questions | None = None) -> None:
+        """`questions`: of all conversations, where one place answers them."""
         self._asks = asks
+        self._questions = questions or Questions()
         self._always: dict[str, Tool] = {}
         self._never: set[str] = set()
-        self._waiting: list[tuple[ToolCall, asyncio.Future[Decision]]] = []
 
     def verdict(self, function: ToolFunction) -> bool | None:
         """None: the user has to be asked."""
@@ -36,37 +77,34 @@ class Permissions:
         return True if self._always.get(function.name) == function.definition else None
 
     @contextmanager
-    def asking(self, call: ToolCall, function: ToolFunction) -> Generator[Awaitable[bool], None, None]:
-        """While the block runs, `decide` answers for the call. Yields an awaitable: whether the call may run.
+    def asking(
+        self, call: ToolCall, function: ToolFunction
+    ) -> Generator[tuple[PermissionAsked, Awaitable[bool]], None, None]:
+        """While the block runs, the question can be answered. Yields it, and an awaitable: whether the call may
+        run.
 
         `always` and `never` hold for the rest of the session: `never` for a name, `always` for a tool while its
         definition is the one that the user has seen.
         """
-        future: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
-        waiting = (call, future)
-        self._waiting.append(waiting)
 
         async def allowed() -> bool:
-            decision = await future
+            decision = await self._questions.answered(future)
             if decision is Decision.ALWAYS:
                 self._always[function.name] = function.definition
             elif decision is Decision.NEVER:
                 self._never.add(function.name)
             return decision in (Decision.ONCE, Decision.ALWAYS)
 
-        question = allowed()
-        try:
-            yield question
-        finally:
-            question.close()
-            self._waiting.remove(waiting)
+        with self._questions.asking(call) as (id_, future):
+            answer = allowed()
+            try:
+                yield PermissionAsked(call, function.group, id_), answer
+            finally:
+                answer.close()
 
     def decide(self, call: ToolCall, decision: Decision) -> None:
         """The answer to a `PermissionAsked`; one that nothing waits for is dropped."""
-        # The very call: models of two answers at once may give theirs the same id.
-        for waiting, future in tuple(self._waiting):
-            if waiting is call:
-                future.get_loop().call_soon_threadsafe(_settle, future, decision)
+        self._questions.decide(call, decision)
 
 
 def _settle(future: asyncio.Future[Decision], decision: Decision) -> None:
@@ -87,9 +125,9 @@ class PermissionGate(Gate):
         for call in calls:
             function = self._tools.target(call)
             if function and self._permissions.verdict(function) is None:
-                with self._permissions.asking(call, function) as question:
-                    yield PermissionAsked(call, function.group)
-                    self._allowed[call.id] = await question
+                with self._permissions.asking(call, function) as (question, allowed):
+                    yield question
+                    self._allowed[call.id] = await allowed
 
     def refusal(self, call: ToolCall) -> str | None:
         if (allowed := self._allowed.get(call.id)) is not None:

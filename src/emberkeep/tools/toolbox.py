@@ -7,7 +7,8 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from time import perf_counter
 from typing import Any, NoReturn
@@ -53,6 +54,12 @@ class ToolBox:
         self._limits = limits
         self._sources = sources
         self._pages = None if limits.output_chars is None else _Pages(limits.output_chars)
+
+    def asking(self) -> ToolBox:
+        """The same tools where a person can be asked: those that need it are among them. Belongs to this one."""
+        other = copy(self)
+        other._policy = replace(self._policy, asks=True)
+        return other
 
     async def start(self) -> None:
         """Returns when tools of other servers are known, or will not be soon. Never raises."""

@@ -129,6 +129,7 @@ from emberkeep.types.speculation import (
     SpeculationStats,
 )
 from emberkeep.types.timeline import RequestRecord, RequestState
+from emberkeep.types.tools import HostTool, ToolMode, ToolServer
 
 __all__ = [
     "DEFAULT_SAMPLERS",
@@ -174,6 +175,7 @@ __all__ = [
     "Fit",
     "Forgotten",
     "GrammarFormat",
+    "HostTool",
     "HygieneAction",
     "HygieneRule",
     "HygieneWhere",
@@ -231,7 +233,9 @@ __all__ = [
     "ToolCallDelta",
     "ToolChoice",
     "ToolEvent",
+    "ToolMode",
     "ToolOutcome",
+    "ToolServer",
     "ToolUse",
     "TreeNode",
     "Ttl",

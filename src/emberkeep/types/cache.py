@@ -133,10 +133,10 @@ class TreeNode:
 class CacheTree:
     """What is stored, as a tree of few nodes: parents come before their children."""
 
-    nodes: tuple[TreeNode, ...]
-    tokens: int
-    bytes: int
-    chunks: int
+    nodes: tuple[TreeNode, ...] = ()
+    tokens: int = 0
+    bytes: int = 0
+    chunks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

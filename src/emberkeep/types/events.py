@@ -272,6 +272,8 @@ class PermissionAsked:
 
     call: ToolCall
     group: str
+    id: str = ""
+    """Of the question: whoever has it can answer."""
 
 
 @dataclass(frozen=True, slots=True)

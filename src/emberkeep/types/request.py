@@ -432,6 +432,8 @@ class Request:
     """In how many bits the state is stored: 16 is exact, 8 and 4 are not. None: as configured."""
     is_prefix: bool = False
     """No client waits for an answer: it is evaluated so that others find it, and ends where its messages end."""
+    asks_permission: bool = False
+    """Its client can ask a person before a dangerous tool of the server runs."""
     conversation_id: str | None = None
     cache_key: str | None = None
     """OpenAI's `prompt_cache_key`: names a conversation when nothing else does."""

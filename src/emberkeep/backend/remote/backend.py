@@ -108,6 +108,7 @@ class RemoteBackend:
         self._sessions = sessions
         self._settings = settings
         self._permits = permits
+        self.host_tools = tools
         self._server_tools = ServerTools(sessions, tools, settings.tool_rounds, settings.deadline_s)
         self._fitter = RemoteFitter(sessions)
         self._lost: LostMessages | None = None

@@ -1,0 +1,60 @@
+"""Tools that run here: which there are, and the answers of people who are asked before a dangerous one runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Literal
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from emberkeep.api.request import Body
+from emberkeep.backend.models import Models
+from emberkeep.backend.server_tools import HostTools
+from emberkeep.errors import NoSuchEntry
+from emberkeep.server.json_response import json_response
+from emberkeep.server.openapi import takes
+from emberkeep.server.stream import read_body
+from emberkeep.types import Decision, Json
+
+
+class DecisionBody(Body):
+    id: str
+    decision: Literal["once", "no", "always", "never"]
+
+
+def tool_routes(models: Models) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/v1/tools")
+    async def tools() -> Response:
+        return json_response(tools_json(_tools_of(models)))
+
+    @router.post("/v1/tools/decisions", openapi_extra=takes(DecisionBody, id="question", decision="once"))
+    async def decide(http: HttpRequest) -> Response:
+        body = await read_body(http, DecisionBody)
+        decision = Decision(body.decision)
+        if not any(tools.decide(body.id, decision) for tools in _tools_of(models)):
+            raise NoSuchEntry("Nothing waits for this decision: the call was answered already, or given up.")
+        return json_response({"object": "tool.decision", "id": body.id, "decision": decision})
+
+    return router
+
+
+def _tools_of(models: Models) -> list[HostTools]:
+    """Of every model that is loaded, since each has its own."""
+    return [tools for backend in models.loaded() if (tools := backend.host_tools) is not None]
+
+
+def tools_json(found: Sequence[HostTools]) -> dict[str, Json]:
+    """They are the same for every model: those of the first."""
+    tools = found[0].listed() if found else []
+    servers = found[0].servers() if found else []
+    return {
+        "object": "list",
+        "enabled": bool(found),
+        "data": [asdict(tool) for tool in tools],
+        "servers": [asdict(server) for server in servers],
+    }

@@ -1,0 +1,194 @@
+"""A person is asked before a dangerous tool of the server runs, where the client can ask one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from emberkeep.config import Config
+from emberkeep.tools import host_tools
+from emberkeep.types import Json
+from helpers.conversing import Harbour, ScriptedEngine
+from helpers.scripted_server import ScriptedBackend, running
+from helpers.waiting import eventually
+
+pytestmark = pytest.mark.slow
+
+WRITE = '<tool_call>\n{"name": "write_file", "arguments": {"path": "log.txt", "content": "noon"}}\n</tool_call>'
+HELLO: Any = [{"role": "user", "content": "Write down when the Zephyr came."}]
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(context=4096)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (root := tmp_path / "root").mkdir()
+    return root
+
+
+@contextmanager
+def serving(engine: ScriptedEngine, root: Path, **config: Any) -> Iterator[httpx.Client]:
+    options = {"server_tools": True, "ask_permission": True, "tools_root": root, **config}
+    with (
+        Harbour(root.parent / "data", engine, **options) as harbour,
+        running(harbour.backend, Config()) as server,  # type: ignore[arg-type]
+        httpx.Client(base_url=server.url, timeout=30) as http,
+    ):
+        yield http
+
+
+@pytest.fixture
+def http(engine: ScriptedEngine, root: Path) -> Iterator[httpx.Client]:
+    with serving(engine, root) as http:
+        yield http
+
+
+class Talk:
+    """A stream whose questions are answered as they come."""
+
+    def __init__(self, http: httpx.Client, *decisions: str, **fields: Json) -> None:
+        self.questions: list[Json] = []
+        self.results: list[str] = []
+        self.text = ""
+        answers = iter(decisions)
+        body = {"messages": HELLO, "stream": True, "ask_permission": True, "max_tokens": 900, "temperature": 0}
+        with http.stream("POST", "/v1/chat/completions", json={**body, **fields}) as response:
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                self.text += "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+                told = chunk.get("emberkeep") or {}
+                if "tool" in told and "result" in told["tool"]:
+                    self.results.append(told["tool"]["result"])
+                if "permission" in told:
+                    self.questions.append(told["permission"])
+                    if (decision := next(answers, None)) is None:
+                        return
+                    decide(http, told["permission"]["id"], decision).raise_for_status()
+
+
+def decide(http: httpx.Client, question: str, decision: str) -> httpx.Response:
+    return http.post("/v1/tools/decisions", json={"id": question, "decision": decision})
+
+
+def test_a_call_runs_once_it_is_allowed(http, engine, root):
+    engine.will_say(WRITE, "Done.")
+    talk = Talk(http, "once")
+    (question,) = talk.questions
+    assert (question["name"], question["group"]) == ("write_file", "files")
+    assert json.loads(question["arguments"]) == {"path": "log.txt", "content": "noon"}
+    assert talk.text == "Done."
+    assert (root / "log.txt").read_text() == "noon"
+
+
+def test_a_call_that_is_not_allowed_does_nothing_and_the_model_is_told(http, engine, root):
+    engine.will_say(WRITE, "I may not.")
+    talk = Talk(http, "no")
+    assert "did not allow" in talk.results[0]
+    assert talk.text == "I may not."
+    assert not (root / "log.txt").exists()
+
+
+def test_always_holds_for_this_conversation_and_for_no_other(http, engine, root):
+    engine.will_say(WRITE, "Done.", WRITE, "Again.", WRITE, "I may not.")
+    assert len(Talk(http, "always", conversation_id="a").questions) == 1
+    assert Talk(http, conversation_id="a").questions == []
+    assert len(Talk(http, "no", conversation_id="b").questions) == 1
+
+
+def test_never_is_not_asked_again(http, engine, root):
+    engine.will_say(WRITE, "I may not.", WRITE, "I still may not.")
+    Talk(http, "never", conversation_id="a")
+    later = Talk(http, conversation_id="a")
+    assert later.questions == [] and "did not allow" in later.results[0]
+    assert not (root / "log.txt").exists()
+
+
+@pytest.mark.parametrize("fields", [{"ask_permission": False}, {"ask_permission": None}])
+def test_a_client_that_asks_nobody_does_not_get_them(http, engine, root, fields):
+    engine.will_say(WRITE, "I cannot.")
+    talk = Talk(http, **fields)
+    assert talk.questions == [] and "no user to ask" in talk.results[0]
+    assert not (root / "log.txt").exists()
+
+
+def test_an_answer_that_is_no_stream_has_nobody_to_ask(http, engine, root):
+    engine.will_say(WRITE, "I cannot.")
+    body = {"messages": HELLO, "ask_permission": True, "max_tokens": 900, "temperature": 0}
+    answer = http.post("/v1/chat/completions", json=body).json()
+    assert "no user to ask" in answer["emberkeep"]["tools"][0]["result"]
+    assert not (root / "log.txt").exists()
+
+
+def test_without_the_setting_no_client_gets_them(engine, root):
+    engine.will_say(WRITE, "I cannot.")
+    with serving(engine, root, ask_permission=False) as http:
+        talk = Talk(http)
+        modes = {tool["name"]: tool["mode"] for tool in http.get("/v1/tools").json()["data"]}
+    assert talk.questions == []
+    assert modes["write_file"] == "off" and modes["read_file"] == "runs"
+    assert not (root / "log.txt").exists()
+
+
+def test_silence_is_a_no(engine, root, monkeypatch):
+    monkeypatch.setattr(host_tools, "PATIENCE_S", 0.2)
+    engine.will_say(WRITE, "I may not.")
+    with serving(engine, root) as http:
+        body = {"messages": HELLO, "stream": True, "ask_permission": True, "max_tokens": 900, "temperature": 0}
+        answer = http.post("/v1/chat/completions", json=body)
+    assert '"permission"' in answer.text and "did not allow" in answer.text
+    assert not (root / "log.txt").exists()
+
+
+def test_nobody_waits_any_more_for_a_client_that_has_left(http, engine, root):
+    engine.will_say(WRITE, "Done.")
+    talk = Talk(http)  # it leaves with its question
+    assert eventually(lambda: decide(http, talk.questions[0]["id"], "once").status_code == 404)
+    assert not (root / "log.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"id": "guess", "decision": "once"}, 404),
+        ({"id": "guess", "decision": "maybe"}, 400),
+        ({"id": 7, "decision": "once"}, 400),
+        ({"decision": "once"}, 400),
+    ],
+)
+def test_a_decision_that_is_none_is_refused(http, body, status):
+    refused = http.post("/v1/tools/decisions", json=body)
+    assert refused.status_code == status
+    assert refused.json()["error"]["message"]
+
+
+def test_the_tools_are_listed_with_what_happens_when_they_are_called(http):
+    told = http.get("/v1/tools").json()
+    modes = {tool["name"]: tool["mode"] for tool in told["data"]}
+    assert told["enabled"]
+    assert (modes["read_file"], modes["write_file"]) == ("runs", "asks")
+    assert all(tool["description"] and tool["group"] for tool in told["data"])
+
+
+def test_a_server_without_tools_says_so():
+    with running(ScriptedBackend(), Config()) as server, httpx.Client(base_url=server.url) as http:
+        assert http.get("/v1/tools").json() == {"object": "list", "enabled": False, "data": [], "servers": []}
+
+
+def test_explain_shows_the_prompt_that_such_a_request_has(http, engine):
+    engine.will_say("Hello.")
+    body = {"messages": HELLO, "max_tokens": 8, "temperature": 0, "ask_permission": True}
+    http.post("/v1/chat/completions", json={**body, "stream": True})
+    explained = http.post("/v1/cache/explain", json=body).json()
+    assert sum(explained["reused"].values()) >= explained["prompt_tokens"] - 1
