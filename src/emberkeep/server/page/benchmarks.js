@@ -103,14 +103,16 @@ function whereOf({ when, model, machine, emberkeep }) {
 
 // ── pictures ──
 
-/** One of this result, and beside it the same of the other one. */
+/** One of this result, and below it the same of the other one. */
 function Pictures({ picture, result, other }) {
-  const beside = other?.pictures.find(({ title }) => title === picture.title);
-  if (!beside) return html`<figure><${Picture} picture=${picture} /></figure>`;
-  const both = [[picture, result], [beside, other]];
-  return html`<div class="two">
-    ${both.map(([one, { when }]) => html`<figure><${Picture} picture=${one} /><figcaption>${new Date(when).toLocaleString()}</figcaption></figure>`)}
-  </div>`;
+  const same = other?.pictures.find(({ title }) => title === picture.title);
+  const shown = same ? [[picture, result], [same, other]] : [[picture, null]];
+  return shown.map(
+    ([one, from]) => html`<figure key=${from?.id} tabindex="0">
+      ${from && html`<figcaption>${new Date(from.when).toLocaleString()}</figcaption>`}
+      <${Picture} picture=${one} />
+    </figure>`,
+  );
 }
 
 /** As an image, in which no script can run. */
@@ -149,12 +151,12 @@ function Table({ table, other }) {
 function Compared({ value, other }) {
   if (value === undefined || other === undefined) return null;
   const [mine, theirs] = [middle(value), middle(other)];
-  const change = mine !== null && theirs ? ` (${signed(100 * (mine / theirs - 1))})` : "";
+  const percent = mine !== null && theirs ? Math.round(100 * (mine / theirs - 1)) : 0;
+  const change = percent ? ` (${percent < 0 ? "−" : "+"}${number(Math.abs(percent))}%)` : "";
   return html`<span class="other">${readable(other)}${change}</span>`;
 }
 
 const middle = (value) => (typeof value === "number" ? value : (value?.median ?? null));
-const signed = (percent) => `${percent < 0 ? "−" : "+"}${Math.abs(percent).toFixed(0)}%`;
 
 /** `41.2 ms (39.8–44.0)`: median, then the lowest and the highest sample. */
 function readable(value) {
