@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from emberkeep.errors import StoreFailed
-from emberkeep.kv.entries import Entry, EntryId
+from emberkeep.kv.entries import Entry, EntryId, nameless
 from emberkeep.kv.forgotten import Whose, of_user
 from emberkeep.kv.ledger import Ledger, Transact
+from emberkeep.kv.outline import outline
+from emberkeep.kv.runs import Runs
 from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, path_to
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import SHARED, CacheEntry, EntryKind, Label, Lineage, MissReason, Removed, Ttl
+from emberkeep.types import SHARED, CacheEntry, CacheTree, Lineage, MissReason, Removed
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,21 @@ class Catalogue:
 
         best = max(self._transact(look), key=lambda place: place.position, default=None)
         return Elsewhere(best.lineage.user, best.position) if best and best.position else None
+
+    def tree(self, hot: Mapping[EntryId, int], limit: int, at: str = "") -> CacheTree | None:
+        """Everything that is stored as a tree of at most `limit` nodes, or what is at and below one of them; None
+        where there is no such node. `hot`: entries whose latest state is in the engine, with its length.
+
+        The store is held up only while references are copied.
+        """
+
+        def copy(ledger: Ledger) -> tuple[list[Chunk], list[Entry], list[tuple[Cursor, int]]]:
+            known = [(ledger.entries.get(entry_id), length) for entry_id, length in hot.items()]
+            found = [(entry and ledger.entries.tail_of(entry), length) for entry, length in known]
+            return list(ledger.tree), list(ledger.entries), [(tail, length) for tail, length in found if tail]
+
+        chunks, entries, resident = self._transact(copy)
+        return outline(Runs(chunks, resident), entries, limit, at)
 
     def lineages(self) -> list[Lineage]:
         return self._transact(Ledger.lineages)
@@ -169,12 +186,7 @@ def _unnamed(ledger: Ledger) -> list[tuple[Entry, Cursor]]:
                 named.add(chunk.key)
                 chunk = chunk.parent
     ends = [c for c in ledger.tree if c.key not in named and not c.is_snapshot and c.ends_text]
-    return [(_nameless(chunk), Cursor(chunk, len(chunk.tokens), chunk.lineage)) for chunk in ends]
-
-
-def _nameless(chunk: Chunk) -> Entry:
-    label = Label(EntryKind.PREFIX, f"chunk:{chunk.key.hex()}", "", Ttl.EXTENDED)
-    return Entry.new(label, chunk.lineage)
+    return [(nameless(chunk), Cursor(chunk, len(chunk.tokens), chunk.lineage)) for chunk in ends]
 
 
 def _held_by(ledger: Ledger, whose: Whose) -> Removed:

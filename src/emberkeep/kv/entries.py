@@ -284,6 +284,12 @@ def entry_id(lineage: Lineage, label: Label) -> EntryId:
     return hashlib.blake2b(pack_fields(fields), digest_size=6).hexdigest()
 
 
+def nameless(chunk: Chunk) -> Entry:
+    """Stands for stored text that no entry leads to, and that ends with `chunk`."""
+    label = Label(EntryKind.PREFIX, f"chunk:{chunk.key.hex()}", "", Ttl.EXTENDED)
+    return Entry.new(label, chunk.lineage)
+
+
 def _chunks_above(cursor: Cursor) -> Iterator[ChunkKey]:
     chunk = cursor.chunk
     while chunk.parent is not None:

@@ -17,12 +17,12 @@ from starlette.responses import Response
 from emberkeep.api.answer import lookup_json
 from emberkeep.api.messages import ChatBody, read_chat_or_completion, to_one_request
 from emberkeep.api.request import INT32_MAX, WHOLE, Body, CompletionBody, Label
-from emberkeep.api.stored import MAX_VERIFY_S, entry_json, shown_json
+from emberkeep.api.stored import MAX_VERIFY_S, entry_json, node_json, shown_json
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import cache_of
 from emberkeep.backend.models import Models
 from emberkeep.errors import InvalidField, Overloaded
-from emberkeep.server.json_response import PAGE, PageLimit, PageOffset, json_response, page_response
+from emberkeep.server.json_response import PAGE, PageLimit, PageOffset, json_response, list_response, page_response
 from emberkeep.server.model_routes import OfModel
 from emberkeep.server.openapi import HELLO, takes
 from emberkeep.server.side_work import RETRY_AFTER_S, SideWork
@@ -33,12 +33,15 @@ SAMPLE = 4
 TOKENS = 16
 VERIFY_S = 60
 SHOWN_CHARS = 2000
+NODES = 1500
 MAX_PARTS = 100_000
 
-_ACTIONS = ("pin", "unpin", "gc", "explain", "verify")
+_ACTIONS = ("tree", "pin", "unpin", "gc", "explain", "verify")
 
 Kind = Literal["conversation", "prefix"]
 Chars = Annotated[int, Query(ge=0, le=INT32_MAX)]
+Nodes = Annotated[int, Query(ge=1, le=10_000)]
+NodeId = Annotated[str, Query(max_length=64)]
 
 
 class EntryBody(Body):
@@ -102,6 +105,10 @@ def _add_reads(router: APIRouter, models: Models, side: SideWork) -> None:
         model: OfModel = None,
     ) -> Response:
         return await side.run_on(_list_page, models.find(model), user_id, kind, limit, offset)
+
+    @router.get("/v1/cache/tree")
+    async def tree(limit: Nodes = NODES, at: NodeId = "", model: OfModel = None) -> Response:
+        return await side.run_on(_tree, models.find(model), limit, at)
 
     @router.get("/v1/cache/{entry_id:entry_id}")
     async def entry(entry_id: str, chars: Chars = SHOWN_CHARS, model: OfModel = None) -> Response:
@@ -182,6 +189,12 @@ def _pin(backend: Backend, entry_id: str, pinned: bool) -> CacheEntry:
 def _list_page(backend: Backend, user: str | None, kind: Kind | None, limit: int, offset: int) -> Response:
     entries = _select(cache_of(backend).entries(), user, kind)
     return page_response(entries, entry_json, limit, offset, totals=totals_json(entries))
+
+
+def _tree(backend: Backend, limit: int, at: str) -> Response:
+    tree = cache_of(backend).tree(limit, at)
+    totals = {"tokens": tree.tokens, "bytes": tree.bytes, "chunks": tree.chunks}
+    return list_response("nodes", map(node_json, tree.nodes), object="cache.tree", totals=totals)
 
 
 def _select(entries: Sequence[CacheEntry], user: str | None, kind: Kind | None) -> list[CacheEntry]:
