@@ -135,7 +135,8 @@ function Workplace({ models }) {
       redraw();
     }
   };
-  const ask = (below, text) => running.current || complete(add(current, below, { role: "user", content: text }).id);
+  const ask = (below, text, images = []) =>
+    running.current || complete(add(current, below, { role: "user", content: text, images }).id);
   const changed = () => (redraw(), save(current));
   const remove = (conversation) => {
     if (!confirm(`Remove “${conversation.title || "this conversation"}” from this browser?`)) return;

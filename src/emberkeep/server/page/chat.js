@@ -1,9 +1,11 @@
 // The conversation in the middle: messages, branches, and the answer that is being written.
 
 import { ApiError, stream } from "./api.js";
+import { Composer, Pictures } from "./composer.js";
 import { ROOT, add, branchesOf, choose, messagesUpTo, shown } from "./conversation.js";
 import { Cost, costOf } from "./cost.js";
 import { PromptDialog } from "./prompt.js";
+import { ToolCall, noteQuestion, noteTool } from "./tool_call.js";
 import { loadColours, needsColours, toHtml } from "./markdown.js";
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
@@ -21,6 +23,7 @@ export async function answer(conversation, below, { signal, onChange }) {
       node.content += delta.content ?? "";
       node.reasoning += delta.reasoning_content ?? "";
       if (data.emberkeep?.tool) noteTool(node, data.emberkeep.tool);
+      else if (data.emberkeep?.permission) noteQuestion(node, data.emberkeep.permission);
       else if (data.emberkeep) Object.assign(told, { emberkeep: data.emberkeep, timings: data.timings });
       if (data.usage) told.usage = data.usage;
       if (data.choices?.[0]?.finish_reason === "length") node.isCut = true;
@@ -45,13 +48,8 @@ function bodyOf(conversation, below, settings) {
     temperature: temperature ?? undefined,
     max_tokens: maxTokens ?? undefined,
     conversation_id: conversation.id,
+    ask_permission: true,
   };
-}
-
-function noteTool(node, tool) {
-  const known = node.tools.findIndex((one) => one.id === tool.id);
-  if (known < 0) node.tools.push(tool);
-  else node.tools[known] = { ...node.tools[known], ...tool };
 }
 
 export function Chat({ conversation, isBusy, onAsk, onAgain, onStop, onChange }) {
@@ -59,7 +57,8 @@ export function Chat({ conversation, isBusy, onAsk, onAgain, onStop, onChange })
   const last = messages.at(-1);
   const hasAnswered = useRef(false);
   hasAnswered.current ||= isBusy;
-  const said = isBusy ? "The model is answering." : hasAnswered.current && !last?.error ? "Answered." : "";
+  const asked = isBusy && last?.tools?.find((tool) => tool.question);
+  const said = asked ? `The model asks whether it may run ${asked.name}.` : isBusy ? "The model is answering." : hasAnswered.current && !last?.error ? "Answered." : "";
   const list = useStickyEnd(conversation.id);
   return html`<section class="chat" aria-label="Conversation">
     <div ref=${list} class="messages" role="region" aria-label="Messages" tabindex="0">
@@ -75,7 +74,7 @@ export function Chat({ conversation, isBusy, onAsk, onAgain, onStop, onChange })
       </ol>
     </div>
     <p class="spoken" role="status">${said}</p>
-    <${Composer} key=${conversation.id} isBusy=${isBusy} onSend=${(text) => onAsk(last?.id ?? ROOT, text)} onStop=${onStop} />
+    <${Composer} key=${conversation.id} isBusy=${isBusy} onSend=${(text, images) => onAsk(last?.id ?? ROOT, text, images)} onStop=${onStop} />
   </section>`;
 }
 
@@ -108,14 +107,14 @@ function Message({ node, isLast, conversation, isBusy, onAsk, onAgain, onChange 
   const isUser = node.role === "user";
   const resend = (text) => {
     setEdited(false);
-    onAsk(node.parent, text);
+    onAsk(node.parent, text, node.images);
   };
   return html`<li class=${`message ${node.role}`} data-testid=${node.role}>
     <h2 class="spoken">${isUser ? "You" : "Model"}</h2>
     ${isEdited
       ? html`<${Editor} text=${node.content} isBusy=${isBusy} onSend=${resend} onCancel=${() => setEdited(false)} />`
       : isUser
-        ? html`<div class="text">${node.content}</div>`
+        ? html`<${Pictures} images=${node.images} /><div class="text">${node.content}</div>`
         : html`<${Answer} node=${node} onShow=${() => setShown(true)} />`}
     ${isShown &&
     html`<${PromptDialog}
@@ -153,21 +152,13 @@ function Branches({ node, conversation, isBusy, onChange }) {
 function Answer({ node, onShow }) {
   return html`
     ${node.reasoning && html`<details class="reasoning"><summary>Reasoning</summary><div class="text">${node.reasoning}</div></details>`}
-    ${node.tools.map((tool) => html`<${ToolCall} key=${tool.id} tool=${tool} />`)}
+    ${node.tools.map((tool) => html`<${ToolCall} key=${tool.id} tool=${tool} isRunning=${node.isRunning} />`)}
     <${Markdown} text=${node.content} isRunning=${node.isRunning} />
     ${node.isStopped && html`<p class="note">Stopped.</p>`}
     ${node.isCut && html`<p class="note">It ends here because it may not be longer: see Settings, or ask to go on.</p>`}
     ${node.error && html`<p class="error" role="alert">${node.error}</p>`}
     ${node.cost && html`<${Cost} cost=${node.cost} onShow=${node.cost.sources?.length > 0 && onShow} />`}
   `;
-}
-
-function ToolCall({ tool }) {
-  return html`<details class="tool">
-    <summary>${tool.name}</summary>
-    ${tool.arguments && html`<pre>${tool.arguments}</pre>`}
-    ${tool.result !== undefined && html`<pre>${typeof tool.result === "string" ? tool.result : JSON.stringify(tool.result)}</pre>`}
-  </details>`;
 }
 
 /** Drawn again a few times a second while it grows, and once more when code can be coloured. */
@@ -205,36 +196,5 @@ function Editor({ text, isBusy, onSend, onCancel }) {
       <button class="main" type="submit" disabled=${isBusy}>Send as a new branch</button>
       <button type="button" onClick=${onCancel}>Cancel</button>
     </div>
-  </form>`;
-}
-
-function Composer({ isBusy, onSend, onStop }) {
-  const [draft, setDraft] = useState("");
-  const field = useRef(null);
-  useEffect(() => field.current?.focus(), []);
-  const send = () => {
-    if (isBusy || !draft.trim()) return;
-    onSend(draft);
-    setDraft("");
-  };
-  const onKeyDown = (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-      event.preventDefault();
-      send();
-    }
-  };
-  return html`<form class="composer" onSubmit=${(event) => (event.preventDefault(), send())}>
-    <textarea
-      ref=${field}
-      aria-label="Your message"
-      placeholder="Ask something. Enter sends, Shift+Enter starts a new line."
-      rows=${Math.min(Math.max(draft.split("\n").length, 2), 10)}
-      value=${draft}
-      onInput=${(event) => setDraft(event.target.value)}
-      onKeyDown=${onKeyDown}
-    ></textarea>
-    ${isBusy
-      ? html`<button class="main" type="button" onClick=${onStop}>Stop</button>`
-      : html`<button class="main" type="submit" disabled=${!draft.trim()}>Send</button>`}
   </form>`;
 }

@@ -40,10 +40,16 @@ export function shown(conversation) {
 export function messagesUpTo(conversation, id, settings) {
   const messages = [];
   for (let node = conversation.nodes[id]; node.id !== ROOT; node = conversation.nodes[node.parent]) {
-    if (node.content || node.role === "user") messages.unshift({ role: node.role, content: node.content });
+    if (node.content || node.role === "user") messages.unshift({ role: node.role, content: contentOf(node) });
   }
   const system = settings.system?.trim();
   return system ? [{ role: "system", content: system }, ...messages] : messages;
+}
+
+function contentOf({ content, images }) {
+  if (!images?.length) return content;
+  const parts = images.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  return content ? [...parts, { type: "text", text: content }] : parts;
 }
 
 /** A conversation as it was kept: what was being written when it was kept is over. */

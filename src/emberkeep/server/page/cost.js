@@ -60,8 +60,8 @@ export function Cost({ cost, onShow }) {
       ${cost.speed > 0 && html` · ${cost.speed.toFixed(1)} tokens/s`}
       ${cost.isApproximate && html` · approximate`}
       ${cost.reason && html` · not more: ${cost.reason}${cost.where && ` (${cost.where})`}`}
-      ${cost.out > 0 && html` · ${cost.out} messages left for the memory`}
-      ${cost.recalled > 0 && html` · ${cost.recalled} remembered`}
+      ${cost.out > 0 && html` · <a href="#/memory">${cost.out} messages left for the memory</a>`}
+      ${cost.recalled > 0 && html` · <a href="#/memory">${cost.recalled} remembered</a>`}
       ${onShow && html` · <button class="link" onClick=${onShow}>show the prompt</button>`}
     </p>
   </div>`;
