@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from emberkeep.errors import StoreFailed
-from emberkeep.kv.entries import Entry, EntryId, nameless
+from emberkeep.kv.entries import Entry, EntryId, latest_tail, nameless
 from emberkeep.kv.forgotten import Whose, of_user
 from emberkeep.kv.ledger import Ledger, Transact
 from emberkeep.kv.outline import outline
-from emberkeep.kv.runs import Runs
-from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, path_to
+from emberkeep.kv.runs import Runs, gently
+from emberkeep.kv.tree import Chunk, Cursor, path_to
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import SHARED, CacheEntry, CacheTree, Lineage, MissReason, Removed
 
@@ -40,20 +40,23 @@ class Catalogue:
     # ── looking ──
 
     def entries(self) -> list[CacheEntry]:
-        """Everything that is stored, the latest used first."""
-        listed = self._transact(lambda ledger: [_view(ledger, *found) for found in _all(ledger)])
+        """Everything that is stored, the latest used first. The store is held up only while references are
+        copied."""
+        held = self._transact(lambda ledger: _Held(ledger, copied=True))
+        listed = [_view(held, *found) for _, part in gently(held.all()) for found in part]
         return sorted(listed, key=lambda entry: entry.idle_s)
 
     def entry(self, entry_id: EntryId) -> CacheEntry | None:
         def show(ledger: Ledger) -> CacheEntry | None:
-            found = _find(ledger, entry_id)
-            return _view(ledger, *found) if found else None
+            held = _Held(ledger)
+            found = held.find(entry_id)
+            return _view(held, *found) if found else None
 
         return self._transact(show)
 
     def tail(self, entry_id: EntryId) -> Cursor | None:
         """Where an entry's latest state ends, or None where there is no such entry."""
-        found = self._transact(lambda ledger: _find(ledger, entry_id))
+        found = self._transact(lambda ledger: _Held(ledger).find(entry_id))
         return found[1] if found else None
 
     def elsewhere(self, owner: str, tokens: TokenArray) -> Elsewhere | None:
@@ -113,7 +116,7 @@ class Catalogue:
         def change(ledger: Ledger) -> list[Chunk] | None:
             if entry := ledger.entries.get(entry_id):
                 return ledger.remove_entry(entry)
-            if found := _find(ledger, entry_id):
+            if found := _Held(ledger).find(entry_id):
                 return ledger.drop(found[1].chunk, MissReason.REMOVED)
             return None
 
@@ -161,32 +164,36 @@ class Catalogue:
         return Removed(entries, tokens=sum(len(c.tokens) for c in gone), bytes=sum(chunk.bytes for chunk in gone))
 
 
-def _all(ledger: Ledger) -> Iterator[tuple[Entry, Cursor]]:
-    for entry in ledger.entries:
-        if tail := ledger.entries.tail_of(entry):
-            yield entry, tail
-    yield from _unnamed(ledger)
+class _Held:
+    """What the ledger holds: as it is, under the store's lock, or `copied`, to be read without it."""
 
+    def __init__(self, ledger: Ledger, *, copied: bool = False) -> None:
+        self._entries: Iterable[Entry] = list(ledger.entries) if copied else ledger.entries
+        self._entry = ledger.entries.get
+        self.chunks = dict(ledger.tree.by_key) if copied else ledger.tree.by_key
+        self.now = ledger.clock.now()
+        self.ttl = ledger.keeping.ttl
 
-def _find(ledger: Ledger, entry_id: EntryId) -> tuple[Entry, Cursor] | None:
-    entry = ledger.entries.get(entry_id)
-    if entry is None:
-        return next((found for found in _unnamed(ledger) if found[0].id == entry_id), None)
-    tail = ledger.entries.tail_of(entry)
-    return (entry, tail) if tail else None
+    def all(self) -> list[tuple[Entry, Cursor]]:
+        """Every entry that there is still something of, with where its latest state ends."""
+        named = [(entry, latest_tail(entry, self.chunks)) for entry in self._entries]
+        return [*((entry, tail) for entry, tail in named if tail), *self._unnamed()]
 
+    def find(self, entry_id: EntryId) -> tuple[Entry, Cursor] | None:
+        """Not where it is copied."""
+        entry = self._entry(entry_id)
+        if entry is None:
+            return next((found for found in self._unnamed() if found[0].id == entry_id), None)
+        tail = latest_tail(entry, self.chunks)
+        return (entry, tail) if tail else None
 
-def _unnamed(ledger: Ledger) -> list[tuple[Entry, Cursor]]:
-    """Ends of stored text that no entry leads to: the index was lost, or a turn was cut off by a crash."""
-    named: set[ChunkKey] = set()
-    for entry in ledger.entries:
-        for tail in entry.tails:
-            chunk = ledger.tree.get(tail.chunk)
-            while chunk and not chunk.is_root and chunk.key not in named:
-                named.add(chunk.key)
-                chunk = chunk.parent
-    ends = [c for c in ledger.tree if c.key not in named and not c.is_snapshot and c.ends_text]
-    return [(nameless(chunk), Cursor(chunk, len(chunk.tokens), chunk.lineage)) for chunk in ends]
+    def _unnamed(self) -> list[tuple[Entry, Cursor]]:
+        """Ends of stored text that no entry leads to: the index was lost, or a turn was cut off by a crash."""
+        ends_of_entries = {tail.chunk for entry in self._entries for tail in entry.tails}
+        goes_on = {id(chunk.parent) for chunk in self.chunks.values() if not chunk.is_snapshot}
+        texts = (chunk for chunk in self.chunks.values() if not chunk.is_snapshot)
+        ends = [chunk for chunk in texts if id(chunk) not in goes_on and chunk.key not in ends_of_entries]
+        return [(nameless(chunk), Cursor(chunk, len(chunk.tokens), chunk.lineage)) for chunk in ends]
 
 
 def _held_by(ledger: Ledger, whose: Whose) -> Removed:
@@ -201,11 +208,11 @@ def _held_by(ledger: Ledger, whose: Whose) -> Removed:
     )
 
 
-def _view(ledger: Ledger, entry: Entry, tail: Cursor) -> CacheEntry:
+def _view(held: _Held, entry: Entry, tail: Cursor) -> CacheEntry:
     segments = path_to(tail)
-    now = ledger.clock.now()
+    now = held.now
     last = tail.chunk
-    ttl_s = ledger.keeping.ttl[entry.ttl]
+    ttl_s = held.ttl[entry.ttl]
     used_at = entry.used_at if entry.turns else last.expires - ttl_s
     return CacheEntry(
         id=entry.id,
@@ -221,7 +228,7 @@ def _view(ledger: Ledger, entry: Entry, tail: Cursor) -> CacheEntry:
         idle_s=max(now - used_at, 0.0),
         hits=last.hits,
         turns=entry.turns,
-        branches=max(sum(ledger.tree.get(t.chunk) is not None for t in entry.tails), 1),
+        branches=max(sum(t.chunk in held.chunks for t in entry.tails), 1),
         ttl=entry.ttl,
         expires_in_s=used_at + ttl_s - now,
         is_pinned=entry.is_pinned,

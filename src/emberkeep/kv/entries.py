@@ -137,10 +137,7 @@ class Entries:
 
     def tail_of(self, entry: Entry) -> Cursor | None:
         """Where its latest state that still exists ends."""
-        for tail in reversed(entry.tails):
-            if (chunk := self._tree.get(tail.chunk)) and tail.used <= len(chunk.tokens):
-                return Cursor(chunk, tail.used, entry.lineage)
-        return None
+        return latest_tail(entry, self._tree.by_key)
 
     def turn_ended(self, label: Label, cursor: Cursor, tick: int, now: float) -> Entry:
         """A request has left its state at `cursor`."""
@@ -282,6 +279,14 @@ def unpack_tails(packed: str) -> deque[Tail]:
 def entry_id(lineage: Lineage, label: Label) -> EntryId:
     fields = [str(lineage).encode(), label.kind.encode(), label.key.encode()]
     return hashlib.blake2b(pack_fields(fields), digest_size=6).hexdigest()
+
+
+def latest_tail(entry: Entry, chunks: Mapping[ChunkKey, Chunk]) -> Cursor | None:
+    """Where the latest state of an entry ends that is among `chunks`."""
+    for tail in reversed(entry.tails):
+        if (chunk := chunks.get(tail.chunk)) and tail.used <= len(chunk.tokens):
+            return Cursor(chunk, tail.used, entry.lineage)
+    return None
 
 
 def nameless(chunk: Chunk) -> Entry:
