@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def open_view(browser: Browser, url: str, name: str) -> Iterator[Page]:
+def open_view(browser: Browser, url: str, name: str, key: str = "") -> Iterator[Page]:
     """Whatever the browser complains about fails the test; a status that the view tells about itself is none."""
     context = browser.new_context()
     page, complaints = context.new_page(), []
@@ -25,6 +25,9 @@ def open_view(browser: Browser, url: str, name: str) -> Iterator[Page]:
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("console", listen)
     page.goto(f"{url}/#/{name}")
+    if key:
+        page.get_by_label("Key").fill(key)
+        page.get_by_role("button", name="Continue").click()
     page.wait_for_selector(f".view.{name} h1")
     yield page
     context.close()

@@ -27,12 +27,14 @@ export function View() {
   return html`<section class="view memory" aria-label="Memory">
     <h1>Memory</h1>
     <${Whose} user=${user} onUser=${setUser} />
-    ${problem && html`<p class="error" role="alert">${problem.message}</p>`}
-    ${counts && html`<${Counts} counts=${counts} />`}
-    <${Search} key=${`search ${user}`} user=${user} onChange=${changed} />
-    <${Facts} user=${user} version=${version} onChange=${changed} />
-    <${Conversations} user=${user} version=${version} onChange=${changed} />
-    <${Whole} user=${user} onChange=${changed} />
+    ${problem
+      ? html`<p class="error" role="alert">${problem.message}</p>`
+      : counts &&
+        html`<${Counts} counts=${counts} />
+          <${Search} key=${`search ${user}`} user=${user} onChange=${changed} />
+          <${Facts} user=${user} version=${version} onChange=${changed} />
+          <${Conversations} user=${user} version=${version} onChange=${changed} />
+          <${Whole} user=${user} onChange=${changed} />`}
   </section>`;
 }
 
@@ -147,7 +149,7 @@ function Facts({ user, version, onChange }) {
   const [draft, setDraft] = useState({ name: "", value: "" });
   const field = useRef(null);
   useEffect(() => {
-    call(pathOf("/facts", user)).then(({ data }) => setFacts(data), () => setFacts(null)); // the figures above say why
+    call(pathOf("/facts", user)).then(({ data }) => setFacts(data), (error) => setProblem(error.message));
   }, [user, version]);
   const act = (action) => action.then(() => (setProblem(""), onChange()), (error) => setProblem(error.message));
   const pathOfFact = (name) => pathOf(`/facts/${encodeURIComponent(name)}`, user);
@@ -192,13 +194,15 @@ function FactTable({ facts, onEdit, onRemove }) {
 // ── saved conversations ──
 
 function Conversations({ user, version, onChange }) {
-  const [saved, setSaved] = useState([]);
+  const [saved, setSaved] = useState(null);
+  const [problem, setProblem] = useState("");
   useEffect(() => {
-    call(pathOf("/conversations", user, { limit: LISTED })).then(({ data }) => setSaved(data), () => setSaved([]));
+    call(pathOf("/conversations", user, { limit: LISTED })).then(({ data }) => setSaved(data), (error) => setProblem(error.message));
   }, [user, version]);
   return html`<h2>Saved conversations</h2>
-    ${saved.length === 0 && html`<p class="note">None: <code>emberkeep chat</code> saves its conversations here. Those of this page are kept in the browser.</p>`}
-    ${saved.map((one) => html`<${Conversation} key=${`${user} ${one.id}`} ...${{ one, user, onChange }} />`)}`;
+    ${problem && html`<p class="error" role="alert">${problem}</p>`}
+    ${saved?.length === 0 && html`<p class="note">None: <code>emberkeep chat</code> saves its conversations here. Those of this page are kept in the browser.</p>`}
+    ${saved?.map((one) => html`<${Conversation} key=${`${user} ${one.id}`} ...${{ one, user, onChange }} />`)}`;
 }
 
 function Conversation({ one, user, onChange }) {

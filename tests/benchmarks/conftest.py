@@ -1,0 +1,11 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _results_are_kept_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Than in the data of whoever runs the tests."""
+    monkeypatch.setenv("EMBERKEEP_DATA_DIR", str(tmp_path / "kept"))
