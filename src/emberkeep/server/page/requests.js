@@ -2,6 +2,7 @@
 
 import { call } from "./api.js";
 import { REASONS, TIERS } from "./cost.js";
+import { allKept } from "./kept.js";
 import { usePulse } from "./pulse.js";
 import { ago, milliseconds, number } from "./words.js";
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
@@ -62,6 +63,8 @@ export function View() {
   const isRunning = requests.some((one) => !one.ended_at);
   useTick(isRunning);
   const now = Date.now() / 1000 + ahead;
+  const titles = useTitles(requests);
+  const nameOf = (one) => titles.get(one.conversation_id) || one.conversation_id || `${one.kind} ${one.id}`;
   const detailed = requests.find((one) => keyOf(one) === chosen);
   return html`<section class="view requests" aria-label="Requests">
     <h1>Requests</h1>
@@ -72,11 +75,22 @@ export function View() {
         ${WINDOWS.map(([value, words]) => html`<option value=${value}>${words}</option>`)}
       </select></label>
     </div>
-    <${Picture} ...${{ requests, now, seconds, chosen }} onChoose=${setChosen} />
+    <${Picture} ...${{ requests, now, seconds, chosen, nameOf }} onChoose=${setChosen} />
     ${requests.length === 0 && html`<p class="note">Ask something: every request will show here.</p>`}
-    ${requests.length > 0 && html`<${List} ...${{ requests, now, chosen }} onChoose=${setChosen} />`}
-    ${detailed && html`<${Details} request=${detailed} onClose=${() => setChosen(null)} />`}
+    ${requests.length > 0 && html`<${List} ...${{ requests, now, chosen, nameOf }} onChoose=${setChosen} />`}
+    ${detailed && html`<${Details} request=${detailed} name=${nameOf(detailed)} onClose=${() => setChosen(null)} />`}
   </section>`;
+}
+
+/** Of the conversations that this browser keeps, by their ids. */
+function useTitles(requests) {
+  const [titles, setTitles] = useState(new Map());
+  const ids = [...new Set(requests.map((one) => one.conversation_id))].join();
+  useEffect(() => {
+    const read = (kept) => setTitles(new Map(kept.map(({ id, title }) => [id, title])));
+    allKept().then(read, () => undefined); // without a place to keep them there are none
+  }, [ids]);
+  return titles;
 }
 
 /** Draws again twice a second: time goes on. */
@@ -103,7 +117,7 @@ function phasesOf(request, now) {
   );
 }
 
-function Picture({ requests, now, seconds, chosen, onChoose }) {
+function Picture({ requests, now, seconds, chosen, nameOf, onChoose }) {
   const begin = now - seconds;
   const shown = requests.filter((one) => (one.ended_at ?? now) > begin);
   const waiting = shown.filter((one) => one.slot === null);
@@ -120,7 +134,7 @@ function Picture({ requests, now, seconds, chosen, onChoose }) {
         ${lanes.map((_, lane) => html`<rect class="lane" x="0" y=${lane * LANE + 2} width=${WIDTH} height=${LANE - 4} />`)}
         ${shown.map(
           (one) => html`<g key=${keyOf(one)} class=${keyOf(one) === chosen ? "chosen" : ""} onClick=${() => onChoose(keyOf(one))}>
-            <title>${sentenceOf(one, now)}</title>
+            <title>${`${nameOf(one)}: ${sentenceOf(one, now)}`}</title>
             ${phasesOf(one, now).map(([name, from, to]) => {
               const inset = name === "queue" ? 12 : 5;
               const width = Math.max(across(to) - across(from), 1.5);
@@ -145,10 +159,10 @@ function percent(part, whole) {
 function sentenceOf(request, now) {
   const spans = phasesOf(request, now).map(([name, from, to]) => `${name} ${milliseconds(1000 * (to - from))}`);
   const tokens = `${number(request.prompt_tokens)} tokens, ${percent(reusedOf(request), request.prompt_tokens)} reused`;
-  return `${request.conversation_id ?? request.kind}: ${tokens}; ${spans.join(", ")}`;
+  return `${tokens}; ${spans.join(", ")}`;
 }
 
-function List({ requests, now, chosen, onChoose }) {
+function List({ requests, now, chosen, nameOf, onChoose }) {
   const duration = (request, wanted) => {
     const found = phasesOf(request, now).find(([name]) => name === wanted);
     return found ? milliseconds(1000 * (found[2] - found[1])) : "–";
@@ -164,7 +178,7 @@ function List({ requests, now, chosen, onChoose }) {
       <tbody>
         ${requests.slice(0, LISTED).map(
           (one) => html`<tr key=${keyOf(one)} class=${keyOf(one) === chosen ? "chosen" : ""}>
-            <th scope="row"><button class="link" aria-haspopup="dialog" onClick=${() => onChoose(keyOf(one))}>${one.conversation_id ?? `${one.kind} ${one.id}`}</button></th>
+            <th scope="row"><button class="link" aria-haspopup="dialog" onClick=${() => onChoose(keyOf(one))}>${nameOf(one)}</button></th>
             <td>${ago(Math.max(now - one.asked_at, 0))}</td>
             <td>${one.state}</td>
             <td>${number(one.prompt_tokens)}</td>
@@ -178,7 +192,7 @@ function List({ requests, now, chosen, onChoose }) {
   </div>`;
 }
 
-function Details({ request, onClose }) {
+function Details({ request, name, onClose }) {
   const dialog = useRef(null);
   useEffect(() => dialog.current.showModal(), []);
   const now = request.ended_at ?? Date.now() / 1000;
@@ -197,7 +211,7 @@ function Details({ request, onClose }) {
   ];
   return html`<dialog ref=${dialog} class="prompt" aria-labelledby="request-title" onClose=${onClose}>
     <header>
-      <h2 id="request-title">${request.conversation_id ?? `${request.kind} ${request.id}`}</h2>
+      <h2 id="request-title">${name}</h2>
       <button aria-label="Close" onClick=${() => dialog.current.close()}>×</button>
     </header>
     <div class="strip" role="img" aria-label="The prompt, by where its state came from">
