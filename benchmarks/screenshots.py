@@ -31,6 +31,11 @@ SIZES: Mapping[str, tuple[int, int]] = {"desktop": (1280, 800), "phone": (390, 8
 SCHEMES = ("light", "dark")
 VIEWS = ("chat", "prompt", "cache", "requests", "models", "tools", "memory", "benchmarks")
 FIELD = "textarea[aria-label='Your message']"
+ARRIVED = """() => {
+  const [paint] = performance.getEntriesByName("first-contentful-paint");
+  const bytes = performance.getEntriesByType("resource").reduce((sum, one) => sum + one.transferSize, 0);
+  return `first paint after ${Math.round(paint.startTime)} ms, ${Math.round(bytes / 1000)} KB`;
+}"""
 SYSTEM = (
     "You are the harbour master of a small port. You know the tides, the winds, the berths and the boats that lie "
     "here, and you answer in one or two short sentences. "
@@ -114,6 +119,7 @@ def on_device(chromium: Browser, url: str, output: Path, device: str, size: tupl
     page = context.new_page()
     page.goto(url)
     page.wait_for_selector(FIELD)
+    yield f"{device}: {page.evaluate(ARRIVED)}"
     talk(page)
     for view in VIEWS:
         show(page, view)

@@ -1,18 +1,23 @@
 """`load`: many clients at once, against a bare decode loop over the same tokens.
 
-What is compared is decoding: the prompts are in the server's store before the clock starts, and the bare loop
-has evaluated them. It runs in a process of its own while the server stands still.
+First decoding is compared: the prompts are in the server's store before the clock starts, and the bare loop has
+evaluated them. It runs in a process of its own while the server stands still.
+
+Then the time to the first token of prompts of any length is measured, in turns without and with an open page.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from emberkeep.bench.bare import decode_seconds_elsewhere
-from emberkeep.bench.figures import percentile, ratios, series
+from emberkeep.bench.figures import Series, percentile, ratios, series
 from emberkeep.bench.http_client import (
     Client,
     Exchange,
@@ -21,9 +26,10 @@ from emberkeep.bench.http_client import (
     completion_tokens,
     parse_stream,
 )
-from emberkeep.bench.report import BenchResult, Row, Table
+from emberkeep.bench.report import BenchResult, Row, Table, Value
 from emberkeep.bench.server_process import ServerProcess
 from emberkeep.bench.stage import Stage
+from emberkeep.signals import with_default_signals
 
 _MIXED = (32, 64, 128, 256, 512)
 
@@ -56,12 +62,16 @@ async def run(stage: Stage, plan: Workload) -> BenchResult:
     with ServerProcess(stage.model, stage.new_data_dir(), parallel=plan.clients) as server:
         client = Client(server.port)
         rows = await _throughput_rows(stage, plan, server, client)
-        mixed = await _mixed_row(stage, plan, client)
+        mixed = await _mixed_rows(stage, plan, client, server.port)
     tables = (
         Table(f"{plan.clients} clients, {plan.answer_tokens} tokens each", rows),
-        Table(f"{plan.clients} clients, prompts of {_MIXED[0]} to {_MIXED[-1]} tokens", (mixed,)),
+        Table(f"{plan.clients} clients, prompts of {_MIXED[0]} to {_MIXED[-1]} tokens", mixed),
     )
-    return BenchResult("load", tables, ("share: tokens/s of the server / tokens/s of the bare loop beside it.",))
+    notes = (
+        "share: tokens/s of the server / tokens/s of the bare loop beside it.",
+        "page open: another process follows the events and reads what the page reads, as often.",
+    )
+    return BenchResult("load", tables, notes)
 
 
 async def _throughput_rows(stage: Stage, plan: Workload, server: ServerProcess, client: Client) -> tuple[Row, ...]:
@@ -103,22 +113,50 @@ async def _burst(plan: Workload, client: Client, prompts: Sequence[Sequence[int]
     return _Burst(sum(lengths) / seconds, lengths)
 
 
-async def _mixed_row(stage: Stage, plan: Workload, client: Client) -> Row:
-    stage.say("mixed prompts")
-    sizes = random.Random(0)
+async def _mixed_rows(stage: Stage, plan: Workload, client: Client, port: int) -> tuple[Row, ...]:
+    alone: list[list[float]] = []
+    watched: list[list[float]] = []
+    for number in range(plan.repeat):
+        stage.say(f"mixed prompts, round {number + 1} of {plan.repeat}")
+        alone.append(await _mixed_ttfts(stage, plan, client, (number, "alone")))
+        with _page_open(port):
+            watched.append(await _mixed_ttfts(stage, plan, client, (number, "watched")))
+        await client.wait_until_settled()
+    return (
+        Row("nobody watches", _ttft_columns(alone)),
+        Row("page open", {**_ttft_columns(watched), "of nobody": ratios(_medians(watched), _medians(alone))}),
+    )
+
+
+def _ttft_columns(rounds: Sequence[Sequence[float]]) -> dict[str, Value]:
+    ttfts = [ttft for each in rounds for ttft in each]
+    return {"TTFT": _medians(rounds), "TTFT, 95th percentile": series([percentile(ttfts, 95)], "ms")}
+
+
+def _medians(rounds: Sequence[Sequence[float]]) -> Series:
+    return series([percentile(each, 50) for each in rounds], "ms")
+
+
+async def _mixed_ttfts(stage: Stage, plan: Workload, client: Client, seed: object) -> list[float]:
+    sizes = random.Random(0)  # the same in every round, of texts that no round had before
     texts = [
-        [stage.words.text(sizes.choice(_MIXED), (who, number)) for number in range(plan.mixed_requests)]
+        [stage.words.text(sizes.choice(_MIXED), (seed, who, number)) for number in range(plan.mixed_requests)]
         for who in range(plan.clients)
     ]
     answers = await asyncio.gather(*(_one_after_the_other(plan, client, mine) for mine in texts))
-    ttfts = [parse_stream(exchange).ttft_ms for mine in answers for exchange in mine]
-    return Row(
-        f"{len(ttfts)} requests",
-        {
-            "TTFT": series(ttfts, "ms"),
-            "TTFT, 95th percentile": series([percentile(ttfts, 95)], "ms"),
-        },
-    )
+    return [parse_stream(exchange).ttft_ms for mine in answers for exchange in mine]
+
+
+@contextmanager
+def _page_open(port: int) -> Iterator[None]:
+    command = [sys.executable, "-m", "emberkeep.bench.watcher", str(port)]
+    with subprocess.Popen(with_default_signals(command), stdout=subprocess.PIPE) as watcher:
+        try:
+            assert watcher.stdout is not None
+            watcher.stdout.readline()
+            yield
+        finally:
+            watcher.kill()
 
 
 async def _one_after_the_other(plan: Workload, client: Client, texts: Sequence[str]) -> list[Exchange]:
