@@ -18,6 +18,7 @@ from emberkeep.config.kinds import Alias
 from emberkeep.runtime.served_models import open_models
 from emberkeep.types import Json
 from helpers.commands import Commands
+from helpers.scripted_server import ScriptedBackend, running
 from helpers.several_models import install, load_fake_engines, serving, with_memory_for_one
 
 LONG = "The tides, the winds and the harbours of this coast. " * 8
@@ -181,3 +182,14 @@ def test_a_client_is_launched_with_a_model_that_was_never_loaded(
         shown = Commands(app).ok("launch", "claude", "-m", "second", "--print", "--data-dir", str(tmp_path))
         assert "second" in shown
         assert states(client)["second"] == "loaded"
+
+
+def test_what_is_installed_is_told_whether_it_is_served_or_not(config: Config, client: httpx.Client) -> None:
+    everything = client.get("/models/installed").json()
+    assert [(one["id"], one["served"]) for one in everything["data"]] == [("first", True), ("second", True)]
+    assert all(one["bytes"] > 0 and one["quantisation"] == "F32" for one in everything["data"])
+    page = client.get("/models/installed", params={"limit": 1, "offset": 1}).json()
+    assert ([one["id"] for one in page["data"]], page["has_more"]) == (["second"], False)
+    with running(ScriptedBackend(), config) as alone:
+        told = httpx.get(f"{alone.url}/models/installed").json()["data"]
+        assert [one["served"] for one in told] == [False, False]
