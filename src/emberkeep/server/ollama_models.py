@@ -190,7 +190,7 @@ async def _pull(library: ModelLibrary, spec: str, threads: ThreadPoolExecutor) -
         return
     reporter = _QueueReporter(spec)
     working = asyncio.get_running_loop().run_in_executor(threads, partial(_fetch, spec, library, reporter))
-    working.add_done_callback(lambda _: reporter.told.put_nowait(None))
+    working.add_done_callback(reporter.end)
     try:
         while (line := await reporter.told.get()) is not None:
             yield line
@@ -251,6 +251,12 @@ class _QueueReporter:
         else:
             figures = {"digest": self._digest, "total": total or 0, "completed": done}
             self._put({"status": f"pulling {self._digest[7:19]}", **figures})
+
+    def end(self, working: asyncio.Future[None]) -> None:
+        """Its error is told to a client that is still there; of one that has left nobody else would ask for it."""
+        if not working.cancelled():
+            working.exception()
+        self.told.put_nowait(None)
 
     def _put(self, line: Json) -> None:
         self._loop.call_soon_threadsafe(self.told.put_nowait, line)

@@ -31,7 +31,7 @@ function Nothing() {
   return html`<p>Nothing has been measured here yet. On the server's machine,</p>
     <pre>emberkeep bench all --quick</pre>
     <p>
-      takes a few minutes with the default model, and shows here what it has found; without <code>--quick</code> it takes
+      measures how fast it is with stored state, and what it finds shows here. Without <code>--quick</code> it takes
       longer, and its figures are worth more. The machine should have nothing else to do meanwhile.
     </p>`;
 }
