@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 from emberkeep.errors import StoreFailed
 from emberkeep.kv.entries import Entry, EntryId, latest_tail, nameless
@@ -11,7 +13,7 @@ from emberkeep.kv.forgotten import Whose, of_user
 from emberkeep.kv.ledger import Ledger, Transact
 from emberkeep.kv.outline import outline
 from emberkeep.kv.runs import Runs, gently
-from emberkeep.kv.tree import Chunk, Cursor, path_to
+from emberkeep.kv.tree import Chunk, ChunkKey, Cursor
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import SHARED, CacheEntry, CacheTree, Lineage, MissReason, Removed
 
@@ -173,6 +175,7 @@ class _Held:
         self.chunks = dict(ledger.tree.by_key) if copied else ledger.tree.by_key
         self.now = ledger.clock.now()
         self.ttl = ledger.keeping.ttl
+        self._before: dict[ChunkKey, _Sums] = {}
 
     def all(self) -> list[tuple[Entry, Cursor]]:
         """Every entry that there is still something of, with where its latest state ends."""
@@ -186,6 +189,17 @@ class _Held:
             return next((found for found in self._unnamed() if found[0].id == entry_id), None)
         tail = latest_tail(entry, self.chunks)
         return (entry, tail) if tail else None
+
+    def sums_to(self, tail: Cursor) -> _Sums:
+        """Of everything from position 0 to `tail`. What many entries begin with is summed up once."""
+        path, chunk = [tail.chunk], tail.chunk.parent
+        while chunk is not None and not chunk.is_root and path[-1].key not in self._before:
+            path.append(chunk)
+            chunk = chunk.parent
+        sums = self._before.get(path[-1].key, _Sums(0, 0, 0))
+        for above, chunk in pairwise(reversed(path)):
+            sums = self._before[chunk.key] = sums.with_part(above, chunk.take)
+        return sums.with_part(tail.chunk, tail.used)
 
     def _unnamed(self) -> list[tuple[Entry, Cursor]]:
         """Ends of stored text that no entry leads to: the index was lost, or a turn was cut off by a crash."""
@@ -208,8 +222,19 @@ def _held_by(ledger: Ledger, whose: Whose) -> Removed:
     )
 
 
+class _Sums(NamedTuple):
+    bytes: int
+    warm: int
+    cold: int
+
+    def with_part(self, chunk: Chunk, used: int) -> _Sums:
+        """And of the first `used` tokens of a chunk, whose bytes count whole."""
+        warm, cold = used * (chunk.payload is not None), used * chunk.on_disk
+        return _Sums(self.bytes + chunk.bytes * (used > 0), self.warm + warm, self.cold + cold)
+
+
 def _view(held: _Held, entry: Entry, tail: Cursor) -> CacheEntry:
-    segments = path_to(tail)
+    sums = held.sums_to(tail)
     now = held.now
     last = tail.chunk
     ttl_s = held.ttl[entry.ttl]
@@ -222,9 +247,9 @@ def _view(held: _Held, entry: Entry, tail: Cursor) -> CacheEntry:
         user=tail.lineage.user,
         is_shared=tail.lineage.owner == SHARED,
         tokens=tail.position,
-        bytes=sum(segment.chunk.bytes for segment in segments),
-        warm_tokens=sum(s.end - s.start for s in segments if s.chunk.payload is not None),
-        cold_tokens=sum(s.end - s.start for s in segments if s.chunk.on_disk),
+        bytes=sums.bytes,
+        warm_tokens=sums.warm,
+        cold_tokens=sums.cold,
         idle_s=max(now - used_at, 0.0),
         hits=last.hits,
         turns=entry.turns,

@@ -1,31 +1,42 @@
 // The cache, live: what is where, what moves, and what is kept.
 
-import { call } from "./api.js";
-import { ago, bytes, number } from "./words.js";
+import { Entries, NAMES, nameOf } from "./entries.js";
+import { Explain } from "./explain.js";
 import { REUSED, SHOWN, usePulse } from "./pulse.js";
-import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
+import { Tree } from "./tree.js";
+import { Warm } from "./warm.js";
+import { bytes, duration, number } from "./words.js";
+import { html, useEffect, useReducer, useRef, useState } from "./vendor/preact-htm.js";
 
-const REFRESHED_MS = 1500;
-const NAMES = { hot: "Engine", warm: "RAM", cold: "Disk" };
+const MEASURED_MS = 2000;
 
 export function View() {
   const { now, moments, problem } = usePulse();
+  const [acts, acted] = useReducer((count) => count + 1, 0);
+  const [explained, setExplained] = useState(null);
+  const beat = now && JSON.stringify([now.active, now.tiers.warm, now.tiers.cold, now.tokens.prompt, now.tokens.evaluated, now.evicted]);
   return html`<section class="view cache" aria-label="The cache">
     <h1>The cache</h1>
     ${problem && html`<p class="error" role="alert">${problem}</p>`}
-    ${now && html`<${Totals} tokens=${now.tokens} active=${now.active} waiting=${now.waiting} />`}
+    ${now && html`<${Totals} ...${now} />`}
     ${now && html`<div class="gauges">${Object.keys(NAMES).map((tier) => html`<${Gauge} tier=${tier} held=${now.tiers[tier]} />`)}</div>`}
-    ${now && html`<p class="note">${movesOf(now)}</p>`}
+    ${now && html`<${Moves} now=${now} />`}
+    <${Tree} beat=${beat} acts=${acts} onActed=${acted} onExplain=${(entry) => setExplained({ entry, name: nameOf(entry) })} />
     <${Moments} moments=${moments} />
-    <${Entries} beat=${now?.tokens.prompt} />
+    <div class="asks">
+      <${Warm} onActed=${acted} />
+      <${Explain} given=${explained} />
+    </div>
+    <${Entries} beat=${beat} acts=${acts} onActed=${acted} />
   </section>`;
 }
 
-function Totals({ tokens, active, waiting }) {
+function Totals({ tokens, active, waiting, saved_s: saved }) {
   const reused = REUSED.reduce((sum, tier) => sum + tokens[tier], 0);
   const share = tokens.prompt ? Math.round((100 * reused) / tokens.prompt) : 0;
   return html`<p class="totals">
     <strong>${share}%</strong> of ${number(tokens.prompt)} prompt tokens were reused since the server started ·
+    ${saved > 0 && html` <strong>saved ${duration(saved)} of prefill</strong> ·`}
     ${` ${number(tokens.evaluated)} evaluated · ${active} running, ${waiting} waiting`}
   </p>`;
 }
@@ -39,12 +50,43 @@ function Gauge({ tier, held }) {
   </div>`;
 }
 
-function movesOf({ disk, evicted }) {
-  const moves = [`${bytes(disk.read_bytes)} read from disk`, `${bytes(disk.written_bytes)} written`];
-  if (disk.pending_chunks) moves.push(`${disk.pending_chunks} chunks are being written`);
-  const gone = Object.values(evicted).reduce((sum, count) => sum + count, 0);
-  if (gone) moves.push(`${number(gone)} chunks evicted`);
-  return moves.join(" · ");
+// ── what moves ──
+
+function Moves({ now }) {
+  const { read, written, evicted } = useRates(now);
+  const moves = [];
+  if (read) moves.push(`reading ${bytes(read)}/s from disk`);
+  if (written) moves.push(`writing ${bytes(written)}/s`);
+  if (now.disk.pending_chunks) moves.push(`${number(now.disk.pending_chunks)} chunks wait to be written`);
+  if (evicted) moves.push(`evicting ${evicted < 10 ? evicted.toFixed(1) : number(Math.round(evicted))} chunks/s`);
+  const sums = sumsOf(now);
+  return html`<p class="moves">
+    <span class=${moves.length ? "busy" : ""}>${moves.join(" · ") || "Nothing is being read, written or evicted."}</span>
+    <span class="note">${` In all ${bytes(sums.read)} read from disk, ${bytes(sums.written)} written, ${number(sums.evicted)} chunks evicted.`}</span>
+  </p>`;
+}
+
+const sumsOf = ({ disk, evicted }) => ({
+  read: disk.read_bytes,
+  written: disk.written_bytes,
+  evicted: Object.values(evicted).reduce((sum, count) => sum + count, 0),
+});
+
+/** What was read, written and evicted in each of the last seconds. */
+function useRates(now) {
+  const samples = useRef([]).current;
+  const [, tick] = useReducer((count) => count + 1, 0);
+  const latest = sumsOf(now);
+  const time = performance.now();
+  if (JSON.stringify(latest) !== JSON.stringify(samples.at(-1)?.sums)) samples.push({ time, sums: latest });
+  while (samples.length > 1 && samples[1].time < time - MEASURED_MS) samples.shift();
+  const isMoving = samples.length > 1;
+  useEffect(() => {
+    const timer = isMoving && setInterval(tick, MEASURED_MS / 4);
+    return () => clearInterval(timer);
+  }, [isMoving]);
+  const rate = (name) => Math.max((1000 * (latest[name] - samples[0].sums[name])) / MEASURED_MS, 0);
+  return { read: rate("read"), written: rate("written"), evicted: rate("evicted") };
 }
 
 /** A bar for every moment in which something happened: what was reused, and above it what was evaluated. */
@@ -65,44 +107,4 @@ function Moments({ moments }) {
     </svg>
     <figcaption>${said}</figcaption>
   </figure>`;
-}
-
-function Entries({ beat }) {
-  const [listed, setListed] = useState(null);
-  const [problem, setProblem] = useState("");
-  const due = useRef(0);
-  const refresh = () =>
-    call("/v1/cache?limit=50").then((told) => (setListed(told), setProblem("")), (error) => setProblem(error.message));
-  useEffect(() => {
-    const timer = setTimeout(() => ((due.current = Date.now() + REFRESHED_MS), refresh()), Math.max(due.current - Date.now(), 0));
-    return () => clearTimeout(timer);
-  }, [beat]);
-  const act = (action) => action.then(refresh, (error) => setProblem(error.message));
-  const pin = (entry) => act(call(`/v1/cache/${entry.pinned ? "unpin" : "pin"}`, { method: "POST", body: { id: entry.id } }));
-  const remove = (entry) => act(call(`/v1/cache/${encodeURIComponent(entry.id)}`, { method: "DELETE" }));
-  if (problem) return html`<p class="error" role="alert">${problem}</p>`;
-  return (
-    listed &&
-    html`<div class="wide" tabindex="0" role="region" aria-label="Kept conversations and prefixes">
-      <table>
-        <caption>${number(listed.totals.entries)} conversations and prefixes are kept</caption>
-        <thead><tr><th scope="col">Begins with</th><th scope="col">Tokens</th><th scope="col">In</th><th scope="col">Used</th><th scope="col">Hits</th><th scope="col"><span class="spoken">Actions</span></th></tr></thead>
-        <tbody>
-          ${listed.data.map(
-            (entry) => html`<tr key=${entry.id}>
-              <th scope="row">${entry.head || entry.id}</th>
-              <td>${number(entry.tokens)}</td>
-              <td><span class=${`swatch tier ${entry.tier}`}></span>${NAMES[entry.tier] ?? entry.tier}</td>
-              <td>${ago(entry.last_used_s)}</td>
-              <td>${entry.hits}</td>
-              <td>
-                <button aria-pressed=${entry.pinned} onClick=${() => pin(entry)}>${entry.pinned ? "Pinned" : "Pin"}</button>
-                <button aria-label=${`Remove ${entry.head || entry.id}`} onClick=${() => remove(entry)}>Remove</button>
-              </td>
-            </tr>`,
-          )}
-        </tbody>
-      </table>
-    </div>`
-  );
 }

@@ -29,7 +29,7 @@ export function PromptDialog({ body, cost, onClose }) {
   </dialog>`;
 }
 
-function Legend({ tokens }) {
+export function Legend({ tokens }) {
   return html`<ul class="legend">
     ${TIERS.filter(([tier]) => tokens[tier] > 0).map(
       ([tier, words]) => html`<li><span class=${`swatch tier ${tier}`}></span>${number(tokens[tier])} ${words}</li>`,
@@ -37,7 +37,7 @@ function Legend({ tokens }) {
   </ul>`;
 }
 
-function Divergence({ divergence }) {
+export function Divergence({ divergence }) {
   return html`<dl>
     <dt>Stored, from token ${number(divergence.token_index)} on</dt>
     <dd><code>${divergence.stored_text}</code></dd>
@@ -46,7 +46,7 @@ function Divergence({ divergence }) {
   </dl>`;
 }
 
-function Part({ part }) {
+export function Part({ part }) {
   const words = TIERS.find(([tier]) => tier === part.from)[1];
   return html`<span class=${`part ${part.from}`} title=${`${number(part.tokens)} tokens ${words}`}
     ><span class="spoken">${`(${words}:) `}</span>${part.text}</span
