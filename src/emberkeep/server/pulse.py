@@ -8,14 +8,17 @@ import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import Response, StreamingResponse
 
+from emberkeep.backend.base import Backend
 from emberkeep.backend.models import Models
 from emberkeep.errors import Overloaded
 from emberkeep.server.middleware import Drain
+from emberkeep.server.model_routes import OfModel
 from emberkeep.server.request_routes import told_running
 from emberkeep.types import Json
 
@@ -88,10 +91,15 @@ async def _next_within(frames: asyncio.Queue[bytes], seconds: float) -> bytes | 
 
 def pulse_routes(models: Models, drain: Drain) -> APIRouter:
     router = APIRouter()
-    pulse = Pulse(lambda: {**pulse_json(models.default.stats()), "running": told_running(models)})
+    pulses: dict[str, Pulse] = {}
+
+    def read(backend: Backend) -> dict[str, Json]:
+        return {**pulse_json(backend.stats()), "running": told_running(models)}
 
     @router.get("/v1/events", include_in_schema=False)  # it has no end, which a document cannot say
-    async def events() -> Response:
+    async def events(model: OfModel = None) -> Response:
+        backend = models.find(model)
+        pulse = pulses.setdefault(backend.card.id, Pulse(partial(read, backend)))
         frames = pulse.watch(lambda: drain.draining)
         first = await anext(frames, b"")  # so that a refusal has its status
         return StreamingResponse(_after(first, frames), media_type="text/event-stream", headers=_HEADERS)
