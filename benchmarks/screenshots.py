@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 SIZES: Mapping[str, tuple[int, int]] = {"desktop": (1280, 800), "phone": (390, 844)}
-SCHEMES = ("light", "dark")
+SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 VIEWS = ("chat", "prompt", "cache", "requests", "models", "tools", "memory", "benchmarks")
 FIELD = "textarea[aria-label='Your message']"
 ARRIVED = """() => {

@@ -85,6 +85,7 @@ NO_SCHEMA_SAYS = re.compile(
             "Nothing rests",
             # which fields go together
             "leave one of them out",
+            "is the model's own here",
             "must equal user_id",
             "name different users",
             "user_id: is required",

@@ -14,7 +14,9 @@ export function duration(seconds) {
 export function ago(seconds) {
   if (seconds < 60) return "just now";
   if (seconds < 3600) return `${Math.round(seconds / 60)} min ago`;
-  return seconds < 86400 ? `${Math.round(seconds / 3600)} h ago` : `${Math.round(seconds / 86400)} days ago`;
+  if (seconds < 86400) return `${Math.round(seconds / 3600)} h ago`;
+  const days = Math.round(seconds / 86400);
+  return days === 1 ? "yesterday" : `${days} days ago`;
 }
 
 export function bytes(count) {
