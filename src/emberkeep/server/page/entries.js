@@ -11,9 +11,9 @@ const SHOWN_CHARS = 20_000;
 
 export const nameOf = (entry) => entry.head || entry.id;
 
-/** What can be done with an entry, each with what to do when it has been done or refused. */
+/** What can be done with an entry; each tells whether it was done. */
 export function entryActions(onDone, onProblem) {
-  const act = (action) => action.then(onDone, (error) => onProblem(error.message));
+  const act = (action) => action.then(() => (onDone(), true), (error) => (onProblem(error.message), false));
   return {
     pin: (entry) => act(call(`/v1/cache/${entry.pinned ? "unpin" : "pin"}`, { method: "POST", body: { id: entry.id } })),
     remove: (entry) =>

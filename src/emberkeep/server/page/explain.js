@@ -2,7 +2,7 @@
 
 import { call } from "./api.js";
 import { Divergence, Legend, Part } from "./prompt.js";
-import { html, useEffect, useState } from "./vendor/preact-htm.js";
+import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
 const WHOLE = 2 ** 31 - 1; // characters
 
@@ -25,12 +25,17 @@ export function Explain({ given }) {
       setAnswer({ problem: error.message });
     }
   };
-  useEffect(() => void (given && explain(bodyOfEntry(given.entry), given.name)), [given]);
+  const form = useRef(null);
+  useEffect(() => {
+    if (!given) return;
+    form.current.scrollIntoView({ block: "center" });
+    explain(bodyOfEntry(given.entry), given.name);
+  }, [given]);
   const submit = (event) => {
     event.preventDefault();
     if (question.trim()) explain({ messages: [{ role: "user", content: question }] }, "");
   };
-  return html`<form class="ask" aria-labelledby="explain-title" onSubmit=${submit}>
+  return html`<form ref=${form} class="ask" aria-labelledby="explain-title" onSubmit=${submit}>
     <h2 id="explain-title">Explain</h2>
     <label>A question, as the first message of a chat
       <textarea rows="3" value=${question} onInput=${(e) => setQuestion(e.target.value)}></textarea>

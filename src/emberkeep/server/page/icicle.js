@@ -63,10 +63,10 @@ export class Picture {
     this.tree = null;
     this.marked = { hovered: null, chosen: null };
     this.closeness = { top: 0, span: 1 };
+    this.width = this.height = 1; // of the picture below the scale
     this.lit = new Map();
     this.begun = -Infinity;
     this.asked = 0;
-    this.drawings = 0;
     this.scheme = matchMedia("(prefers-color-scheme: dark)");
     this.readColours = () => ((this.colours = coloursNow()), this.redraw());
     this.scheme.addEventListener("change", this.readColours);
@@ -102,7 +102,7 @@ export class Picture {
   }
 
   /** Look closer by a factor, with what is at `y` staying there; `by` 0: at everything. */
-  approach(by, y = this.canvas.clientHeight / 2) {
+  approach(by, y = SCALE_PX + this.height / 2) {
     const { top, span } = this.closeness;
     const fixed = top + span * ((y - SCALE_PX) / this.height);
     const closer = by ? Math.min(Math.max(span / by, 1 / MOST_DEPTH), 1) : 1;
@@ -123,14 +123,10 @@ export class Picture {
     return this.closeness.span < 1;
   }
 
-  get height() {
-    return Math.max(this.canvas.clientHeight - SCALE_PX, 1);
-  }
-
   /** The node at a place on the canvas, or null. */
   nodeAt(x, y) {
     const { top, span } = this.closeness;
-    const [right, down] = [x / this.canvas.clientWidth, top + span * ((y - SCALE_PX) / this.height)];
+    const [right, down] = [x / this.width, top + span * ((y - SCALE_PX) / this.height)];
     const isThere = ({ at }) => at.x0 <= right && right < at.x1 && at.y0 <= down && down < at.y1;
     return (y >= SCALE_PX && this.tree?.nodes.findLast(isThere)) || null;
   }
@@ -144,7 +140,6 @@ export class Picture {
 
   draw(time) {
     if (!this.tree || !this.fit()) return;
-    this.drawings += 1;
     const grown = ease(Math.min(Math.max((time - this.begun) / GROWS_MS, 0), 1));
     for (const node of this.tree.nodes) node.at = between(node.from, node, grown);
     for (const [id, since] of this.lit) if (time - since > SHINES_MS) this.lit.delete(id);
@@ -167,8 +162,9 @@ export class Picture {
   fit() {
     const { canvas, pen } = this;
     const ratio = devicePixelRatio || 1;
-    this.width = canvas.clientWidth;
-    const [width, height] = [Math.round(canvas.clientWidth * ratio), Math.round(canvas.clientHeight * ratio)];
+    const { clientWidth, clientHeight } = canvas; // asking for them takes time
+    Object.assign(this, { width: clientWidth, height: Math.max(clientHeight - SCALE_PX, 1) });
+    const [width, height] = [Math.round(clientWidth * ratio), Math.round(clientHeight * ratio)];
     if (canvas.width !== width || canvas.height !== height) Object.assign(canvas, { width, height });
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
     pen.font = `12px ${this.colours.font}`;

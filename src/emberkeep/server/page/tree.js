@@ -18,9 +18,11 @@ export function Tree({ beat, acts, onActed, onExplain }) {
   const [trail, setTrail] = useState([]);
   const [chosenId, setChosen] = useState(null);
   const [hovered, setHovered] = useState(null);
+  const section = useRef(null);
   const at = trail.at(-1)?.id ?? "";
-  const { told, error, of } = useFresh(() => call(`/v1/cache/tree?limit=${LIMIT}&at=${at}`), beat, `${acts} ${at}`);
-  const tree = useMemo(() => told && arranged(told.nodes), [told]);
+  const read = async () => ({ at, ...(await call(`/v1/cache/tree?limit=${LIMIT}&at=${at}`)) });
+  const { told, error } = useFresh(read, beat, `${acts} ${at}`);
+  const tree = useMemo(() => told && { at: told.at, ...arranged(told.nodes) }, [told]);
   const chosen = tree?.byId.get(chosenId) ?? null;
   const leave = () => setTrail((known) => known.slice(0, -1));
   useEffect(() => {
@@ -31,7 +33,7 @@ export function Tree({ beat, acts, onActed, onExplain }) {
     if ((node.below || node.branches) && node.id !== at) setTrail([...trail, { id: node.id, words: titleOf(node) }]);
   };
   const look = hovered ?? chosen;
-  return html`<section class="tree" aria-labelledby="tree-title">
+  return html`<section ref=${section} class="tree" aria-labelledby="tree-title">
     <header>
       <h2 id="tree-title">What is stored</h2>
       <${Legend} />
@@ -40,9 +42,9 @@ export function Tree({ beat, acts, onActed, onExplain }) {
     <${Trail} ...${{ trail, setTrail }} />
     ${tree?.nodes.length === 0 && html`<p class="note">Nothing yet: ask something, or warm a prompt.</p>`}
     ${tree?.nodes.length > 0 &&
-    html`<${Canvas} ...${{ tree, of, chosen, hovered, setHovered, setChosen, enter, leave }} />
+    html`<${Canvas} ...${{ tree, chosen, hovered, setHovered, setChosen, enter, leave }} />
       <p class="under">${look ? wordsFor(look) : `${number(told.totals.tokens)} tokens in ${number(told.totals.chunks)} chunks, ${bytes(told.totals.bytes)}. ${HELP}`}</p>`}
-    ${chosen && html`<${Ends} key=${chosen.id} node=${chosen} ...${{ onActed, onExplain }} />`}
+    ${chosen && html`<${Ends} key=${chosen.id} node=${chosen} ...${{ onActed, onExplain }} onRemoved=${() => section.current.querySelector(".picture")?.focus()} />`}
   </section>`;
 }
 
@@ -67,19 +69,20 @@ function Trail({ trail, setTrail }) {
 }
 
 /** The picture, and for those who do not see it the node that is chosen as an item of a tree. */
-function Canvas({ tree, of, chosen, hovered, setHovered, setChosen, enter, leave }) {
+function Canvas({ tree, chosen, hovered, setHovered, setChosen, enter, leave }) {
   const canvas = useRef(null);
   const picture = useRef(null);
-  const before = useRef({});
+  const before = useRef(null);
   useEffect(() => {
     picture.current = new Picture(canvas.current);
     return () => picture.current.close();
   }, []);
   useEffect(() => {
-    if (before.current.of !== of) picture.current.approach(0);
+    const isSame = before.current?.at === tree.at;
+    if (!isSame) picture.current.approach(0);
     picture.current.show(tree);
-    if (before.current.of === of) picture.current.light(changesOf(before.current.tree, tree));
-    before.current = { tree, of };
+    if (isSame) picture.current.light(changesOf(before.current, tree));
+    before.current = tree;
   }, [tree]);
   useEffect(() => picture.current.mark({ hovered: hovered?.id, chosen: chosen?.id }), [hovered, chosen]);
   usePointer(canvas, picture, { setHovered, enter });
@@ -98,7 +101,7 @@ function Canvas({ tree, of, chosen, hovered, setHovered, setChosen, enter, leave
     aria-label=${`What is stored, by where texts part. ${HELP}`}
     aria-activedescendant=${`node-${item.id}`}
     onKeyDown=${onKeyDown}
-    onFocus=${() => !chosen && setChosen(tree.nodes[0].id)}
+    onFocus=${({ target }) => !chosen && target.matches(":focus-visible") && setChosen(tree.nodes[0].id)}
   >
     <canvas ref=${canvas} aria-hidden="true" style=${{ height: `${height}px` }}></canvas>
     <div
@@ -115,7 +118,7 @@ function Canvas({ tree, of, chosen, hovered, setHovered, setChosen, enter, leave
   </div>`;
 }
 
-/** Hovering, clicking, dragging, and stretching with Ctrl and the wheel, or with two fingers. */
+/** Hovering, clicking, dragging, and stretching with Ctrl and the wheel, as two fingers on a touchpad do. */
 function usePointer(canvas, picture, { setHovered, enter }) {
   const latest = useRef(null);
   latest.current = { setHovered, enter };
@@ -190,7 +193,7 @@ function changesOf(before, after) {
 }
 
 /** The entries that end in a node, and what can be done with them. */
-function Ends({ node, onActed, onExplain }) {
+function Ends({ node, onActed, onExplain, onRemoved }) {
   const [problem, setProblem] = useState("");
   const [shown, setShown] = useState(null);
   const { pin, remove } = entryActions(() => (setProblem(""), onActed()), setProblem);
@@ -206,7 +209,7 @@ function Ends({ node, onActed, onExplain }) {
             <button aria-pressed=${end.pinned} aria-label=${`${end.pinned ? "Unpin" : "Pin"} ${nameOf(end)}`} onClick=${() => pin(end)}>${end.pinned ? "Pinned" : "Pin"}</button>
             <button aria-label=${`Show the text of ${nameOf(end)}`} onClick=${() => setShown(end)}>Show</button>
             <button aria-label=${`Explain ${nameOf(end)}`} onClick=${() => onExplain(end)}>Explain</button>
-            <button aria-label=${`Remove ${nameOf(end)} from the cache`} onClick=${() => remove(end)}>Remove</button>
+            <button aria-label=${`Remove ${nameOf(end)} from the cache`} onClick=${async () => (await remove(end)) && onRemoved()}>Remove</button>
           </span>
         </li>`,
       )}
