@@ -251,7 +251,7 @@ export class Picture {
   shortened(words, room) {
     const width = this.pen.measureText(words).width;
     if (width <= room) return words;
-    const fitting = Math.floor((words.length * room) / width) - 1;
+    const fitting = Math.floor((words.length * (room - 8)) / width);
     return fitting > 1 ? `${words.slice(0, fitting).trimEnd()}…` : "";
   }
 

@@ -7,7 +7,7 @@ import { Picture, ROW_PX, SCALE_PX, arranged, leavesOf } from "./icicle.js";
 import { bytes, number } from "./words.js";
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
 
-const LIMIT = 1500;
+const LIMIT = 800;
 const HEIGHTS = [120, 520];
 const CLOSER = 1.5;
 const DRAGGED_PX = 5;
