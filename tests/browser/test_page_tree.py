@@ -134,7 +134,7 @@ def test_a_new_branch_is_seen_after_a_request(page: Page, sea: Served) -> None:
     before = page.evaluate("document.querySelector('.picture canvas').toDataURL()")
     sea.chat(SYSTEM, user("When is neap tide?"))
     wait_for_branches(page, 3)
-    page.wait_for_function("(before) => document.querySelector('.picture canvas').toDataURL() !== before", arg=before)
+    page.wait_for_function("(before) => document.querySelector('canvas').toDataURL() !== before", arg=before)
 
 
 def test_what_is_new_shines_for_a_moment(page: Page, sea: Served) -> None:
