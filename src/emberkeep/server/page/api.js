@@ -22,6 +22,11 @@ export class ApiError extends Error {
   }
 }
 
+/** A path that is about one of several models; `model` empty: about the default one. */
+export function ofModel(path, model) {
+  return model ? `${path}${path.includes("?") ? "&" : "?"}model=${encodeURIComponent(model)}` : path;
+}
+
 /** The answer to a request, as JSON; null where it has none. Throws ApiError. */
 export async function call(path, { method = "GET", body, signal } = {}) {
   const response = await request(path, { method, body, signal });

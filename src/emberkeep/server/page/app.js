@@ -160,7 +160,7 @@ function Workplace({ models }) {
     <main>
       ${trouble && html`<p class="error trouble" role="alert">${trouble}</p>`}
       ${view !== "chat"
-        ? html`<${OtherView} key=${view} name=${view} />`
+        ? html`<${OtherView} key=${view} name=${view} models=${models} />`
         : html`<${Chat}
             conversation=${current}
             isBusy=${running.current !== null}
@@ -179,12 +179,12 @@ function viewInAddress() {
 }
 
 /** A view is fetched when someone looks at it: a module of its name, which exports `View`. */
-function OtherView({ name }) {
+function OtherView({ name, models }) {
   const [module, setModule] = useState(null);
   const [problem, setProblem] = useState("");
   useEffect(() => void import(`./${name}.js`).then(setModule, () => setProblem("The server does not answer: is it still running?")), []);
   if (problem) return html`<p class="error trouble" role="alert">${problem}</p>`;
-  return module && html`<${module.View} />`;
+  return module && html`<${module.View} models=${models} />`;
 }
 
 function Side({ id, list, current, isOpen, open, remove, models, changed, redraw }) {

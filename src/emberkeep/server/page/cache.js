@@ -10,25 +10,42 @@ import { html, useEffect, useReducer, useRef, useState } from "./vendor/preact-h
 
 const MEASURED_MS = 2000;
 
-export function View() {
-  const { now, moments, problem } = usePulse();
+export function View({ models }) {
+  const [model, setModel] = useState("");
+  return html`<section class="view cache" aria-label="The cache">
+    <header>
+      <h1>The cache</h1>
+      ${models.length > 1 && html`<${ModelChoice} ...${{ models, model, setModel }} />`}
+    </header>
+    <${CacheOf} key=${model} model=${model} />
+  </section>`;
+}
+
+function ModelChoice({ models, model, setModel }) {
+  return html`<label>of <select value=${model} onChange=${(e) => setModel(e.target.value)}>
+    <option value="">the default model</option>
+    ${models.map((name) => html`<option value=${name}>${name}</option>`)}
+  </select></label>`;
+}
+
+function CacheOf({ model }) {
+  const { now, moments, problem } = usePulse(model);
   const [acts, acted] = useReducer((count) => count + 1, 0);
   const [explained, setExplained] = useState(null);
   const beat = now && JSON.stringify([now.active, now.tiers.warm, now.tiers.cold, now.tokens.prompt, now.tokens.evaluated, now.evicted]);
-  return html`<section class="view cache" aria-label="The cache">
-    <h1>The cache</h1>
+  return html`<div>
     ${problem && html`<p class="error" role="alert">${problem}</p>`}
     ${now && html`<${Totals} ...${now} />`}
     ${now && html`<div class="gauges">${Object.keys(NAMES).map((tier) => html`<${Gauge} tier=${tier} held=${now.tiers[tier]} />`)}</div>`}
     ${now && html`<${Moves} now=${now} />`}
-    <${Tree} beat=${beat} acts=${acts} onActed=${acted} onExplain=${(entry) => setExplained({ entry, name: nameOf(entry) })} />
+    <${Tree} model=${model} beat=${beat} acts=${acts} onActed=${acted} onExplain=${(entry) => setExplained({ entry, name: nameOf(entry) })} />
     <${Moments} moments=${moments} />
     <div class="asks">
-      <${Warm} onActed=${acted} />
-      <${Explain} given=${explained} />
+      <${Warm} model=${model} onActed=${acted} />
+      <${Explain} model=${model} given=${explained} />
     </div>
-    <${Entries} beat=${beat} acts=${acts} onActed=${acted} />
-  </section>`;
+    <${Entries} model=${model} beat=${beat} acts=${acts} onActed=${acted} />
+  </div>`;
 }
 
 function Totals({ tokens, active, waiting, saved_s: saved }) {

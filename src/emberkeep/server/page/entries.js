@@ -1,6 +1,6 @@
 // What is kept, by its names: listing it, keeping it for longer, showing and removing it.
 
-import { call } from "./api.js";
+import { call, ofModel } from "./api.js";
 import { useFresh } from "./fresh.js";
 import { ago, number } from "./words.js";
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
@@ -12,20 +12,20 @@ const SHOWN_CHARS = 20_000;
 export const nameOf = (entry) => entry.head || entry.id;
 
 /** What can be done with an entry; each tells whether it was done. */
-export function entryActions(onDone, onProblem) {
+export function entryActions(model, onDone, onProblem) {
   const act = (action) => action.then(() => (onDone(), true), (error) => (onProblem(error.message), false));
   return {
-    pin: (entry) => act(call(`/v1/cache/${entry.pinned ? "unpin" : "pin"}`, { method: "POST", body: { id: entry.id } })),
+    pin: (entry) => act(call(ofModel(`/v1/cache/${entry.pinned ? "unpin" : "pin"}`, model), { method: "POST", body: { id: entry.id } })),
     remove: (entry) =>
       confirm(`Remove “${nameOf(entry)}” from the cache? What only it uses has to be evaluated again.`) &&
-      act(call(`/v1/cache/${encodeURIComponent(entry.id)}`, { method: "DELETE" })),
+      act(call(ofModel(`/v1/cache/${encodeURIComponent(entry.id)}`, model), { method: "DELETE" })),
   };
 }
 
-export function Entries({ beat, acts, onActed }) {
-  const { told: listed, error } = useFresh(() => call(`/v1/cache?limit=${LISTED}`), beat, acts);
+export function Entries({ model, beat, acts, onActed }) {
+  const { told: listed, error } = useFresh(() => call(ofModel(`/v1/cache?limit=${LISTED}`, model)), beat, acts);
   const [problem, setProblem] = useState("");
-  const { pin, remove } = entryActions(() => (setProblem(""), onActed()), setProblem);
+  const { pin, remove } = entryActions(model, () => (setProblem(""), onActed()), setProblem);
   const trouble = problem || error?.message;
   return html`<div>
     ${trouble && html`<p class="error" role="alert">${trouble}</p>`}
@@ -55,13 +55,13 @@ export function Entries({ beat, acts, onActed }) {
 }
 
 /** The text of an entry as the model reads it; of a long one both ends. */
-export function TextDialog({ entry, onClose }) {
+export function TextDialog({ model, entry, onClose }) {
   const [shown, setShown] = useState(null);
   const [problem, setProblem] = useState("");
   const dialog = useRef(null);
   useEffect(() => {
     dialog.current.showModal();
-    call(`/v1/cache/${encodeURIComponent(entry.id)}?chars=${SHOWN_CHARS}`).then(setShown, (error) => setProblem(error.message));
+    call(ofModel(`/v1/cache/${encodeURIComponent(entry.id)}?chars=${SHOWN_CHARS}`, model)).then(setShown, (error) => setProblem(error.message));
   }, []);
   return html`<dialog ref=${dialog} class="prompt" aria-labelledby="text-title" onClose=${onClose}>
     <header>

@@ -1,25 +1,25 @@
 // What a question or a text would reuse if it came now, and why not more.
 
-import { call } from "./api.js";
+import { call, ofModel } from "./api.js";
 import { Divergence, Legend, Part } from "./prompt.js";
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
 const WHOLE = 2 ** 31 - 1; // characters
 
 /** The body of a request that begins with all of an entry's text. Throws ApiError. */
-export async function bodyOfEntry(entry) {
-  const { text, user } = await call(`/v1/cache/${encodeURIComponent(entry.id)}?chars=${WHOLE}`);
+export async function bodyOfEntry(entry, model) {
+  const { text, user } = await call(ofModel(`/v1/cache/${encodeURIComponent(entry.id)}?chars=${WHOLE}`, model));
   return { prompt: text, user_id: user ?? undefined };
 }
 
 /** `given`: a body that was chosen elsewhere, with the name of what it is. */
-export function Explain({ given }) {
+export function Explain({ model, given }) {
   const [question, setQuestion] = useState("");
   const [answer, setAnswer] = useState({});
   const explain = async (body, of) => {
     setAnswer({ isAsked: true });
     try {
-      const asked = { ...(await body), with_prompt: true };
+      const asked = { ...(await body), model: model || undefined, with_prompt: true };
       setAnswer({ of, told: await call("/v1/cache/explain", { method: "POST", body: asked }) });
     } catch (error) {
       setAnswer({ problem: error.message });
@@ -29,7 +29,7 @@ export function Explain({ given }) {
   useEffect(() => {
     if (!given) return;
     form.current.scrollIntoView({ block: "center" });
-    explain(bodyOfEntry(given.entry), given.name);
+    explain(bodyOfEntry(given.entry, model), given.name);
   }, [given]);
   const submit = (event) => {
     event.preventDefault();

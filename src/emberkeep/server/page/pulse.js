@@ -1,6 +1,6 @@
 // What the server does, as it happens.
 
-import { stream } from "./api.js";
+import { ofModel, stream } from "./api.js";
 import { useEffect, useState } from "./vendor/preact-htm.js";
 
 export const SHOWN = 120; // moments that are remembered
@@ -8,7 +8,7 @@ const RETRY_MS = 2000;
 export const REUSED = ["hot", "warm", "cold", "moved"];
 
 /** What the server does now, and the tokens between each moment and the one before. */
-export function usePulse() {
+export function usePulse(model = "") {
   const [now, setNow] = useState(null);
   const [moments, setMoments] = useState([]);
   const [problem, setProblem] = useState("");
@@ -18,7 +18,7 @@ export function usePulse() {
     const watch = async () => {
       while (!leaving.signal.aborted) {
         try {
-          for await (const { data } of stream("/v1/events", undefined, leaving.signal)) {
+          for await (const { data } of stream(ofModel("/v1/events", model), undefined, leaving.signal)) {
             setProblem("");
             setNow(data);
             const moment = before && momentOf(before.tokens, data.tokens);

@@ -1,6 +1,6 @@
 // The tree of everything that is stored: as a whole, and closer.
 
-import { call } from "./api.js";
+import { call, ofModel } from "./api.js";
 import { NAMES } from "./entries.js";
 import { useFresh } from "./fresh.js";
 import { arranged } from "./icicle.js";
@@ -12,13 +12,13 @@ import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.
 const LIMIT = 800;
 
 /** `onActed`: something was changed here. `onExplain` gets an entry whose text is to be explained. */
-export function Tree({ beat, acts, onActed, onExplain }) {
+export function Tree({ model, beat, acts, onActed, onExplain }) {
   const [trail, setTrail] = useState([]);
   const [chosenId, setChosen] = useState(null);
   const [hovered, setHovered] = useState(null);
   const section = useRef(null);
   const at = trail.at(-1)?.id ?? "";
-  const read = async () => ({ at, ...(await call(`/v1/cache/tree?limit=${LIMIT}&at=${at}`)) });
+  const read = async () => ({ at, ...(await call(ofModel(`/v1/cache/tree?limit=${LIMIT}&at=${at}`, model))) });
   const { told, error } = useFresh(read, beat, `${acts} ${at}`);
   const tree = useMemo(() => told && { at: told.at, ...arranged(told.nodes) }, [told]);
   const chosen = tree?.byId.get(chosenId) ?? null;
@@ -43,7 +43,7 @@ export function Tree({ beat, acts, onActed, onExplain }) {
     ${tree?.nodes.length > 0 &&
     html`<${Canvas} ...${{ tree, chosen, hovered, setHovered, setChosen, enter, leave }} />
       <p class="under">${seen ? wordsFor(seen) : `${wordsForAll(told.totals)} ${HELP}`}</p>`}
-    ${chosen && html`<${Ends} key=${chosen.id} node=${chosen} ...${{ onActed, onExplain }} onRemoved=${focus} />`}
+    ${chosen && html`<${Ends} key=${chosen.id} node=${chosen} ...${{ model, onActed, onExplain }} onRemoved=${focus} />`}
   </section>`;
 }
 

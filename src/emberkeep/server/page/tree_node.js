@@ -7,10 +7,10 @@ import { html, useState } from "./vendor/preact-htm.js";
 const WHERE = { hot: "in the engine", warm: "in RAM", cold: "on disk" };
 
 /** The entries that end in a node, and what can be done with them. */
-export function Ends({ node, onActed, onExplain, onRemoved }) {
+export function Ends({ model, node, onActed, onExplain, onRemoved }) {
   const [problem, setProblem] = useState("");
   const [shown, setShown] = useState(null);
-  const { pin, remove } = entryActions(() => (setProblem(""), onActed()), setProblem);
+  const { pin, remove } = entryActions(model, () => (setProblem(""), onActed()), setProblem);
   const more = node.more_entries;
   return html`<div class="ends">
     ${problem && html`<p class="error" role="alert">${problem}</p>`}
@@ -29,7 +29,7 @@ export function Ends({ node, onActed, onExplain, onRemoved }) {
       )}
     </ul>
     ${more > 0 && html`<p class="note">${node.entries.length ? `${number(more)} more end here.` : `Entries that end in it: ${number(more)}.`}</p>`}
-    ${shown && html`<${TextDialog} entry=${shown} onClose=${() => setShown(null)} />`}
+    ${shown && html`<${TextDialog} model=${model} entry=${shown} onClose=${() => setShown(null)} />`}
   </div>`;
 }
 

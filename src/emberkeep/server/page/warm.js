@@ -9,7 +9,7 @@ const KINDS = {
   text: ["A text, as completions get it", (text) => ({ text })],
 };
 
-export function Warm({ onActed }) {
+export function Warm({ model, onActed }) {
   const [kind, setKind] = useState("system");
   const [text, setText] = useState("");
   const [answer, setAnswer] = useState({});
@@ -18,7 +18,7 @@ export function Warm({ onActed }) {
     if (answer.isAsked || !text.trim()) return;
     setAnswer({ isAsked: true });
     try {
-      const warmed = await call("/v1/warm", { method: "POST", body: KINDS[kind][1](text) });
+      const warmed = await call("/v1/warm", { method: "POST", body: { ...KINDS[kind][1](text), model: model || undefined } });
       setAnswer(warmed.ready ? { warmed } : { problem: warmed.error });
       onActed();
     } catch (error) {
