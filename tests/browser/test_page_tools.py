@@ -113,6 +113,35 @@ def test_always_is_asked_once(talk: Page, engine: ScriptedEngine, root: Path) ->
     assert talk.locator(".question").count() == 0
 
 
+def test_what_is_decided_on_is_what_runs(talk: Page, engine: ScriptedEngine) -> None:
+    """No letter turns others around, and no number is rounded."""
+    call = '{"name": "write_file", "arguments": {"path": "a\u202eb", "n": 12345678901234567890}}'
+    engine.will_say(f"<tool_call>\n{call}\n</tool_call>", "Then not.")
+    ask(talk, "Write it down.")
+    shown = talk.get_by_label("Arguments")
+    shown.wait_for()
+    assert "202e" in shown.inner_text() and "\u202e" not in shown.inner_text()
+    assert "12345678901234567890" in shown.inner_text()
+    talk.get_by_role("button", name="Don’t allow").click()
+    talk.wait_for_selector("text=Then not.")
+
+
+def test_questions_are_asked_one_after_the_other(talk: Page, engine: ScriptedEngine, root: Path) -> None:
+    delete = '<tool_call>\n{"name": "delete_file", "arguments": {"path": "old.txt"}}\n</tool_call>'
+    (root / "old.txt").write_text("dusk")
+    engine.will_say(f"{WRITE}\n{delete}", "Done.")
+    ask(talk, "Write it down.")
+    first = talk.get_by_role("group", name="May the model run write_file?")
+    first.get_by_role("button", name="Allow", exact=True).click()
+    second = talk.get_by_role("group", name="May the model run delete_file?")
+    second.wait_for()
+    assert "may run delete_file" in talk.locator(".chat > [role=status]").inner_text()
+    assert first.get_by_role("button", name="Allow", exact=True).is_disabled()
+    second.get_by_role("button", name="Don’t allow").click()
+    talk.wait_for_selector("text=Done.")
+    assert (root / "log.txt").exists() and (root / "old.txt").exists()
+
+
 def test_stop_ends_the_question_and_nothing_runs(talk: Page, engine: ScriptedEngine, root: Path) -> None:
     engine.will_say(WRITE, "Written.")
     ask(talk, "Write it down.")
@@ -168,7 +197,7 @@ def test_pictures_go_to_the_model_and_stay_in_the_conversation(page: Page, backe
 
 @pytest.mark.parametrize(
     ("kind", "size", "told"),
-    [("image/svg+xml", 10, "no picture that models read"), ("image/png", (8 << 20) + 1, "larger than 8 MiB")],
+    [("image/svg+xml", 10, "no picture that models read"), ("image/png", 10 << 20, "9 MiB together")],
 )
 def test_what_no_model_reads_is_not_taken(page: Page, kind: str, size: int, told: str) -> None:
     page.set_input_files("input[type=file]", {"name": "x", "mimeType": kind, "buffer": b"x" * size})

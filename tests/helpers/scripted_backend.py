@@ -28,7 +28,7 @@ from emberkeep.types import (
 )
 
 if TYPE_CHECKING:
-    from emberkeep.backend.server_tools import HostTools
+    from emberkeep.backend.server_tools import ToolDesk
     from emberkeep.memory.memory import Memory
 
 FOREVER = "forever"
@@ -57,7 +57,7 @@ def answer(
 
 class ScriptedBackend:
     memory: Memory | None = None
-    host_tools: HostTools | None = None
+    host_tools: ToolDesk | None = None
     cache = embedder = experts = attention = None
 
     @property

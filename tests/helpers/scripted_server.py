@@ -35,7 +35,7 @@ from emberkeep.types import (
 )
 
 if TYPE_CHECKING:
-    from emberkeep.backend.server_tools import HostTools
+    from emberkeep.backend.server_tools import ToolDesk
     from emberkeep.memory.memory import Memory
 
 WAIT_S = 60.0
@@ -60,7 +60,7 @@ class ScriptedBackend:
     """Plays `script` for every request and remembers what it was asked."""
 
     memory: Memory | None = None
-    host_tools: HostTools | None = None
+    host_tools: ToolDesk | None = None
     cache = warmer = embedder = experts = attention = None
 
     @property

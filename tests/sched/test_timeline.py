@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,38 @@ def test_of_a_user_who_was_forgotten_nothing_is_told(rig):
     rig.run(PROMPT)
     rig.scheduler.forget({""}).result(PATIENCE)
     assert rig.scheduler.timeline() == []
+
+
+def test_a_user_who_is_forgotten_meanwhile_leaves_no_name(rig, engine):
+    gate = Gate(engine, holds=lambda step: step == 2)
+    recorder = Recorder()
+    sequence = rig.sequence(PROMPT, recorder)
+    sequence.request = replace(sequence.request, user="alice", conversation_id="private")
+    rig.scheduler.submit(sequence)
+    gate.reached()
+    forgetting = rig.scheduler.forget({""})
+    gate.open()
+    forgetting.result(PATIENCE)
+    recorder.wait()
+    rig.settle()
+    record = only(rig)
+    assert record.state is RequestState.FINISHED
+    assert (record.user, record.conversation_id) == ("", None)
+
+
+def test_one_that_is_cancelled_twice_is_told_once(rig, engine):
+    gate = Gate(engine)
+    rig.start(PROMPT)
+    gate.reached()
+    waiting = [rig.sequence(text(8, seed=seed), Recorder()) for seed in range(8)]
+    for sequence in waiting:
+        rig.scheduler.submit(sequence)
+    for sequence in waiting * 2:
+        rig.scheduler.cancel(sequence)
+    gate.open()
+    rig.settle()
+    numbers = [record.number for record in rig.scheduler.timeline()]
+    assert sorted(numbers) == sorted(set(numbers))
 
 
 def test_it_remembers_so_many(rig):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
 
+from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.config import Config
-from emberkeep.tools import host_tools
-from emberkeep.types import Json
+from emberkeep.errors import RemoteError
+from emberkeep.tools import host_tools, permissions
+from emberkeep.types import Event, Json, Request
 from helpers.conversing import Harbour, ScriptedEngine
 from helpers.scripted_server import ScriptedBackend, running
 from helpers.waiting import eventually
@@ -75,7 +79,10 @@ class Talk:
                     self.questions.append(told["permission"])
                     if (decision := next(answers, None)) is None:
                         return
-                    decide(http, told["permission"]["id"], decision).raise_for_status()
+                    self.answer(http, told["permission"]["id"], decision)
+
+    def answer(self, http: httpx.Client, question: str, decision: str) -> None:
+        decide(http, question, decision).raise_for_status()
 
 
 def decide(http: httpx.Client, question: str, decision: str) -> httpx.Response:
@@ -184,6 +191,96 @@ def test_the_tools_are_listed_with_what_happens_when_they_are_called(http):
 def test_a_server_without_tools_says_so():
     with running(ScriptedBackend(), Config()) as server, httpx.Client(base_url=server.url) as http:
         assert http.get("/v1/tools").json() == {"object": "list", "enabled": False, "data": [], "servers": []}
+
+
+def test_an_enabled_tool_asks_too_and_is_for_those_who_ask(engine, root):
+    engine.will_say("I cannot.", WRITE, "Done.")
+    with serving(engine, root, enable_tools=("write_file",)) as http:
+        modes = {tool["name"]: tool["mode"] for tool in http.get("/v1/tools").json()["data"]}
+        assert (modes["write_file"], modes["read_file"]) == ("asks", "off")
+        unasked = Talk(http, ask_permission=False)
+        assert unasked.questions == [] and unasked.text == "I cannot."
+        assert len(Talk(http, "once").questions) == 1
+    assert (root / "log.txt").read_text() == "noon"
+
+
+def test_the_first_decision_counts(http, engine, root):
+    engine.will_say(WRITE, "I may not.")
+    answers = []
+
+    def both(question: str) -> None:
+        answers.extend(decide(http, question, decision).status_code for decision in ("no", "once", "always"))
+
+    with patch.object(Talk, "answer", lambda self, http, question, decision: both(question)):
+        talk = Talk(http, "no")
+    assert answers == [200, 404, 404]
+    assert talk.text == "I may not." and not (root / "log.txt").exists()
+
+
+def test_so_many_questions_wait_at_a_time(engine, root, monkeypatch):
+    monkeypatch.setattr(permissions, "MOST_OPEN", 0)
+    engine.will_say(WRITE, "I may not.")
+    body = {"messages": HELLO, "stream": True, "ask_permission": True, "max_tokens": 900, "temperature": 0}
+    with serving(engine, root) as http:
+        assert "did not allow" in http.post("/v1/chat/completions", json=body).text
+
+
+def test_of_a_user_who_was_forgotten_meanwhile_no_name_is_left(http, engine, root):
+    engine.will_say(WRITE, "Done.")
+
+    def forget(question: str) -> None:
+        http.delete("/v1/cache", params={"user_id": "alice"}).raise_for_status()
+        decide(http, question, "once").raise_for_status()
+
+    with patch.object(Talk, "answer", lambda self, http, question, decision: forget(question)):
+        Talk(http, "once", user_id="alice", conversation_id="alice-private")
+    assert "alice" not in http.get("/v1/requests").text
+    assert http.get("/v1/requests").json()["data"]
+
+
+def test_what_is_warmed_for_those_who_ask_is_what_they_use(http, engine):
+    system = {"role": "system", "content": "You keep the books of a harbour. " * 8}
+    warmed = http.post("/v1/warm", json={"messages": [system], "ask_permission": True}).json()
+    engine.will_say("Hello.")
+    body = {"messages": [system, *HELLO], "max_tokens": 8, "temperature": 0, "ask_permission": True}
+    explained = http.post("/v1/cache/explain", json=body).json()
+    assert sum(explained["reused"].values()) >= warmed["tokens"] - 1
+
+
+def test_a_backend_that_another_stands_in_for_still_gets_its_decision(tmp_path, root):
+    options: dict[str, Any] = {"server_tools": True, "ask_permission": True, "tools_root": root}
+    engines, failing = [ScriptedEngine(context=4096) for _ in range(2)], threading.Event()
+    with ExitStack() as stack:
+        a, b = (
+            stack.enter_context(Harbour(tmp_path / name, engine, **options)).backend
+            for name, engine in zip("ab", engines, strict=True)
+        )
+        answer = a.generate
+
+        async def generate(request: Request) -> AsyncIterator[Event]:
+            if failing.is_set():
+                raise RemoteError("a does not answer.")
+            async for event in answer(request):
+                yield event
+
+        a.generate = generate  # type: ignore[method-assign]
+        either = FallbackBackend([Link("a", lambda: a), Link("b", lambda: b)])
+        server = stack.enter_context(running(either, Config()))  # type: ignore[arg-type]
+        http, other = (stack.enter_context(httpx.Client(base_url=server.url, timeout=30)) for _ in range(2))
+        engines[0].will_say(WRITE, "Done.")
+        engines[1].will_say("I am b.")
+
+        def replace_and_allow(question: str) -> None:
+            failing.set()
+            whole = other.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 50})
+            assert whole.json()["choices"][0]["message"]["content"] == "I am b."
+            decide(other, question, "once").raise_for_status()
+            assert len(other.get("/v1/requests").json()["data"]) == 2
+
+        allowing = patch.object(Talk, "answer", lambda self, http, question, decision: replace_and_allow(question))
+        with allowing, suppress(httpx.HTTPError):
+            Talk(http, "once")
+        assert eventually((root / "log.txt").exists)
 
 
 def test_explain_shows_the_prompt_that_such_a_request_has(http, engine):

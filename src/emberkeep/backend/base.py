@@ -40,7 +40,7 @@ from emberkeep.types import (
 )
 
 if TYPE_CHECKING:
-    from emberkeep.backend.server_tools import HostTools
+    from emberkeep.backend.server_tools import ToolDesk
     from emberkeep.errors import EmberkeepError
     from emberkeep.memory.memory import Memory
 
@@ -253,7 +253,7 @@ class Backend(Protocol):
         """None where there is one way to compute attention too."""
 
     @property
-    def host_tools(self) -> HostTools | None:
+    def host_tools(self) -> ToolDesk | None:
         """That run for clients which send none. None where there are none, and before it is loaded."""
 
     def speculation_stats(self) -> SpeculationStats | None:

@@ -28,7 +28,7 @@ from emberkeep.types import (
 )
 
 if TYPE_CHECKING:
-    from emberkeep.backend.server_tools import HostTools
+    from emberkeep.backend.server_tools import ToolDesk
     from emberkeep.memory.memory import Memory
 
 
@@ -37,7 +37,7 @@ class EmbeddingBackend:
 
     warmer = experts = attention = None
     memory: Memory | None = None
-    host_tools: HostTools | None = None
+    host_tools: ToolDesk | None = None
 
     def __init__(
         self, card: ModelCard, engine: EmbeddingEngine, thread: EngineThread, embedder: LocalEmbedder

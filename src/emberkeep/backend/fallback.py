@@ -15,7 +15,7 @@ from time import monotonic
 
 from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Embedder, Experts, ModelCard, Tokenizer, Warmer
 from emberkeep.backend.capabilities import keep_warm, warm_prefix
-from emberkeep.backend.server_tools import HostTools
+from emberkeep.backend.server_tools import JoinedDesks, ToolDesk
 from emberkeep.errors import (
     ConfigError,
     EmberkeepError,
@@ -185,7 +185,7 @@ class FallbackBackend:
         return self._backend.stats()
 
     def timeline(self) -> Sequence[RequestRecord]:
-        return self._backend.timeline()
+        return [record for backend in self._opened() for record in backend.timeline()]
 
     def health(self) -> dict[str, Json]:
         return {**self._backend.health(), "chain": [link.health() for link in self._links]}
@@ -235,8 +235,15 @@ class FallbackBackend:
         return self._backend.speculation_stats()
 
     @property
-    def host_tools(self) -> HostTools | None:
-        return self._backend.host_tools
+    def host_tools(self) -> ToolDesk | None:
+        """Of all that are open: one that answers no new requests may still wait for a decision."""
+        desks = [desk for backend in self._opened() if (desk := backend.host_tools) is not None]
+        return JoinedDesks(desks) if desks else None
+
+    def _opened(self) -> list[Backend]:
+        """The one that answers now first."""
+        active = self._backend
+        return [active, *(link.backend for link in self._links if link.backend not in (None, active))]
 
     @property
     def memory(self) -> Memory | None:

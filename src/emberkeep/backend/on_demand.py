@@ -27,7 +27,7 @@ from emberkeep.backend.capabilities import keep_warm, warm_prefix
 from emberkeep.backend.deadline import with_deadline
 from emberkeep.backend.model_pool import ModelPool, Need
 from emberkeep.backend.on_demand_capabilities import CacheOnDemand, EmbedderOnDemand, TokenizerOnDemand
-from emberkeep.backend.server_tools import HostTools
+from emberkeep.backend.server_tools import ToolDesk
 from emberkeep.errors import EmberkeepError, Overloaded
 from emberkeep.memory.memory import Memory
 from emberkeep.types import (
@@ -425,7 +425,7 @@ class OnDemandBackend:
         return self._backend.attention if self._backend else None
 
     @property
-    def host_tools(self) -> HostTools | None:
+    def host_tools(self) -> ToolDesk | None:
         return self._backend.host_tools if self._backend else None
 
     @property

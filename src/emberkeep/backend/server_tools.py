@@ -7,7 +7,7 @@ client has sent none. What it asked and was told stays in the conversation (`ses
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,17 +48,8 @@ class RequestTools(LoopTools, Protocol):
     def is_ours(self, name: str) -> bool: ...
 
 
-class HostTools(Protocol):
-    """Tools that run here. Belongs to the event loop."""
-
-    async def start(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-    def of(self, request: Request) -> RequestTools: ...
-
-    def gate(self, request: Request) -> Gate:
-        """For the calls of its answer."""
+class ToolDesk(Protocol):
+    """What people see of tools that run here, and where they decide. Belongs to the event loop."""
 
     def decide(self, question: str, decision: Decision) -> bool:
         """The answer to a `PermissionAsked`; False: nothing waits for it."""
@@ -68,6 +59,33 @@ class HostTools(Protocol):
 
     def servers(self) -> list[ToolServer]:
         """Other programs that some of them come from."""
+
+
+class HostTools(ToolDesk, Protocol):
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def of(self, request: Request) -> RequestTools: ...
+
+    def gate(self, request: Request) -> Gate:
+        """For the calls of its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedDesks:
+    """Of backends that stand in for each other, the one that answers now first."""
+
+    desks: Sequence[ToolDesk]
+
+    def decide(self, question: str, decision: Decision) -> bool:
+        return any(desk.decide(question, decision) for desk in self.desks)
+
+    def listed(self) -> list[HostTool]:
+        return self.desks[0].listed()
+
+    def servers(self) -> list[ToolServer]:
+        return self.desks[0].servers()
 
 
 class ServerTools:

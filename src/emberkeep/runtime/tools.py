@@ -32,8 +32,10 @@ def server_tools(config: Config, memory: Memory | None) -> HostToolBox | None:
     if not config.server_tools:
         return None
     from emberkeep.tools.host_tools import HostToolBox
+    from emberkeep.tools.toolbox import ToolPolicy
 
-    return HostToolBox(open_toolbox(config, memory=memory, asks=False), asks=config.ask_permission)
+    policy = ToolPolicy(config.enable_tools, config.disable_tools)
+    return HostToolBox(open_toolbox(config, memory=memory, asks=False), policy, asks=config.ask_permission)
 
 
 def _sources(config: Config) -> list[ToolSource]:

@@ -412,7 +412,8 @@ class Scheduler:
         self._waiting.remove(sequence)
         self.counters.failed += 1
         self._timeline.ended(sequence, RequestState.FAILED)
-        self._tell(sequence.output, error)
+        output, sequence.output = sequence.output, None
+        self._tell(output, error)
 
     def _tell(self, output: Output | None, error: Exception) -> None:
         """Never raises."""
@@ -756,6 +757,7 @@ class Scheduler:
         """Answer first; then the turn's closing tokens are evaluated off the critical path."""
         assert sequence.output is not None
         self._count(sequence)
+        self._count_saving(sequence)
         if sequence.is_kept:
             answer = (sequence.prompt_length, sequence.answer_end)
             self.recent.add(sequence.lineage, sequence.tokens[:], answer)
@@ -798,18 +800,24 @@ class Scheduler:
         self.counters.evaluated_tokens += sequence.inserted_tokens
         self.counters.repaired_tokens += sequence.reuse.repaired
         self.counters.approximate_jobs += sequence.approximate_from is not None
-        spared = self.store.costs.evaluate.seconds(sequence.reuse.in_place + sequence.reuse.moved)
-        self.counters.saved_s += max(spared - sequence.reuse.load_seconds, 0.0)
+
+    def _count_saving(self, sequence: Sequence) -> None:
+        """Nobody has waited for what was only to be ready."""
+        if not sequence.request.is_prefix:
+            spared = self.store.costs.evaluate.seconds(sequence.reuse.in_place + sequence.reuse.moved)
+            self.counters.saved_s += max(spared - sequence.reuse.load_seconds, 0.0)
 
     def _cancel(self, sequence: Sequence) -> None:
         self._waiting.remove(sequence)
         if sequence.output is None:
             return
         self._timeline.ended(sequence, RequestState.CANCELLED)
-        if sequence.phase is not Phase.WAITING:
-            self.counters.cancelled += 1
-            self._count(sequence)
-            self._abandon(sequence)
+        if sequence.phase is Phase.WAITING:
+            sequence.output = None
+            return
+        self.counters.cancelled += 1
+        self._count(sequence)
+        self._abandon(sequence)
 
     def _abandon(self, sequence: Sequence) -> None:
         """Keep what was computed; the output is not told. Never raises."""
@@ -824,7 +832,8 @@ class Scheduler:
         for sequence in self._waiting.expired(now):
             self._waiting.remove(sequence)
             self._timeline.ended(sequence, RequestState.FAILED)
-            self._tell(sequence.output, late)
+            output, sequence.output = sequence.output, None
+            self._tell(output, late)
         for sequence in self._slots.active:
             output = sequence.output
             if output is not None and sequence.deadline is not None and now > sequence.deadline:

@@ -34,21 +34,21 @@ class Timeline:
     def read(self, present: Iterable[Sequence]) -> list[RequestRecord]:
         """The latest first; `present` are those that have not ended."""
         running = [_record(sequence) for sequence in present if sequence.output is not None]
-        ended = list(self._latest)
-        numbers = {record.number for record in ended}  # one may end while this is read
-        found = [*(record for record in running if record.number not in numbers), *ended]
-        return sorted(found, key=lambda record: record.number, reverse=True)
+        # One may get its slot, or end, while this is read: what is known last counts.
+        found = {record.number: record for record in (*running, *list(self._latest))}
+        return [found[number] for number in sorted(found, reverse=True)]
 
 
 def _record(sequence: Sequence) -> RequestRecord:
     request, has_slot = sequence.request, sequence.phase is not Phase.WAITING
+    is_known = sequence.is_kept  # else nothing of it may be left, or its user was forgotten meanwhile
     reuse = sequence.reuse
     was_loaded = reuse.in_place + reuse.moved > reuse.hot
     return RequestRecord(
         number=sequence.number,
-        namespace=request.namespace,
-        user=request.user,
-        conversation_id=request.conversation_id,
+        namespace=request.namespace if is_known else "",
+        user=request.user if is_known else "",
+        conversation_id=request.conversation_id if is_known else None,
         is_prefix=request.is_prefix,
         state=_state(sequence),
         slot=sequence.slot,

@@ -87,7 +87,7 @@ def create_app(models: Models, config: Config, limits: Limits | None = None) -> 
     app.include_router(page_routes())
     app.include_router(pulse_routes(models, drain))
     app.include_router(request_routes(models))
-    app.include_router(tool_routes(models))
+    app.include_router(tool_routes(models, is_enabled=config.server_tools))
     app.add_middleware(BodyBounds, drain=drain, limits=app.state.limits)
     app.add_middleware(LastResort)
     app.add_middleware(PathMiddleware)

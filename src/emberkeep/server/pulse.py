@@ -20,7 +20,7 @@ from emberkeep.errors import Overloaded
 from emberkeep.server.middleware import Drain
 from emberkeep.server.model_routes import OfModel
 from emberkeep.server.request_routes import told_running
-from emberkeep.types import Json
+from emberkeep.types import Json, ModelState
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +124,7 @@ def pulse_json(stats: Mapping[str, Any]) -> dict[str, Json]:
     evictions = store.get("evictions") or {}
     return {
         "model": stats.get("model"),
+        "loaded": stats.get("state", ModelState.LOADED) == ModelState.LOADED,
         "active": scheduler.get("active", 0),
         "waiting": scheduler.get("waiting", 0),
         "tiers": {

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from emberkeep.api.request import Body
 from emberkeep.backend.models import Models
-from emberkeep.backend.server_tools import HostTools
+from emberkeep.backend.server_tools import ToolDesk
 from emberkeep.errors import NoSuchEntry
 from emberkeep.server.json_response import json_response
 from emberkeep.server.openapi import takes
@@ -25,12 +25,13 @@ class DecisionBody(Body):
     decision: Literal["once", "no", "always", "never"]
 
 
-def tool_routes(models: Models) -> APIRouter:
+def tool_routes(models: Models, *, is_enabled: bool) -> APIRouter:
+    """`is_enabled`: the operator lets the server run tools."""
     router = APIRouter()
 
     @router.get("/v1/tools")
     async def tools() -> Response:
-        return json_response(tools_json(_tools_of(models)))
+        return json_response(tools_json(_tools_of(models), is_enabled=is_enabled))
 
     @router.post("/v1/tools/decisions", openapi_extra=takes(DecisionBody, id="question", decision="once"))
     async def decide(http: HttpRequest) -> Response:
@@ -43,18 +44,18 @@ def tool_routes(models: Models) -> APIRouter:
     return router
 
 
-def _tools_of(models: Models) -> list[HostTools]:
+def _tools_of(models: Models) -> list[ToolDesk]:
     """Of every model that is loaded, since each has its own."""
     return [tools for backend in models.loaded() if (tools := backend.host_tools) is not None]
 
 
-def tools_json(found: Sequence[HostTools]) -> dict[str, Json]:
-    """They are the same for every model: those of the first."""
+def tools_json(found: Sequence[ToolDesk], *, is_enabled: bool) -> dict[str, Json]:
+    """They are the same for every model: those of the first. None are known before one is loaded."""
     tools = found[0].listed() if found else []
     servers = found[0].servers() if found else []
     return {
         "object": "list",
-        "enabled": bool(found),
+        "enabled": is_enabled or bool(found),
         "data": [asdict(tool) for tool in tools],
         "servers": [asdict(server) for server in servers],
     }

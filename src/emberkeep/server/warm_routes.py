@@ -34,13 +34,18 @@ class WarmBody(OwnerFields):
     chat_template_kwargs: TemplateArgs | None = None
     ttl: Literal["short", "long", "extended"] | None = None
     kv_bits: KvBits | None = None
+    ask_permission: bool | None = None
 
     def to_request(self) -> Request:
         """Raises InvalidField where fields contradict each other."""
         ttl = Ttl(self.ttl) if self.ttl else None
         base = replace(self.to_owned(), max_tokens=0, ttl=ttl, kv_bits=self.kv_bits)
         if self.text is None:
-            chat = replace(base, template_args=self.chat_template_kwargs or {})
+            chat = replace(
+                base,
+                template_args=self.chat_template_kwargs or {},
+                asks_permission=bool(self.ask_permission),
+            )
             return prefix_of_chats(chat, self.messages or [], self.tools or [])
         if self.messages or self.tools:
             raise InvalidField("text", "goes without messages and tools: leave one of them out.")

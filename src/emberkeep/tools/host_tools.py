@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections import OrderedDict
+from collections.abc import Container
+from dataclasses import replace
 
 from emberkeep.backend.tool_loop import Gate
 from emberkeep.tools.function import ToolFunction
 from emberkeep.tools.permissions import PermissionGate, Permissions, Questions
-from emberkeep.tools.toolbox import ToolBox
+from emberkeep.tools.toolbox import ToolBox, ToolPolicy
 from emberkeep.types import Decision, HostTool, Request, ToolMode, ToolServer
 
 PATIENCE_S = 600.0
@@ -19,16 +23,18 @@ _REMEMBERED = 1000
 class HostToolBox:
     """Belongs to the event loop. Owns the toolbox."""
 
-    def __init__(self, tools: ToolBox, *, asks: bool) -> None:
-        """`asks`: clients may ask a person."""
-        self._tools = tools
-        self._asked = tools.asking() if asks else None
+    def __init__(self, tools: ToolBox, policy: ToolPolicy, *, asks: bool) -> None:
+        """`policy`: which tools are used. `asks`: clients may ask a person, and then only those get dangerous
+        ones."""
+        self._tools = tools.under(replace(policy, is_harmless=True)) if asks else tools
+        self._asked = tools.under(replace(policy, asks=True)) if asks else None
         self._questions = Questions(PATIENCE_S)
-        self._permissions: OrderedDict[tuple[str, str], Permissions] = OrderedDict()
-        """By namespace and conversation."""
+        self._permissions: OrderedDict[bytes, Permissions] = OrderedDict()
+        """By conversation."""
+        self._secret = secrets.token_bytes(16)
 
     async def start(self) -> None:
-        await self._tools.start()
+        await (self._asked or self._tools).start()
 
     async def close(self) -> None:
         await self._tools.close()
@@ -47,8 +53,11 @@ class HostToolBox:
         new = Permissions(asks=True, questions=self._questions)
         if request.conversation_id is None:
             return new
-        known = self._permissions.setdefault((request.namespace, request.conversation_id), new)
-        self._permissions.move_to_end((request.namespace, request.conversation_id))
+        # Not under its names: a user who is forgotten leaves none.
+        names = f"{len(request.namespace)} {request.namespace} {request.conversation_id}"
+        key = hashlib.blake2b(names.encode(), key=self._secret, digest_size=16).digest()
+        known = self._permissions.setdefault(key, new)
+        self._permissions.move_to_end(key)
         while len(self._permissions) > _REMEMBERED:
             self._permissions.popitem(last=False)
         return known
@@ -58,19 +67,16 @@ class HostToolBox:
         return self._questions.answer(question, decision)
 
     def listed(self) -> list[HostTool]:
-        return [self._listed(function) for function in self._tools.known()]
+        run = {function.name for function in self._tools.functions()}
+        asked = {function.name for function in self._asked.functions()} if self._asked else set()
+        return [_listed(function, run, asked) for function in self._tools.known()]
 
     def servers(self) -> list[ToolServer]:
         return [server for source in self._tools.sources for server in source.servers()]
 
-    def _listed(self, function: ToolFunction) -> HostTool:
-        definition = function.definition
-        return HostTool(
-            definition.name, function.group, definition.description, self._mode(function), function.allowed_by
-        )
 
-    def _mode(self, function: ToolFunction) -> ToolMode:
-        can_ask = self._asked is not None and self._asked.find(function.name) is not None
-        if can_ask and function.is_dangerous:
-            return ToolMode.ASKS
-        return ToolMode.RUNS if self._tools.find(function.name) is not None else ToolMode.OFF
+def _listed(function: ToolFunction, run: Container[str], asked: Container[str]) -> HostTool:
+    """`run` and `asked`: names of those that run unasked, and of those that run for clients that ask."""
+    definition, name = function.definition, function.name
+    mode = ToolMode.RUNS if name in run else ToolMode.ASKS if name in asked else ToolMode.OFF
+    return HostTool(name, function.group, definition.description, mode, function.allowed_by)

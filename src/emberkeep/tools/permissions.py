@@ -13,6 +13,8 @@ from emberkeep.tools.toolbox import ToolBox
 from emberkeep.types import Decision, PermissionAsked, Tool, ToolCall
 
 _REFUSED = "The user did not allow this call: ask for another way, or go on without it."
+MOST_OPEN = 16
+"""Questions at a time; each holds an answer's place, and what is asked beyond that is a no."""
 _CHANGED = "This tool has changed while the call waited: call it again."
 
 
@@ -28,11 +30,14 @@ class Questions:
     def asking(self, call: ToolCall) -> Generator[tuple[str, asyncio.Future[Decision]], None, None]:
         """The question's id, which only those who are told can guess, and its answer."""
         id_, future = secrets.token_urlsafe(16), asyncio.get_running_loop().create_future()
-        self._waiting[id_] = call, future
+        if len(self._waiting) < MOST_OPEN:
+            self._waiting[id_] = call, future
+        else:
+            future.set_result(Decision.NO)
         try:
             yield id_, future
         finally:
-            del self._waiting[id_]
+            self._waiting.pop(id_, None)
 
     async def answered(self, future: asyncio.Future[Decision]) -> Decision:
         try:
@@ -41,8 +46,8 @@ class Questions:
             return Decision.NO
 
     def answer(self, id_: str, decision: Decision) -> bool:
-        """Whether a call has waited for it."""
-        if (waiting := self._waiting.get(id_)) is None:
+        """Whether a call has waited for it. The first answer counts."""
+        if (waiting := self._waiting.pop(id_, None)) is None:
             return False
         future = waiting[1]
         future.get_loop().call_soon_threadsafe(_settle, future, decision)

@@ -8,7 +8,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from time import perf_counter
 from typing import Any, NoReturn
@@ -55,10 +55,10 @@ class ToolBox:
         self._sources = sources
         self._pages = None if limits.output_chars is None else _Pages(limits.output_chars)
 
-    def asking(self) -> ToolBox:
-        """The same tools where a person can be asked: those that need it are among them. Belongs to this one."""
+    def under(self, policy: ToolPolicy) -> ToolBox:
+        """The same tools, of which others are used. Belongs to this one."""
         other = copy(self)
-        other._policy = replace(self._policy, asks=True)
+        other._policy = policy
         return other
 
     async def start(self) -> None:
@@ -194,9 +194,11 @@ class ToolPolicy:
     disabled: tuple[str, ...] = ()
     asks: bool = False
     """A user can be asked before a dangerous one runs. Where none can, it has to be enabled."""
+    is_harmless: bool = False
+    """No dangerous one, also where it is enabled: that is for others, who can be asked."""
 
     def takes(self, function: ToolFunction) -> bool:
-        if _any_fits(self.disabled, function):
+        if _any_fits(self.disabled, function) or (self.is_harmless and function.is_dangerous):
             return False
         if self.enabled:
             return _any_fits(self.enabled, function)
@@ -204,11 +206,15 @@ class ToolPolicy:
 
     def allows(self, function: ToolFunction, target: ToolFunction) -> bool:
         """A call of `function`, which is taken, that acts as `target`."""
-        return self.takes(target) or (_any_fits(self.enabled, function) and not _any_fits(self.disabled, target))
+        if self.takes(target):
+            return True
+        is_free = not _any_fits(self.disabled, target) and not (self.is_harmless and target.is_dangerous)
+        return is_free and _any_fits(self.enabled, function)
 
     def would_ask(self, function: ToolFunction) -> bool:
         """Whether it is left out only because there is no user to ask."""
-        return not (self.enabled or self.asks or _any_fits(self.disabled, function)) and function.is_dangerous
+        is_left_out = self.is_harmless or not (self.enabled or self.asks)
+        return is_left_out and function.is_dangerous and not _any_fits(self.disabled, function)
 
     def check(self, functions: Sequence[ToolFunction], later: Iterable[str] = ()) -> None:
         """Raises ConfigError for an entry that fits nothing; `later`: groups whose tools are not known yet."""

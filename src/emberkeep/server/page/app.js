@@ -95,6 +95,11 @@ function Workplace({ models }) {
     });
   }, []);
   useEffect(() => {
+    const refresh = () => document.visibilityState === "visible" && !running.current && trying(async () => setList(await allKept()));
+    document.addEventListener("visibilitychange", refresh); // another tab may have gone on
+    return () => document.removeEventListener("visibilitychange", refresh);
+  }, []);
+  useEffect(() => {
     const follow = () => setView(viewInAddress());
     addEventListener("hashchange", follow);
     return () => removeEventListener("hashchange", follow);
@@ -108,7 +113,8 @@ function Workplace({ models }) {
     trying(async () => {
       if (removed.has(conversation.id)) return;
       await keep(structuredClone(conversation));
-      setList(await allKept());
+      // Not read again: with pictures that takes long, and it happens while answers are written.
+      setList((known) => [conversation, ...known.filter((one) => one.id !== conversation.id)]);
     });
   const open = (conversation) => {
     setOpen(false);

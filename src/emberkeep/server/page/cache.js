@@ -30,22 +30,28 @@ function ModelChoice({ models, model, setModel }) {
 
 function CacheOf({ model }) {
   const { now, moments, problem } = usePulse(model);
-  const [acts, acted] = useReducer((count) => count + 1, 0);
-  const [explained, setExplained] = useState(null);
-  const beat = now && JSON.stringify([now.active, now.tiers.warm, now.tiers.cold, now.tokens.prompt, now.tokens.evaluated, now.evicted]);
   return html`<div>
     ${problem && html`<p class="error" role="alert">${problem}</p>`}
-    ${now && html`<${Totals} ...${now} />`}
-    ${now && html`<div class="gauges">${Object.keys(NAMES).map((tier) => html`<${Gauge} tier=${tier} held=${now.tiers[tier]} />`)}</div>`}
-    ${now && html`<${Moves} now=${now} />`}
-    <${Tree} model=${model} beat=${beat} acts=${acts} onActed=${acted} onExplain=${(entry) => setExplained({ entry, name: nameOf(entry) })} />
+    ${now && !now.loaded && html`<p class="note">This model is not loaded. What is stored of it is shown when it is: the next request for it loads it.</p>`}
+    ${now?.loaded && html`<${Totals} ...${now} />`}
+    ${now?.loaded && html`<div class="gauges">${Object.keys(NAMES).map((tier) => html`<${Gauge} tier=${tier} held=${now.tiers[tier]} />`)}</div>`}
+    ${now?.loaded && html`<${Moves} now=${now} />`}
+    ${now?.loaded && html`<${Stored} ...${{ model, now, moments }} />`}
+  </div>`;
+}
+
+/** Asked for only while the model is loaded: a question about its state would load it. */
+function Stored({ model, now, moments }) {
+  const [acts, acted] = useReducer((count) => count + 1, 0);
+  const [explained, setExplained] = useState(null);
+  const beat = JSON.stringify([now.active, now.tiers.warm, now.tiers.cold, now.tokens.prompt, now.tokens.evaluated, now.evicted]);
+  return html`<${Tree} model=${model} beat=${beat} acts=${acts} onActed=${acted} onExplain=${(entry) => setExplained({ entry, name: nameOf(entry) })} />
     <${Moments} moments=${moments} />
     <div class="asks">
       <${Warm} model=${model} onActed=${acted} />
       <${Explain} model=${model} given=${explained} />
     </div>
-    <${Entries} model=${model} beat=${beat} acts=${acts} onActed=${acted} />
-  </div>`;
+    <${Entries} model=${model} beat=${beat} acts=${acts} onActed=${acted} />`;
 }
 
 function Totals({ tokens, active, waiting, saved_s: saved }) {

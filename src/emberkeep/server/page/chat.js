@@ -1,11 +1,11 @@
 // The conversation in the middle: messages, branches, and the answer that is being written.
 
 import { ApiError, stream } from "./api.js";
-import { Composer, Pictures } from "./composer.js";
+import { Composer, Pictures, pictureRoom } from "./composer.js";
 import { ROOT, add, branchesOf, choose, messagesUpTo, shown } from "./conversation.js";
 import { Cost, costOf } from "./cost.js";
 import { PromptDialog } from "./prompt.js";
-import { ToolCall, noteQuestion, noteTool } from "./tool_call.js";
+import { ToolCall, noteQuestion, noteTool, openQuestion } from "./tool_call.js";
 import { loadColours, needsColours, toHtml } from "./markdown.js";
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
@@ -57,7 +57,7 @@ export function Chat({ conversation, isBusy, onAsk, onAgain, onStop, onChange })
   const last = messages.at(-1);
   const hasAnswered = useRef(false);
   hasAnswered.current ||= isBusy;
-  const asked = isBusy && last?.tools?.find((tool) => tool.question);
+  const asked = isBusy && openQuestion(last);
   const said = asked ? `The model asks whether it may run ${asked.name}.` : isBusy ? "The model is answering." : hasAnswered.current && !last?.error ? "Answered." : "";
   const list = useStickyEnd(conversation.id);
   return html`<section class="chat" aria-label="Conversation">
@@ -74,7 +74,7 @@ export function Chat({ conversation, isBusy, onAsk, onAgain, onStop, onChange })
       </ol>
     </div>
     <p class="spoken" role="status">${said}</p>
-    <${Composer} key=${conversation.id} isBusy=${isBusy} onSend=${(text, images) => onAsk(last?.id ?? ROOT, text, images)} onStop=${onStop} />
+    <${Composer} key=${conversation.id} room=${pictureRoom(messages)} isBusy=${isBusy} onSend=${(text, images) => onAsk(last?.id ?? ROOT, text, images)} onStop=${onStop} />
   </section>`;
 }
 
@@ -112,7 +112,7 @@ function Message({ node, isLast, conversation, isBusy, onAsk, onAgain, onChange 
   return html`<li class=${`message ${node.role}`} data-testid=${node.role}>
     <h2 class="spoken">${isUser ? "You" : "Model"}</h2>
     ${isEdited
-      ? html`<${Editor} text=${node.content} isBusy=${isBusy} onSend=${resend} onCancel=${() => setEdited(false)} />`
+      ? html`<${Editor} text=${node.content} hasMore=${node.images?.length > 0} isBusy=${isBusy} onSend=${resend} onCancel=${() => setEdited(false)} />`
       : isUser
         ? html`<${Pictures} images=${node.images} /><div class="text">${node.content}</div>`
         : html`<${Answer} node=${node} onShow=${() => setShown(true)} />`}
@@ -179,11 +179,11 @@ function Markdown({ text, isRunning }) {
   return html`<div class=${`markdown ${isRunning ? "running" : ""}`} dangerouslySetInnerHTML=${{ __html: drawn }}></div>`;
 }
 
-function Editor({ text, isBusy, onSend, onCancel }) {
+function Editor({ text, hasMore, isBusy, onSend, onCancel }) {
   const [draft, setDraft] = useState(text);
   const field = useRef(null);
   useEffect(() => field.current.focus(), []);
-  return html`<form class="editor" onSubmit=${(event) => (event.preventDefault(), draft.trim() && !isBusy && onSend(draft))}>
+  return html`<form class="editor" onSubmit=${(event) => (event.preventDefault(), (draft.trim() || hasMore) && !isBusy && onSend(draft))}>
     <textarea
       ref=${field}
       aria-label="Edit your message"

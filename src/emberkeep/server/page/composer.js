@@ -3,9 +3,17 @@
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
 const KINDS = ["image/png", "image/jpeg", "image/webp", "image/gif"];
-const LARGEST = 8 << 20; // bytes
+const MOST = 12 << 20; // characters of all pictures of a conversation: they go along with every message
 
-export function Composer({ isBusy, onSend, onStop }) {
+/** How many characters of pictures may still be added to these messages. */
+export function pictureRoom(messages) {
+  return MOST - sizeOf(messages.flatMap(({ images }) => images ?? []));
+}
+
+const sizeOf = (images) => images.reduce((sum, { url }) => sum + url.length, 0);
+
+/** `room`: for pictures, in characters. */
+export function Composer({ room, isBusy, onSend, onStop }) {
   const [draft, setDraft] = useState("");
   const [images, setImages] = useState([]);
   const [problem, setProblem] = useState("");
@@ -21,8 +29,9 @@ export function Composer({ isBusy, onSend, onStop }) {
   };
   const attach = async (files) => {
     try {
-      const read = await Promise.all([...files].map(readImage));
-      setImages((known) => [...known, ...read]);
+      const all = [...images, ...(await Promise.all([...files].map(readImage)))];
+      if (sizeOf(all) > room) throw new Error(`The pictures of a conversation may have ${(MOST * 3) >> 22} MiB together: use smaller ones, or begin another.`);
+      setImages(all);
       setProblem("");
     } catch (error) {
       setProblem(error.message);
@@ -70,7 +79,6 @@ export function Composer({ isBusy, onSend, onStop }) {
 /** As data that a request can hold. Throws what a person is told. */
 async function readImage(file) {
   if (!KINDS.includes(file.type)) throw new Error(`${file.name} is no picture that models read: use PNG, JPEG, WebP or GIF.`);
-  if (file.size > LARGEST) throw new Error(`${file.name} is larger than ${LARGEST >> 20} MiB: make it smaller.`);
   const url = await new Promise((resolve, reject) => {
     const reader = new FileReader();
     reader.onload = () => resolve(reader.result);

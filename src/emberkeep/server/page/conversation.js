@@ -21,7 +21,7 @@ export function add(conversation, parent, message) {
   above.children.push(node.id);
   above.chosen = above.children.length - 1;
   conversation.updated = Date.now();
-  if (!conversation.title && node.role === "user") conversation.title = headOf(node.content);
+  if (!conversation.title && node.role === "user") conversation.title = headOf(node.content || node.images?.[0]?.name || "");
   return node;
 }
 
@@ -89,8 +89,14 @@ export function matches(conversation, query) {
 
 /** As people read it. */
 export function asMarkdown(conversation) {
-  const parts = shown(conversation).map((node) => `## ${node.role === "user" ? "You" : "Model"}\n\n${node.content}`);
+  const parts = shown(conversation).map((node) => `## ${node.role === "user" ? "You" : "Model"}\n\n${bodyOf(node)}`);
   return `# ${conversation.title || "Conversation"}\n\n${parts.join("\n\n")}\n`;
+}
+
+function bodyOf({ content, images = [], tools = [] }) {
+  const pictures = images.map(({ name }) => `[picture: ${name}]`);
+  const calls = tools.map((tool) => `> ${tool.name}(${tool.arguments ?? ""})`);
+  return [...pictures, ...calls, content].filter(Boolean).join("\n\n");
 }
 
 function headOf(text) {

@@ -33,7 +33,7 @@ export function Explain({ model, given }) {
   }, [given]);
   const submit = (event) => {
     event.preventDefault();
-    if (question.trim()) explain({ messages: [{ role: "user", content: question }] }, "");
+    if (question.trim()) explain({ messages: [{ role: "user", content: question }], ask_permission: true }, "");
   };
   return html`<form ref=${form} class="ask" aria-labelledby="explain-title" onSubmit=${submit}>
     <h2 id="explain-title">Explain</h2>

@@ -78,7 +78,7 @@ export function View() {
     <${Picture} ...${{ requests, now, seconds, chosen, nameOf }} onChoose=${setChosen} />
     ${requests.length === 0 && html`<p class="note">Ask something: every request will show here.</p>`}
     ${requests.length > 0 && html`<${List} ...${{ requests, now, chosen, nameOf }} onChoose=${setChosen} />`}
-    ${detailed && html`<${Details} request=${detailed} name=${nameOf(detailed)} onClose=${() => setChosen(null)} />`}
+    ${detailed && html`<${Details} request=${detailed} now=${now} name=${nameOf(detailed)} onClose=${() => setChosen(null)} />`}
   </section>`;
 }
 
@@ -121,15 +121,17 @@ function Picture({ requests, now, seconds, chosen, nameOf, onChoose }) {
   const begin = now - seconds;
   const shown = requests.filter((one) => (one.ended_at ?? now) > begin);
   const waiting = shown.filter((one) => one.slot === null);
-  const slots = [...new Set(shown.filter((one) => one.slot !== null).map((one) => one.slot))].sort((a, b) => a - b);
-  const lanes = [...slots.map((slot) => `Slot ${slot}`), ...(waiting.length ? ["No slot"] : [])];
+  const isOne = new Set(shown.map((one) => one.model)).size < 2;
+  const slotOf = (one) => (isOne ? `Slot ${one.slot}` : `${one.model}, ${one.slot}`);
+  const slots = [...new Set(shown.filter((one) => one.slot !== null).map(slotOf))].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+  const lanes = [...slots, ...(waiting.length ? ["No slot"] : [])];
   const height = Math.max(lanes.length, 1) * LANE;
   const across = (at) => (WIDTH * (Math.max(at, begin) - begin)) / seconds;
-  const laneOf = (one) => (one.slot === null ? slots.length : slots.indexOf(one.slot));
+  const laneOf = (one) => (one.slot === null ? slots.length : slots.indexOf(slotOf(one)));
   const said = `${shown.length} requests in ${slots.length} slots in the last ${seconds} seconds; the table below lists them`;
   return html`<figure>
     <div class="lanes">
-      <ul aria-hidden="true">${lanes.map((words) => html`<li>${words}</li>`)}</ul>
+      <ul aria-hidden="true">${lanes.map((words) => html`<li title=${words}>${words}</li>`)}</ul>
       <svg viewBox=${`0 0 ${WIDTH} ${height}`} preserveAspectRatio="none" role="img" aria-label=${said} style=${{ height: `${height}px` }}>
         ${lanes.map((_, lane) => html`<rect class="lane" x="0" y=${lane * LANE + 2} width=${WIDTH} height=${LANE - 4} />`)}
         ${shown.map(
@@ -192,10 +194,9 @@ function List({ requests, now, chosen, nameOf, onChoose }) {
   </div>`;
 }
 
-function Details({ request, name, onClose }) {
+function Details({ request, now, name, onClose }) {
   const dialog = useRef(null);
   useEffect(() => dialog.current.showModal(), []);
-  const now = request.ended_at ?? Date.now() / 1000;
   const evaluated = request.prompt_tokens - reusedOf(request);
   const tokens = { ...request.reused, moved: request.moved_tokens, evaluated };
   const facts = [

@@ -20,6 +20,7 @@ export function View() {
     <h1>Tools</h1>
     ${problem && html`<p class="error" role="alert">${problem}</p>`}
     ${told && !told.enabled && html`<${HowToBegin} />`}
+    ${told?.enabled && told.data.length === 0 && html`<p class="note">No model is loaded: the tools are listed when one is.</p>`}
     ${told?.servers.length > 0 && html`<${Servers} servers=${told.servers} onRefresh=${refresh} />`}
     ${told?.enabled && html`<input type="search" aria-label="Search tools" placeholder="Search" value=${query} onInput=${(e) => setQuery(e.target.value)} />`}
     ${told?.enabled && groupsOf(told.data.filter(fits)).map(([group, tools]) => html`<${Group} key=${group} group=${group} tools=${tools} />`)}

@@ -18,7 +18,7 @@ export function Warm({ model, onActed }) {
     if (answer.isAsked || !text.trim()) return;
     setAnswer({ isAsked: true });
     try {
-      const warmed = await call("/v1/warm", { method: "POST", body: { ...KINDS[kind][1](text), model: model || undefined } });
+      const warmed = await call("/v1/warm", { method: "POST", body: { ...KINDS[kind][1](text), model: model || undefined, ask_permission: true } });
       setAnswer(warmed.ready ? { warmed } : { problem: warmed.error });
       onActed();
     } catch (error) {
