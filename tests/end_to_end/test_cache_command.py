@@ -43,7 +43,9 @@ def test_the_cache_is_looked_after_with_and_without_a_server(smollm2: Path, tmp_
         assert "harbour" in cache(tmp_path, "pin", entry["id"][:6])
         assert "What does a ship of type 9 pay?<|im_end|>" in cache(tmp_path, "show", entry["id"])
         (tmp_path / "request.json").write_text(json.dumps({"messages": messages}))
-        assert "tokens are stored." in cache(tmp_path, "explain", str(tmp_path / "request.json"))
+        assert "are stored; the last one is always evaluated." in cache(
+            tmp_path, "explain", str(tmp_path / "request.json")
+        )
         assert "1 entry replayed" in cache(tmp_path, "verify", entry["id"], "--tokens", "8")
         server.stop()
     assert list((tmp_path / "servers").iterdir()) == []

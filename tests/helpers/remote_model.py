@@ -12,10 +12,11 @@ from emberkeep.backend.base import ModelCard
 from emberkeep.backend.choices import Permits
 from emberkeep.backend.remote.backend import RemoteBackend, RemoteSettings
 from emberkeep.backend.remote.base import RemoteAbout
-from emberkeep.backend.server_tools import HostTools
 from emberkeep.errors import EmberkeepError
 from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Policy, Sessions
+from emberkeep.tools.host_tools import HostToolBox
+from emberkeep.tools.toolbox import ToolBox, ToolPolicy
 from emberkeep.types import (
     Completed,
     Event,
@@ -79,7 +80,7 @@ def remote(
     *,
     context: int = 400,
     recall: Recall = Recall.OFF,
-    tools: HostTools | None = None,
+    tools: ToolBox | None = None,
     permits: Permits | None = None,
     **settings: Any,
 ) -> RemoteBackend:
@@ -87,4 +88,5 @@ def remote(
     memory = Memory(folder / "memory.sqlite3", limit_bytes=10 << 30) if folder else None
     sessions = Sessions(memory, Policy(context, recall=recall, recall_tokens=64))
     card = ModelCard("far-1", 0, context, remote="far")
-    return RemoteBackend(card, provider, sessions, RemoteSettings(**settings), tools=tools, permits=permits)
+    ours = HostToolBox(tools, ToolPolicy(), asks=False) if tools is not None else None
+    return RemoteBackend(card, provider, sessions, RemoteSettings(**settings), tools=ours, permits=permits)

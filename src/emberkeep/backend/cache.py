@@ -188,7 +188,10 @@ class Explainer:
             sources=self._sources(peek, hot, len(prompt.tokens)),
         )
         if reused >= len(wanted):
-            return Explanation(replace(lookup, reason=MissReason.NONE), f"All {reused:,} tokens are stored.")
+            return Explanation(
+                replace(lookup, reason=MissReason.NONE),
+                f"All {reused:,} tokens that can be are stored; the last one is always evaluated.",
+            )
         moved = self._store.peek_elsewhere(prompt.lineage, wanted, reused, approximation) if approximation else 0
         found = self._why(request, prompt, replace(lookup, moved_tokens=moved), peek.cursor, reused)
         also = f" {moved:,} tokens of what follows are stored at other places and would be moved."

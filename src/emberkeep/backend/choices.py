@@ -184,6 +184,7 @@ def _completed(endings: list[Ended]) -> Completed:
             queue_ms=first.queue_ms,
             draft_n=drafted,
             draft_n_accepted=accepted,
+            saved_ms=first.saved_ms,
         ),
         lookup=first.lookup,
         slot=first.slot,

@@ -805,7 +805,8 @@ class Scheduler:
         """Nobody has waited for what was only to be ready."""
         if not sequence.request.is_prefix:
             spared = self.store.costs.evaluate.seconds(sequence.reuse.in_place + sequence.reuse.moved)
-            self.counters.saved_s += max(spared - sequence.reuse.load_seconds, 0.0)
+            sequence.saved_s = max(spared - sequence.reuse.load_seconds, 0.0)
+            self.counters.saved_s += sequence.saved_s
 
     def _cancel(self, sequence: Sequence) -> None:
         self._waiting.remove(sequence)

@@ -78,6 +78,7 @@ class Ending:
     accepted_tokens: int = 0
     """Of the drafted ones."""
     slot: int = -1
+    saved_ms: float = 0.0
 
 
 class Output(Protocol):
@@ -282,6 +283,8 @@ class Sequence:
         self.marked = Marked()
         """May be noted by any thread until the turn ends."""
         self.slot = -1
+        self.saved_s = 0.0
+        """By what it reused, once that is known."""
         self.number = 0
         """Counts the sequences of a scheduler, once it is submitted."""
         self.entry: EntryId | None = None
@@ -676,6 +679,7 @@ class Sequence:
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
             slot=self.slot,
+            saved_ms=1e3 * self.saved_s,
         )
 
     # ── for the store ──

@@ -209,6 +209,7 @@ FIGURES = (
     ),
     Figure(r"scheduler\.evaluated_tokens", "evaluated_tokens_total", "Tokens that the engine computed."),
     Figure(r"scheduler\.sampled_tokens", "generated_tokens_total", "Tokens of answers."),
+    Figure(r"scheduler\.saved_s", "saved_prefill_seconds_total", "Prefill that reuse has saved, less loading."),
     Figure(r"scheduler\.steps", "engine_steps_total", "Batches that the engine computed."),
     Figure(r"speculation\.steps", "speculative_steps_total", "Batches with a draft in them."),
     Figure(

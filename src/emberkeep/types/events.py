@@ -50,6 +50,8 @@ class Timings:
     draft_n: int = 0
     """Drafted tokens."""
     draft_n_accepted: int = 0
+    saved_ms: float = 0.0
+    """What evaluating the reused tokens would have taken, less what loading them took; 0: unknown."""
 
     @property
     def prompt_per_second(self) -> float:
@@ -425,6 +427,7 @@ def merge_usage(completed: Sequence[Completed], *, are_rounds: bool = False) -> 
             queue_ms=first.timings.queue_ms if are_rounds else max(one.queue_ms for one in timings),
             draft_n=sum(one.timings.draft_n for one in completed),
             draft_n_accepted=sum(one.timings.draft_n_accepted for one in completed),
+            saved_ms=sum(one.timings.saved_ms for one in completed),
         ),
         lookup=_merge_lookups([one.lookup for one in prompts]),
         fit=replace(

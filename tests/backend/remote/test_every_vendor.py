@@ -22,6 +22,7 @@ from emberkeep.backend.remote.vendors import open_provider
 from emberkeep.errors import EmberkeepError, RemoteDown
 from emberkeep.session.sessions import Policy, Sessions
 from emberkeep.tools.function import as_tool
+from emberkeep.tools.host_tools import HostToolBox
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
 from emberkeep.types import CallEnded, Completed, Event, Message, RemoteModel, Request, TextDelta
 from helpers.events import text_of
@@ -161,7 +162,7 @@ def test_text_and_what_it_cost(vendor: Vendor) -> None:
 
 def test_tools_run_here_and_the_result_goes_back(vendor: Vendor) -> None:
     server = vendor.serve(vendor.calls(), vendor.said("Seven metres."))
-    tools = ToolBox([as_tool(depth)], ToolPolicy())
+    tools = HostToolBox(ToolBox([as_tool(depth)], ToolPolicy()), ToolPolicy(), asks=False)
     events = with_server(server, lambda url: events_of(vendor.backend(url, tools)))
     assert [event.outcome.text for event in events if isinstance(event, CallEnded)] == ["7 metres"]
     assert text_of(events) == "Seven metres."

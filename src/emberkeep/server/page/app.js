@@ -6,7 +6,7 @@ import { add, asMarkdown, matches, newConversation } from "./conversation.js";
 import { allKept, drop, keep } from "./kept.js";
 import { html, render, useEffect, useReducer, useRef, useState } from "./vendor/preact-htm.js";
 
-const SAVED_MS = 3000; // while an answer is written
+const SAVED_MS = 1000; // while an answer is written
 const PATIENCE_MS = 500;
 
 const VIEWS = [
@@ -107,7 +107,7 @@ function Workplace({ models }) {
 
   const show = (name) => {
     setView(name);
-    history.replaceState(null, "", name === "chat" ? `#${current.id}` : `#/${name}`);
+    history.pushState(null, "", name === "chat" ? `#${current.id}` : `#/${name}`);
   };
   const save = (conversation) =>
     trying(async () => {
@@ -156,13 +156,13 @@ function Workplace({ models }) {
 
   return html`<div class="workplace" data-view=${view}>
     <header>
-      <button class="menu" aria-expanded=${isOpen} aria-controls="side" onClick=${() => setOpen(!isOpen)}>Conversations</button>
+      <button class="menu" aria-expanded=${isOpen} aria-controls="side" aria-label="Conversations" onClick=${() => setOpen(!isOpen)}>☰</button>
       <a class="brand" href="/">Emberkeep</a>
       <nav class="views" aria-label="Views">
         ${VIEWS.map(([name, words]) => html`<button aria-current=${view === name ? "page" : undefined} onClick=${() => show(name)}>${words}</button>`)}
       </nav>
     </header>
-    ${view === "chat" && html`<${Side} id="side" ...${{ list, current, isOpen, open, remove, models, changed, redraw }} />`}
+    ${view === "chat" && html`<${Side} id="side" ...${{ list, current, isOpen, open, remove, models, changed, redraw }} onClose=${() => setOpen(false)} />`}
     <main>
       ${trouble && html`<p class="error trouble" role="alert">${trouble}</p>`}
       ${view !== "chat"
@@ -174,6 +174,7 @@ function Workplace({ models }) {
             onAgain=${complete}
             onStop=${() => running.current?.abort()}
             onChange=${changed}
+            model=${current.settings.model || models[0]}
           />`}
     </main>
   </div>`;
@@ -193,12 +194,13 @@ function OtherView({ name, models }) {
   return module && html`<${module.View} models=${models} />`;
 }
 
-function Side({ id, list, current, isOpen, open, remove, models, changed, redraw }) {
+function Side({ id, list, current, isOpen, open, remove, models, changed, redraw, onClose }) {
   const [query, setQuery] = useState("");
   const found = query ? list.filter((one) => matches(one, query)) : list;
-  return html`<nav id=${id} class=${`side ${isOpen ? "open" : ""}`} aria-label="Conversations">
+  return html`<nav id=${id} class=${`side ${isOpen ? "open" : ""}`} aria-label="Conversations" onKeyDown=${(e) => e.key === "Escape" && onClose()}>
     <button class="main" onClick=${() => open(newConversation(current.settings))}>New conversation</button>
     <input type="search" aria-label="Search conversations" placeholder="Search" value=${query} onInput=${(e) => setQuery(e.target.value)} />
+    ${query && !found.length && html`<p class="note">No conversation has “${query}”.</p>`}
     <ul>
       ${found.map(
         (one) => html`<li key=${one.id} class=${one.id === current.id ? "current" : ""}>

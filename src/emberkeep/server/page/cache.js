@@ -1,5 +1,6 @@
 // The cache, live: what is where, what moves, and what is kept.
 
+import { call } from "./api.js";
 import { Entries, NAMES, nameOf } from "./entries.js";
 import { Explain } from "./explain.js";
 import { REUSED, SHOWN, usePulse } from "./pulse.js";
@@ -46,7 +47,7 @@ function Stored({ model, now, moments }) {
   const [explained, setExplained] = useState(null);
   const beat = JSON.stringify([now.active, now.tiers.warm, now.tiers.cold, now.tokens.prompt, now.tokens.evaluated, now.evicted]);
   return html`<${Tree} model=${model} beat=${beat} acts=${acts} onActed=${acted} onExplain=${(entry) => setExplained({ entry, name: nameOf(entry) })} />
-    <${Moments} moments=${moments} />
+    <${Moments} moments=${[...useEarlier(now.model), ...moments].slice(-SHOWN)} />
     <div class="asks">
       <${Warm} model=${model} onActed=${acted} />
       <${Explain} model=${model} given=${explained} />
@@ -60,7 +61,7 @@ function Totals({ tokens, active, waiting, saved_s: saved }) {
   return html`<p class="totals">
     <strong>${share}%</strong> of ${number(tokens.prompt)} prompt tokens were reused since the server started ·
     ${saved > 0 && html` <strong>saved ${duration(saved)} of prefill</strong> ·`}
-    ${` ${number(tokens.evaluated)} evaluated · ${active} running, ${waiting} waiting`}
+    ${` ${number(tokens.prompt - reused)} evaluated · ${active} running, ${waiting} waiting`}
   </p>`;
 }
 
@@ -110,6 +111,20 @@ function useRates(now) {
   }, [isMoving]);
   const rate = (name) => Math.max((1000 * (latest[name] - samples[0].sums[name])) / MEASURED_MS, 0);
   return { read: rate("read"), written: rate("written"), evicted: rate("evicted") };
+}
+
+/** What was reused and evaluated before someone looked: the requests that the server remembers. */
+function useEarlier(model) {
+  const [earlier, setEarlier] = useState([]);
+  useEffect(() => {
+    const read = ({ data }) => {
+      const ended = data.filter((one) => one.ended_at && one.model === model && one.kind === "answer").reverse();
+      const sum = ({ reused, moved_tokens }) => reused.hot + reused.warm + reused.cold + moved_tokens;
+      setEarlier(ended.map((one) => ({ reused: sum(one), evaluated: one.prompt_tokens - sum(one) })));
+    };
+    call(`/v1/requests?limit=${SHOWN}`).then(read, () => undefined); // what comes now will show
+  }, [model]);
+  return earlier;
 }
 
 /** A bar for every moment in which something happened: what was reused, and above it what was evaluated. */

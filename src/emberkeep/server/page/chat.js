@@ -52,7 +52,7 @@ function bodyOf(conversation, below, settings) {
   };
 }
 
-export function Chat({ conversation, isBusy, onAsk, onAgain, onStop, onChange }) {
+export function Chat({ conversation, model, isBusy, onAsk, onAgain, onStop, onChange }) {
   const messages = shown(conversation);
   const last = messages.at(-1);
   const hasAnswered = useRef(false);
@@ -62,7 +62,7 @@ export function Chat({ conversation, isBusy, onAsk, onAgain, onStop, onChange })
   const list = useStickyEnd(conversation.id);
   return html`<section class="chat" aria-label="Conversation">
     <div ref=${list} class="messages" role="region" aria-label="Messages" tabindex="0">
-      ${messages.length === 0 && html`<${Welcome} />`}
+      ${messages.length === 0 && html`<${Welcome} model=${model} />`}
       <ol>
         ${messages.map(
           (node, index) => html`<${Message}
@@ -93,11 +93,11 @@ function useStickyEnd(id) {
   return list;
 }
 
-function Welcome() {
+function Welcome({ model }) {
   return html`<h1>Emberkeep</h1>
     <p>
-      Ask something, and then something more: under each answer stands how much of the conversation did not have to be
-      evaluated again, and where it was.
+      You talk to <strong>${model}</strong>. Ask something, and then something more: the bar under each answer shows how much of the
+      conversation was still known, and did not have to be read again.
     </p>`;
 }
 
@@ -155,7 +155,7 @@ function Answer({ node, onShow }) {
     ${node.tools.map((tool) => html`<${ToolCall} key=${tool.id} tool=${tool} isRunning=${node.isRunning} />`)}
     <${Markdown} text=${node.content} isRunning=${node.isRunning} />
     ${node.isStopped && html`<p class="note">Stopped.</p>`}
-    ${node.isCut && html`<p class="note">It ends here because it may not be longer: see Settings, or ask to go on.</p>`}
+    ${node.isCut && html`<p class="note">It was cut at the longest answer that is allowed: see Settings, or ask it to go on.</p>`}
     ${node.error && html`<p class="error" role="alert">${node.error}</p>`}
     ${node.cost && html`<${Cost} cost=${node.cost} onShow=${node.cost.sources?.length > 0 && onShow} />`}
   `;
@@ -183,14 +183,21 @@ function Editor({ text, hasMore, isBusy, onSend, onCancel }) {
   const [draft, setDraft] = useState(text);
   const field = useRef(null);
   useEffect(() => field.current.focus(), []);
-  return html`<form class="editor" onSubmit=${(event) => (event.preventDefault(), (draft.trim() || hasMore) && !isBusy && onSend(draft))}>
+  const send = () => (draft.trim() || hasMore) && !isBusy && onSend(draft.trimEnd());
+  const onKeyDown = (event) => {
+    if (event.key === "Escape") onCancel();
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    send();
+  };
+  return html`<form class="editor" onSubmit=${(event) => (event.preventDefault(), send())}>
     <textarea
       ref=${field}
       aria-label="Edit your message"
       rows=${Math.min(draft.split("\n").length + 1, 12)}
       value=${draft}
       onInput=${(event) => setDraft(event.target.value)}
-      onKeyDown=${(event) => event.key === "Escape" && onCancel()}
+      onKeyDown=${onKeyDown}
     ></textarea>
     <div class="actions">
       <button class="main" type="submit" disabled=${isBusy}>Send as a new branch</button>

@@ -19,11 +19,13 @@ export function Composer({ room, isBusy, onSend, onStop }) {
   const [problem, setProblem] = useState("");
   const field = useRef(null);
   const picker = useRef(null);
-  useEffect(() => field.current?.focus(), []);
+  useEffect(() => {
+    if (!isBusy && [document.body, field.current].includes(document.activeElement)) field.current.focus();
+  }, [isBusy]);
   const isEmpty = !draft.trim() && images.length === 0;
   const send = () => {
     if (isBusy || isEmpty) return;
-    onSend(draft, images);
+    onSend(draft.trimEnd(), images);
     setDraft("");
     setImages([]);
   };
@@ -62,7 +64,7 @@ export function Composer({ room, isBusy, onSend, onStop }) {
       <textarea
         ref=${field}
         aria-label="Your message"
-        placeholder="Ask something. Enter sends, Shift+Enter starts a new line."
+        placeholder="Ask something; Enter sends it"
         rows=${Math.min(Math.max(draft.split("\n").length, 2), 10)}
         value=${draft}
         onInput=${(event) => setDraft(event.target.value)}

@@ -37,6 +37,7 @@ export function costOf({ usage, timings, emberkeep }) {
     prompt: usage.prompt_tokens,
     completion: usage.completion_tokens,
     first: emberkeep.ttft_ms,
+    saved: emberkeep.saved_ms ?? 0,
     speed: timings?.predicted_per_second,
     reason: REASONS[emberkeep.reason] ?? "",
     where: emberkeep.divergence?.where ?? "",
@@ -56,6 +57,7 @@ export function Cost({ cost, onShow }) {
     </div>
     <p>
       <strong>${share(reused, cost.prompt)} reused</strong> of ${number(cost.prompt)} tokens (${label})
+      ${cost.saved >= 50 && html` · <strong>about ${milliseconds(cost.saved)} saved</strong>`}
       ${cost.first != null && html` · first token ${milliseconds(cost.first)}`}
       ${cost.speed > 0 && html` · ${cost.speed.toFixed(1)} tokens/s`}
       ${cost.isApproximate && html` · approximate`}
@@ -67,7 +69,7 @@ export function Cost({ cost, onShow }) {
   </div>`;
 }
 
-function share(part, whole) {
+export function share(part, whole) {
   const percent = whole ? (100 * part) / whole : 0;
   return `${percent > 99 && part < whole ? ">99" : Math.round(percent)}%`;
 }

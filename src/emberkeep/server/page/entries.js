@@ -32,7 +32,7 @@ export function Entries({ model, beat, acts, onActed }) {
     ${listed &&
     html`<div class="wide" tabindex="0" role="region" aria-label="Kept conversations and prefixes">
       <table>
-        <caption>${number(listed.totals.entries)} conversations and prefixes are kept</caption>
+        <caption>Kept conversations and prefixes: ${number(listed.totals.entries)}</caption>
         <thead><tr><th scope="col">Begins with</th><th scope="col">Tokens</th><th scope="col">In</th><th scope="col">Used</th><th scope="col">Hits</th><th scope="col"><span class="spoken">Actions</span></th></tr></thead>
         <tbody>
           ${listed.data.map(

@@ -1,7 +1,7 @@
 // Requests as a timeline: who waited, was loaded, evaluated and sampled when, and in which slot.
 
 import { call } from "./api.js";
-import { REASONS, TIERS } from "./cost.js";
+import { REASONS, TIERS, share } from "./cost.js";
 import { allKept } from "./kept.js";
 import { usePulse } from "./pulse.js";
 import { ago, milliseconds, number } from "./words.js";
@@ -154,13 +154,9 @@ function reusedOf({ reused, moved_tokens }) {
   return reused.hot + reused.warm + reused.cold + moved_tokens;
 }
 
-function percent(part, whole) {
-  return `${whole ? Math.floor((100 * part) / whole) : 0}%`;
-}
-
 function sentenceOf(request, now) {
   const spans = phasesOf(request, now).map(([name, from, to]) => `${name} ${milliseconds(1000 * (to - from))}`);
-  const tokens = `${number(request.prompt_tokens)} tokens, ${percent(reusedOf(request), request.prompt_tokens)} reused`;
+  const tokens = `${number(request.prompt_tokens)} tokens, ${share(reusedOf(request), request.prompt_tokens)} reused`;
   return `${tokens}; ${spans.join(", ")}`;
 }
 
@@ -173,7 +169,7 @@ function List({ requests, now, chosen, nameOf, onChoose }) {
     <table>
       <caption>${requests.length > LISTED ? `The latest ${LISTED} of ${number(requests.length)}` : "The latest first"}</caption>
       <thead><tr>
-        <th scope="col">Request</th><th scope="col">Asked</th><th scope="col">State</th><th scope="col">Prompt</th><th scope="col">Reused</th>
+        <th scope="col">Request</th><th scope="col">Reused</th><th scope="col">Prompt</th><th scope="col">State</th><th scope="col">Asked</th>
         ${PHASES.map(([name]) => html`<th scope="col">${name[0].toUpperCase() + name.slice(1)}</th>`)}
         <th scope="col">Answer</th>
       </tr></thead>
@@ -181,10 +177,10 @@ function List({ requests, now, chosen, nameOf, onChoose }) {
         ${requests.slice(0, LISTED).map(
           (one) => html`<tr key=${keyOf(one)} class=${keyOf(one) === chosen ? "chosen" : ""}>
             <th scope="row"><button class="link" aria-haspopup="dialog" onClick=${() => onChoose(keyOf(one))}>${nameOf(one)}</button></th>
-            <td>${ago(Math.max(now - one.asked_at, 0))}</td>
-            <td>${one.state}</td>
+            <td>${share(reusedOf(one), one.prompt_tokens)}</td>
             <td>${number(one.prompt_tokens)}</td>
-            <td>${percent(reusedOf(one), one.prompt_tokens)}</td>
+            <td>${one.state}</td>
+            <td>${ago(Math.max(now - one.asked_at, 0))}</td>
             ${PHASES.map(([name]) => html`<td>${duration(one, name)}</td>`)}
             <td>${number(one.completion_tokens)}</td>
           </tr>`,

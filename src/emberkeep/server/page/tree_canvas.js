@@ -5,7 +5,7 @@ import { Picture, SCALE_PX } from "./picture.js";
 import { titleOf, wordsFor } from "./tree_node.js";
 import { html, useEffect, useRef } from "./vendor/preact-htm.js";
 
-export const HELP = "Arrow keys move, Enter looks closer, Escape goes back, plus and minus stretch.";
+export const HELP = "Click selects, double-click looks closer; arrow keys move, Enter looks closer, Escape goes back, plus and minus stretch. Colours are the fastest place that has it.";
 const ROW_PX = 26;
 const HEIGHTS = [120, 520];
 const CLOSER = 1.5;

@@ -18,7 +18,7 @@ export function Ends({ model, node, onActed, onExplain, onRemoved }) {
       ${node.entries.map(
         (end) => html`<li key=${`${end.id} ${end.position}`}>
           <span class="name">${nameOf(end)}</span>
-          <span class="note">${end.kind}, ${end.latest ? "ends" : "an earlier branch ends"} at ${number(end.position)}</span>
+          <span class="note">${end.kind}, ${end.latest ? "ends" : "an earlier branch ends"} at ${number(end.position)}${end.latest ? "" : "; the buttons are about all of it"}</span>
           <span class="actions">
             <button aria-label=${`${end.pinned ? "Unpin" : "Pin"} ${nameOf(end)}`} onClick=${() => pin(end)}>${end.pinned ? "Unpin" : "Pin"}</button>
             <button aria-label=${`Show the text of ${nameOf(end)}`} onClick=${() => setShown(end)}>Show</button>
