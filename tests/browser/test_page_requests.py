@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from helpers.cache_server import SYSTEM, Served, user
+from helpers.scheduling import Gate
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -48,3 +49,16 @@ def test_nobody_is_shut_out_of_it(page: Page, sea: Served) -> None:
         found = axe.run(page).response["violations"]
         bad = [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")]
         assert bad == []
+
+
+def test_an_answer_that_was_stopped_tells_what_it_reused(page: Page, sea: Served) -> None:
+    sea.chat(SYSTEM, user("When is high tide?"))
+    page.get_by_role("button", name="Chat", exact=True).click()
+    gate = Gate(sea.engine, holds=lambda step: step == 3)
+    page.fill("textarea[aria-label='Your message']", "When is low tide?")
+    page.press("textarea[aria-label='Your message']", "Enter")
+    gate.reached()
+    page.get_by_role("button", name="Stop").click()
+    page.wait_for_selector("text=Stopped.")
+    assert "reused" in page.inner_text(".cost")
+    gate.open()

@@ -1,9 +1,9 @@
 // The conversation in the middle: messages, branches, and the answer that is being written.
 
-import { ApiError, stream } from "./api.js";
+import { ApiError, call, stream } from "./api.js";
 import { Composer, Pictures, pictureRoom } from "./composer.js";
 import { ROOT, add, branchesOf, choose, messagesUpTo, shown } from "./conversation.js";
-import { Cost, costOf } from "./cost.js";
+import { Cost, costOf, costOfRequest } from "./cost.js";
 import { PromptDialog } from "./prompt.js";
 import { ToolCall, noteQuestion, noteTool, openQuestion } from "./tool_call.js";
 import { loadColours, needsColours, toHtml } from "./markdown.js";
@@ -31,10 +31,21 @@ export async function answer(conversation, below, { signal, onChange }) {
     }
     node.cost = costOf(told);
   } catch (error) {
-    if (error.name === "AbortError") node.isStopped = true;
+    if (error.name === "AbortError") Object.assign(node, { isStopped: true, cost: await costUntilNow(conversation) });
     else node.error = error instanceof ApiError ? error.message : `Something went wrong: ${error.message}`;
   } finally {
     node.isRunning = false;
+  }
+}
+
+/** Of the latest answer; null where the server does not tell. */
+async function costUntilNow({ id }) {
+  try {
+    const { data } = await call("/v1/requests?limit=50");
+    const latest = data.find((one) => one.conversation_id === id);
+    return latest ? costOfRequest(latest) : null;
+  } catch {
+    return null;
   }
 }
 

@@ -47,6 +47,14 @@ export function costOf({ usage, timings, emberkeep }) {
   };
 }
 
+/** Of an answer that was stopped: what the server remembers of its request. */
+export function costOfRequest(request) {
+  const { reused, moved_tokens, sources, reason, approximate, prompt_tokens, completion_tokens } = request;
+  const first = request.first_token_at && 1000 * (request.first_token_at - request.asked_at);
+  const emberkeep = { reused, moved_tokens, sources, reason, approximate, ttft_ms: first };
+  return costOf({ usage: { prompt_tokens, completion_tokens }, emberkeep });
+}
+
 export function Cost({ cost, onShow }) {
   const used = TIERS.filter(([tier]) => cost.tokens[tier] > 0);
   const reused = cost.prompt - cost.tokens.evaluated;

@@ -33,7 +33,7 @@ export function Entries({ model, beat, acts, onActed }) {
     html`<div class="wide" tabindex="0" role="region" aria-label="Kept conversations and prefixes">
       <table>
         <caption>Kept conversations and prefixes: ${number(listed.totals.entries)}</caption>
-        <thead><tr><th scope="col">Begins with</th><th scope="col">Tokens</th><th scope="col">In</th><th scope="col">Used</th><th scope="col">Hits</th><th scope="col"><span class="spoken">Actions</span></th></tr></thead>
+        <thead><tr><th scope="col">Begins with</th><th scope="col">Tokens</th><th scope="col">In</th><th scope="col">Used</th><th scope="col">Turns</th><th scope="col"><span class="spoken">Actions</span></th></tr></thead>
         <tbody>
           ${listed.data.map(
             (entry) => html`<tr key=${entry.id}>
@@ -41,7 +41,7 @@ export function Entries({ model, beat, acts, onActed }) {
               <td>${number(entry.tokens)}</td>
               <td><span class=${`swatch tier ${entry.tier}`}></span>${NAMES[entry.tier] ?? entry.tier}</td>
               <td>${ago(entry.last_used_s)}</td>
-              <td>${entry.hits}</td>
+              <td>${number(entry.turns)}</td>
               <td>
                 <button aria-pressed=${entry.pinned} onClick=${() => pin(entry)}>${entry.pinned ? "Pinned" : "Pin"}</button>
                 <button aria-label=${`Remove ${nameOf(entry)}`} onClick=${() => remove(entry)}>Remove</button>
