@@ -2,6 +2,7 @@
 
 import { call } from "./api.js";
 import { Entries, NAMES, nameOf } from "./entries.js";
+import { reusedOf } from "./cost.js";
 import { Explain } from "./explain.js";
 import { REUSED, SHOWN, usePulse } from "./pulse.js";
 import { Tree } from "./tree.js";
@@ -119,8 +120,7 @@ function useEarlier(model) {
   useEffect(() => {
     const read = ({ data }) => {
       const ended = data.filter((one) => one.ended_at && one.model === model && one.kind === "answer").reverse();
-      const sum = ({ reused, moved_tokens }) => reused.hot + reused.warm + reused.cold + moved_tokens;
-      setEarlier(ended.map((one) => ({ reused: sum(one), evaluated: one.prompt_tokens - sum(one) })));
+      setEarlier(ended.map((one) => ({ reused: reusedOf(one), evaluated: one.prompt_tokens - reusedOf(one) })));
     };
     call(`/v1/requests?limit=${SHOWN}`).then(read, () => undefined); // what comes now will show
   }, [model]);

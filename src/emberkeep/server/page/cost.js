@@ -47,6 +47,11 @@ export function costOf({ usage, timings, emberkeep }) {
   };
 }
 
+/** Tokens of a request's prompt that were not evaluated. */
+export function reusedOf({ reused, moved_tokens }) {
+  return reused.hot + reused.warm + reused.cold + moved_tokens;
+}
+
 /** Of an answer that was stopped: what the server remembers of its request. */
 export function costOfRequest(request) {
   const { reused, moved_tokens, sources, reason, approximate, prompt_tokens, completion_tokens } = request;

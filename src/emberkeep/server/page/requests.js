@@ -1,7 +1,7 @@
 // Requests as a timeline: who waited, was loaded, evaluated and sampled when, and in which slot.
 
 import { call } from "./api.js";
-import { REASONS, TIERS, share } from "./cost.js";
+import { REASONS, TIERS, reusedOf, share } from "./cost.js";
 import { allKept } from "./kept.js";
 import { usePulse } from "./pulse.js";
 import { ago, milliseconds, number } from "./words.js";
@@ -148,10 +148,6 @@ function Picture({ requests, now, seconds, chosen, nameOf, onChoose }) {
     </div>
     <figcaption>${`${WINDOWS.find(([value]) => value === seconds)[1]} ago`}<span>now</span></figcaption>
   </figure>`;
-}
-
-function reusedOf({ reused, moved_tokens }) {
-  return reused.hot + reused.warm + reused.cold + moved_tokens;
 }
 
 function sentenceOf(request, now) {
