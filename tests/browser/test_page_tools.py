@@ -6,16 +6,15 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from emberkeep.config import Config
 from emberkeep.types import Image
-from helpers.conversing import Harbour, ScriptedEngine
-from helpers.scripted_server import Running, ScriptedBackend, running, says
+from helpers.asking_server import asking_server
+from helpers.conversing import ScriptedEngine
+from helpers.scripted_server import Running, ScriptedBackend, says
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -38,24 +37,13 @@ def engine() -> ScriptedEngine:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    (root := tmp_path / "root").mkdir()
-    return root
-
-
-@contextmanager
-def harbour_server(engine: ScriptedEngine, root: Path, **config: Any) -> Iterator[Running]:
-    options = {"server_tools": True, "ask_permission": True, "tools_root": root, **config}
-    with (
-        Harbour(root.parent / "data", engine, **options) as harbour,
-        running(harbour.backend, Config()) as server,  # type: ignore[arg-type]
-    ):
-        yield server
+    return tmp_path / "root"
 
 
 @pytest.fixture
 def harbour(engine: ScriptedEngine, root: Path) -> Iterator[Running]:
     """Opened and closed by another thread: Playwright has an event loop running in this one."""
-    opening = harbour_server(engine, root)
+    opening = asking_server(engine, root)
     with ThreadPoolExecutor(1) as other:
         yield other.submit(opening.__enter__).result()
         other.submit(opening.__exit__, None, None, None).result()

@@ -18,6 +18,7 @@ from emberkeep.config import Config
 from emberkeep.errors import RemoteError
 from emberkeep.tools import host_tools, permissions
 from emberkeep.types import Event, Json, Request
+from helpers.asking_server import asking_server
 from helpers.conversing import Harbour, ScriptedEngine
 from helpers.scripted_server import ScriptedBackend, running
 from helpers.waiting import eventually
@@ -35,18 +36,12 @@ def engine() -> ScriptedEngine:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    (root := tmp_path / "root").mkdir()
-    return root
+    return tmp_path / "root"
 
 
 @contextmanager
 def serving(engine: ScriptedEngine, root: Path, **config: Any) -> Iterator[httpx.Client]:
-    options = {"server_tools": True, "ask_permission": True, "tools_root": root, **config}
-    with (
-        Harbour(root.parent / "data", engine, **options) as harbour,
-        running(harbour.backend, Config()) as server,  # type: ignore[arg-type]
-        httpx.Client(base_url=server.url, timeout=30) as http,
-    ):
+    with asking_server(engine, root, **config) as server, httpx.Client(base_url=server.url, timeout=30) as http:
         yield http
 
 
