@@ -37,7 +37,8 @@ def engine() -> ScriptedEngine:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
+    (root := tmp_path / "root").mkdir()
+    return root
 
 
 @pytest.fixture
