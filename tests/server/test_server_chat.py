@@ -108,6 +108,7 @@ def test_an_answer_tells_timings_and_what_was_reused(backend: ScriptedBackend, h
         "sources": [],
         "ttft_ms": 21.0,
         "queue_ms": 1.0,
+        "saved_ms": 0.0,
         "plan": None,
         "truncated_tokens": 0,
         "truncated_messages": 0,
