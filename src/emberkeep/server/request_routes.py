@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from time import monotonic, time
 
 from fastapi import APIRouter
@@ -14,6 +14,8 @@ from emberkeep.backend.models import Models
 from emberkeep.server.json_response import PAGE, PageLimit, PageOffset, page_response
 from emberkeep.types import Json, RequestRecord, RequestState
 
+_OfModel = tuple[str, RequestRecord]
+"""The model's name, and the record."""
 _OVER = (RequestState.FINISHED, RequestState.CANCELLED, RequestState.FAILED)
 
 
@@ -28,26 +30,30 @@ def request_routes(models: Models) -> APIRouter:
 
 
 def _list_page(models: Models, limit: int, offset: int) -> Response:
-    return page_response(told_requests(models), lambda told: told, limit, offset, now=round(time(), 3))
-
-
-def told_requests(models: Models) -> list[Json]:
-    """Of all models that are loaded, the latest first. From any thread."""
-    to_wall = _wall_clock()
-    found = [(backend.card.id, record) for backend in models.loaded() for record in backend.timeline()]
-    found.sort(key=lambda each: each[1].asked_at, reverse=True)
-    return [request_json(model, record, to_wall) for model, record in found]
+    found, to_json = sorted(_records(models), key=lambda each: -each[1].asked_at), _writer()
+    return page_response(found, to_json, limit, offset, now=round(time(), 3))
 
 
 def told_running(models: Models) -> list[Json]:
-    """Of these only those that are not over."""
-    to_wall = _wall_clock()
-    return [
-        request_json(backend.card.id, record, to_wall)
-        for backend in models.loaded()
-        for record in backend.timeline()
-        if record.state not in _OVER
-    ]
+    """Those that are not over. From any thread."""
+    to_json = _writer()
+    return [to_json(each) for each in _records(models) if each[1].state not in _OVER]
+
+
+def _records(models: Models) -> Iterator[_OfModel]:
+    """Of all models that are loaded."""
+    return ((backend.card.id, record) for backend in models.loaded() for record in backend.timeline())
+
+
+def _writer() -> Callable[[_OfModel], Json]:
+    """With one reading of the clocks for all."""
+    ahead = time() - monotonic()
+
+    def to_wall(at: float | None) -> float | None:
+        """Of what the monotonic clock said, when it was: in Unix seconds, to the millisecond."""
+        return None if at is None else round(at + ahead, 3)
+
+    return lambda each: request_json(*each, to_wall)
 
 
 def request_json(model: str, record: RequestRecord, to_wall: Callable[[float | None], float | None]) -> Json:
@@ -70,9 +76,3 @@ def request_json(model: str, record: RequestRecord, to_wall: Callable[[float | N
         **lookup_json(record.lookup),
         "divergence": record.lookup.divergence.token_index if record.lookup.divergence else None,
     }
-
-
-def _wall_clock() -> Callable[[float | None], float | None]:
-    """Of what the monotonic clock said, when it was: in Unix seconds, to the millisecond."""
-    ahead = time() - monotonic()
-    return lambda at: None if at is None else round(at + ahead, 3)
