@@ -757,11 +757,12 @@ class Scheduler:
         """Answer first; then the turn's closing tokens are evaluated off the critical path."""
         assert sequence.output is not None
         self._count(sequence)
-        self._count_saving(sequence)
+        saved_s = self._saving(sequence)
+        self.counters.saved_s += saved_s
         if sequence.is_kept:
             answer = (sequence.prompt_length, sequence.answer_end)
             self.recent.add(sequence.lineage, sequence.tokens[:], answer)
-        sequence.output.ended(sequence.ending(reason))
+        sequence.output.ended(sequence.ending(reason, saved_s))
         self._timeline.ended(sequence, RequestState.FINISHED)
         is_whole = reason is not EndReason.STOPPED and sequence.max_new
         sequence.close(sequence.prompt.closing if is_whole else ())
@@ -801,12 +802,12 @@ class Scheduler:
         self.counters.repaired_tokens += sequence.reuse.repaired
         self.counters.approximate_jobs += sequence.approximate_from is not None
 
-    def _count_saving(self, sequence: Sequence) -> None:
-        """Nobody has waited for what was only to be ready."""
-        if not sequence.request.is_prefix:
-            spared = self.store.costs.evaluate.seconds(sequence.reuse.in_place + sequence.reuse.moved)
-            sequence.saved_s = max(spared - sequence.reuse.load_seconds, 0.0)
-            self.counters.saved_s += sequence.saved_s
+    def _saving(self, sequence: Sequence) -> float:
+        """Seconds that its reuse has saved whoever waited; nobody has waited for what was only to be ready."""
+        if sequence.request.is_prefix:
+            return 0.0
+        spared = self.store.costs.evaluate.seconds(sequence.reuse.in_place + sequence.reuse.moved)
+        return max(spared - sequence.reuse.load_seconds, 0.0)
 
     def _cancel(self, sequence: Sequence) -> None:
         self._waiting.remove(sequence)

@@ -283,8 +283,6 @@ class Sequence:
         self.marked = Marked()
         """May be noted by any thread until the turn ends."""
         self.slot = -1
-        self.saved_s = 0.0
-        """By what it reused, once that is known."""
         self.number = 0
         """Counts the sequences of a scheduler, once it is submitted."""
         self.entry: EntryId | None = None
@@ -662,8 +660,8 @@ class Sequence:
         if entry is not None:
             self.entry, self.turn = entry.id, entry.turns
 
-    def ending(self, reason: EndReason) -> Ending:
-        """How it went, now that it is over."""
+    def ending(self, reason: EndReason, saved_s: float = 0.0) -> Ending:
+        """How it went, now that it is over. `saved_s`: by what it reused."""
         now = monotonic()
         first = self.first_token_at or now
         lookup = self.lookup_record()
@@ -679,7 +677,7 @@ class Sequence:
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
             slot=self.slot,
-            saved_ms=1e3 * self.saved_s,
+            saved_ms=1e3 * saved_s,
         )
 
     # ── for the store ──
