@@ -38,3 +38,12 @@ def test_a_slow_machine_is_measured_less(monkeypatch):
     monkeypatch.setattr(step_timing, "_LONG_ENOUGH_S", -1.0)
     table = measure_steps(FakeEngine())
     assert (table.rows, table.depths) == ((1,), (64,))
+
+
+def test_slow_steps_are_measured_as_far_as_drafts_go(monkeypatch):
+    """A model whose weights come over the link takes about as long for one row as for many."""
+    seconds = iter(range(1_000_000))
+    monkeypatch.setattr(step_timing, "perf_counter", lambda: 0.13 * next(seconds))
+    table = measure_steps(FakeEngine(batch=512))
+    assert table.rows[0] == 1
+    assert table.rows[-1] >= 32

@@ -64,6 +64,11 @@ def test_a_table_that_ends_at_a_cliff_goes_on_upwards() -> None:
     assert ends.seconds(128, 9999) == pytest.approx(0.2)
 
 
+def test_what_took_slightly_less_by_chance_is_no_cliff() -> None:
+    level = StepTable((1, 2), (64,), ((264.1, 263.9),))
+    assert level.seconds(8, 64) == pytest.approx(0.264, rel=0.01)
+
+
 def test_one_measured_step_is_enough_for_a_guess() -> None:
     assert StepTable((1,), (64,), ((10,),)).seconds(5, 3000) == pytest.approx(0.05)
 

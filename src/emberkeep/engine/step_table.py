@@ -89,8 +89,9 @@ class StepTable:
         right = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
         x, y = self.rows[right - 1 : right + 1]
         rise = times[right] - times[right - 1]
-        if rows > y and rise < 0:  # the step down that a cliff makes does not go on
-            rise = times[right] * (y - x) / y
+        if rows > y and rise < 0:  # the step down that a cliff makes does not go on; a slight one is chance
+            is_cliff = times[right] < _GAIN * times[right - 1]
+            rise = times[right] * (y - x) / y if is_cliff else 0.0
         return times[right] + rise * (rows - y) / (y - x)
 
     def _times(self, depth: int) -> tuple[float, ...]:

@@ -11,13 +11,14 @@ import numpy as np
 from emberkeep.engine.base import Capabilities, Outcome, Rows
 from emberkeep.engine.step_table import StepTable
 
-_ROWS = (1, 2, 4, 8, 16, 32, 128)
+_ROWS = (1, 8, 32, 2, 16, 4, 128)
+"""In the order in which they are measured: between two of them guesses are better than beyond all."""
 _SHALLOW, _DEEP = 64, (2048, 1024, 512)
 """The deepest that fits is measured."""
 _TIMES = 3
-"""Each step is taken so often, once more to warm up, and the quickest counts."""
+"""Each step is taken up to so often, once more to warm up, and the quickest counts."""
 _LONG_ENOUGH_S = 2.0
-"""What takes longer is told without the largest steps, or the deepest: a person waits for the model."""
+"""What takes longer is told by fewer steps, and by none that is deep: a person waits for the model."""
 
 
 class _Steps(Protocol):
@@ -36,24 +37,26 @@ def measure_steps(engine: _Steps) -> StepTable | None:
     where a context is too small for it. Raises EngineError."""
     begin, able = perf_counter(), engine.capabilities
     most = min(able.batch, able.outputs)
-    times: list[list[float]] = []
-    room = able.context - _ROWS[-1]
+    room = able.context - max(_ROWS)
     depths = [each for each in (_SHALLOW, next((deep for deep in _DEEP if deep <= room), 0)) if 0 < each <= room]
+    rows = [count for count in _ROWS if count <= most]
+    times: list[dict[int, float]] = []
     for depth in depths:
         _fill(engine, depth)
-        rows = [count for count in _ROWS if count <= most][: len(times[0]) if times else None]
-        line: list[float] = []
+        times.append({})
         for count in rows:
-            line.append(_milliseconds(engine, depth, count))
-            if not times and perf_counter() - begin > _LONG_ENOUGH_S:
+            times[-1][count] = _milliseconds(engine, depth, count)
+            if len(times) == 1 and perf_counter() - begin > _LONG_ENOUGH_S:
                 break
         engine.trim(0, 0)
-        times.append(line)
         if perf_counter() - begin > _LONG_ENOUGH_S / 2:
             break
     if not times:
         return None
-    return StepTable(_ROWS[: len(times[0])], tuple(depths[: len(times)]), tuple(tuple(line) for line in times))
+    known = sorted(times[0])
+    return StepTable(
+        tuple(known), tuple(depths[: len(times)]), tuple(tuple(line[count] for count in known) for line in times)
+    )
 
 
 def _fill(engine: _Steps, depth: int) -> None:
@@ -63,8 +66,9 @@ def _fill(engine: _Steps, depth: int) -> None:
 
 
 def _milliseconds(engine: _Steps, depth: int, count: int) -> float:
-    rows, seconds = Rows(0, depth, np.zeros(count, np.int32), outputs=count), []
-    for _ in range(1 + _TIMES):
+    rows = Rows(0, depth, np.zeros(count, np.int32), outputs=count)
+    seconds: list[float] = []
+    while len(seconds) < 2 or (len(seconds) <= _TIMES and sum(seconds) < _LONG_ENOUGH_S / len(_ROWS)):
         begin = perf_counter()
         engine.evaluate([rows])
         seconds.append(perf_counter() - begin)
