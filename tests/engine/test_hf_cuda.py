@@ -27,9 +27,9 @@ def folders(tmp_path_factory):
 def opened(folders):
     engines = []
 
-    def make(family: str = "llama", dtype: str = "float32") -> HfEngine:
+    def make(family: str = "llama", dtype: str = "float32", *, context: int = 1024, batch: int = 512) -> HfEngine:
         model = load_model(HfSource(folders[family]), device="cuda", dtype=dtype, attention="emberkeep")
-        settings = HfSettings(context=1024, cells=4096, sequences=4, batch=512)
+        settings = HfSettings(context=context, cells=4096, sequences=4, batch=batch)
         engines.append(HfEngine(model, settings, "digest"))
         return engines[-1]
 
@@ -217,3 +217,7 @@ def test_the_peak_of_a_step_is_predicted(opened):
             + footprint.per_logits_row
         )
         assert actual is not None and actual <= 1.1 * predicted
+
+
+def test_steps_may_have_room_for_more_than_a_context(opened):
+    assert len(fill(opened(context=320, batch=4096), 0, 300))

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from emberkeep.engine.base import Footprint, Outcome, Rows
+from emberkeep.engine.base import Capabilities, Footprint, Outcome, Rows
 from emberkeep.engine.hf.device import free_bytes
 from emberkeep.engine.hf.model_loader import HfModel, HfSettings
 from emberkeep.engine.hf.pool import KvMemory, LayerShape
@@ -23,6 +23,9 @@ _PROBES = (512, 2048)
 
 class _Steps(Protocol):
     """What of an engine a measurement needs."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
 
     def evaluate(self, batch: Sequence[Rows]) -> Outcome: ...
 
@@ -82,7 +85,8 @@ def peak_bytes(device: torch.device) -> int | None:
 
 def _measure(model: HfModel, memory: KvMemory, row: int, engine: _Steps, settings: HfSettings) -> Footprint:
     device = memory.device
-    small, large = (min(tokens, settings.batch) for tokens in _PROBES)
+    most = min(settings.batch, engine.capabilities.context // 2)  # both of them are in one sequence, too
+    small, large = (min(tokens, most) for tokens in _PROBES)
     _peak_of(engine, device, small, 0)  # libraries allocate their workspaces once
     base = torch.cuda.memory_allocated(device)
     peaks = [_peak_of(engine, device, tokens, 0) - base for tokens in (small, large)]
