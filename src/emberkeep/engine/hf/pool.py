@@ -74,7 +74,8 @@ class BlockPool:
 
     def __init__(self, cells: int) -> None:
         self.blocks = -(-cells // BLOCK)
-        self._users = [1] + self.blocks * [0]
+        self._users = np.zeros(1 + self.blocks, np.int32)
+        self._users[0] = 1
         self.free = self.blocks
         self.copied = 0
         """Blocks copied because a sequence wrote into one that it shared."""
@@ -91,12 +92,12 @@ class BlockPool:
     @property
     def shared(self) -> int:
         """Blocks that more than one sequence uses."""
-        return sum(count > 1 for count in self._users[1:])
+        return int((self._users[1:] > 1).sum())
 
     @property
     def references(self) -> int:
         """Blocks that sequences use, counted once for each: what they would take without sharing."""
-        return sum(self._users[1:])
+        return int(self._users[1:].sum())
 
     def count_needed(self, table: BlockTable, end: int) -> int:
         """Blocks that `grow` would take."""
@@ -124,7 +125,7 @@ class BlockPool:
     def regrow(self, table: BlockTable, start: int, end: int) -> list[Copy] | None:
         """Trim the table to `start`, and grow it to `end`; None, and nothing changed, without room."""
         kept = -(-start // BLOCK)
-        freed = sum(self._users[block] == 1 for block in table.blocks[kept:])
+        freed = int((self._users[_indices(table.blocks[kept:])] == 1).sum())
         if self.count_needed(BlockTable(table.blocks[:kept], start), end) > self.free + freed:
             return None
         self.trim(table, start)
@@ -133,17 +134,17 @@ class BlockPool:
     def share(self, source: BlockTable, end: int) -> BlockTable:
         """A new table that begins with the first `end` cells of `source`. Nothing is copied."""
         blocks = source.blocks[: -(-end // BLOCK)]
-        for block in blocks:
-            self._users[block] += 1
+        self._users[_indices(blocks)] += 1
         return BlockTable(blocks, end)
 
     def trim(self, table: BlockTable, length: int) -> None:
         """Give back what is beyond `length` cells."""
         keep = -(-length // BLOCK)
-        for block in table.blocks[keep:]:
-            self._users[block] -= 1
-            self.free += self._users[block] == 0
-        del table.blocks[keep:]
+        if len(table.blocks) > keep:
+            blocks = _indices(table.blocks[keep:])
+            self._users[blocks] -= 1
+            self.free += int((self._users[blocks] == 0).sum())
+            del table.blocks[keep:]
         table.length = min(table.length, length)
 
     def stats(self) -> dict[str, int]:
@@ -159,26 +160,33 @@ class BlockPool:
 
     def _writes_into_shared(self, table: BlockTable, end: int) -> bool:
         is_partial = table.length % BLOCK != 0 and end > table.length
-        return is_partial and self._users[table.blocks[-1]] > 1
+        return is_partial and bool(self._users[table.blocks[-1]] > 1)
 
     def _take(self, count: int, near: int) -> list[int]:
         """Free blocks, after `near` if they are free there: what lies together is read without gathering."""
         following = range(near + 1, near + 1 + count)
-        is_free = near and following.stop <= len(self._users) and not any(self._users[near + 1 : following.stop])
+        ends_before = following.stop <= len(self._users)
+        is_free = near and ends_before and not self._users[near + 1 : following.stop].any()
         taken = list(following) if is_free else self._from_largest_gap(count)
-        for block in taken:
-            self._users[block] = 1
+        self._users[_indices(taken)] = 1
         self.free -= count
         return taken
 
     def _from_largest_gap(self, count: int) -> list[int]:
         """`count` free blocks: from the middle of the largest gap, so that its neighbours can grow, or any."""
-        free = np.flatnonzero(np.array(self._users) == 0)
-        largest = max(np.split(free, np.flatnonzero(np.diff(free) > 1) + 1), key=len)
-        if len(largest) < count:
-            return [int(block) for block in free[:count]]
+        free = np.flatnonzero(self._users == 0)
+        borders = np.flatnonzero(np.diff(free) > 1) + 1  # of gaps
+        starts, ends = np.r_[0, borders], np.r_[borders, len(free)]
+        widest = int((ends - starts).argmax())
+        largest = free[starts[widest] : ends[widest]]
         begin = 0 if largest[0] == 1 else (len(largest) - count) // 2
-        return [int(block) for block in largest[begin : begin + count]]
+        blocks = free[:count] if len(largest) < count else largest[begin : begin + count]
+        taken: list[int] = blocks.tolist()
+        return taken
+
+
+def _indices(blocks: Sequence[int]) -> npt.NDArray[np.intp]:
+    return np.array(blocks, np.intp)
 
 
 @dataclass(frozen=True, slots=True)
