@@ -153,7 +153,7 @@ def test_the_memory_of_a_named_user_is_another_one(page: Page) -> None:
     assert figures(page) == {"facts": "1"}
     page.get_by_label("Whose").fill("ann lee")
     page.get_by_role("button", name="Show").click()
-    page.get_by_role("alert").get_by_text("user_id").wait_for()
+    page.get_by_role("alert").get_by_text("user_id").first.wait_for()
     assert page.locator("tbody tr").count() == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from threading import Event, current_thread, main_thread
 
 import pytest
 
@@ -122,4 +123,37 @@ def test_a_removal_that_fails_counts_and_is_tried_again(tmp_path, monkeypatch):
     assert chunk_files(tmp_path) == [] and store._ledger.disk_bytes == 0
     put(store, LONG)
     assert load(store, LONG) == 1000
+    store.close()
+
+
+def test_what_is_just_being_written_when_it_is_removed_goes_with_its_writer(tmp_path, monkeypatch):
+    store = new_store(tmp_path)
+    disk, is_written, is_dropped, is_entered, is_over = store._disk, Event(), Event(), Event(), Event()
+    complete_store, remove_files = disk.complete_store, disk.remove_files
+
+    def complete_late(*args):
+        is_written.set()
+        is_dropped.wait(10)
+        complete_store(*args)
+
+    def remove_files_beside():
+        if current_thread() is main_thread():
+            left = remove_files()
+            is_dropped.set()
+            is_entered.wait(10)
+            return left
+        if is_dropped.is_set():
+            is_entered.set()
+            is_over.wait(10)
+        return remove_files()
+
+    monkeypatch.setattr(disk, "complete_store", complete_late)
+    monkeypatch.setattr(disk, "remove_files", remove_files_beside)
+    entry = store.turn_ended(label(0), put(store, LONG))
+    assert is_written.wait(10)
+    store.catalogue.remove(entry.id)
+    is_over.set()
+    store.flush()
+    assert chunk_files(tmp_path) == [] and store._ledger.disk_bytes == 0
+    check_ledger(store)
     store.close()

@@ -31,7 +31,7 @@ class Catalogue:
     afterwards; the rest is short work on the ledger."""
 
     def __init__(
-        self, transact: Transact, remove_files: Callable[[], None], forget: Callable[[str, Whose], int]
+        self, transact: Transact, remove_files: Callable[[], set[ChunkKey]], forget: Callable[[str, Whose], int]
     ) -> None:
         """`remove_files` removes those that the ledger has let go of. `forget` leaves nothing of a user in this
         process and in any file, returns the bytes of files, and raises OSError when something may be left."""
@@ -155,12 +155,12 @@ class Catalogue:
         return Removed(removed.entries, removed.tokens, max(removed.bytes, swept))
 
     def _removed(self, gone: list[Chunk], entries: int) -> Removed:
-        def count(ledger: Ledger) -> int:
+        def count(ledger: Ledger) -> None:
             ledger.counters.removed_chunks += len(gone)
-            return sum(chunk.key in ledger.to_remove for chunk in gone)
 
-        self._remove_files()
-        left = self._transact(count)
+        self._transact(count)
+        # Not what the ledger says afterwards: a file that was just being written is removed by who wrote it.
+        left = len(self._remove_files() & {chunk.key for chunk in gone})
         if left:
             raise StoreFailed(f"{left} files could not be removed from the disk: they are tried again, and count.")
         return Removed(entries, tokens=sum(len(c.tokens) for c in gone), bytes=sum(chunk.bytes for chunk in gone))

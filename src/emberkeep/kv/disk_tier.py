@@ -140,22 +140,26 @@ class DiskTier:
             raise
         return swept
 
-    def remove_files(self) -> None:
-        """Remove the files that the ledger has let go of. What cannot be removed counts, and is tried again."""
+    def remove_files(self) -> set[ChunkKey]:
+        """Remove the files that the ledger has let go of; returns which could not be. They count, and are tried
+        again."""
         if not self._owner.transact(lambda ledger: bool(ledger.to_remove)):
-            return
+            return set()
         with self._removing:  # a key may come back between two who remove it
             keys = self._owner.transact(lambda ledger: list(ledger.to_remove))
+            left = set(keys)
             failures = 0
             for begin in range(0, len(keys), _MOST_FAILURES):
                 some = keys[begin : begin + _MOST_FAILURES]
                 gone, error = self.files.remove(some)
                 self._forget_files(gone)
+                left -= gone
                 if error is not None:
                     log.warning("a file of the store cannot be removed: %s", error)
                     failures += len(some) - len(gone)
                 if failures >= _MOST_FAILURES:
-                    return
+                    break
+            return left
 
     def _forget_files(self, gone: set[ChunkKey]) -> None:
         self._owner.transact(lambda ledger: ledger.forget_files(gone))

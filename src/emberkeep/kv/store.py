@@ -551,9 +551,8 @@ class KvStore:
                 with suppress(MemoryError):  # the next lookup that reuses it writes it
                     self._disk.store(chunk, None)
 
-    def _remove_files(self) -> None:
-        if self._disk:
-            self._disk.remove_files()
+    def _remove_files(self) -> set[ChunkKey]:
+        return self._disk.remove_files() if self._disk else set()
 
     def _forget(self, user: str, whose: Whose) -> int:
         """Leave nothing of `user`, here and in any file; returns the bytes of files. Raises OSError."""
