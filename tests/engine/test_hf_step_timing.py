@@ -40,10 +40,28 @@ def test_a_slow_machine_is_measured_less(monkeypatch):
     assert (table.rows, table.depths) == ((1,), (64,))
 
 
+def timed(monkeypatch, seconds):
+    """An engine whose steps take as long as `seconds` says of their rows, by the clock that measures them."""
+    now = 0.0
+
+    class Slow(RecordingEngine):
+        def evaluate(self, batch):
+            nonlocal now
+            now += seconds(len(batch[0].tokens))
+            return super().evaluate(batch)
+
+    monkeypatch.setattr(step_timing, "perf_counter", lambda: now)
+    return Slow(cells=1 << 13, context=4096, sequences=64, batch=512)
+
+
 def test_slow_steps_are_measured_as_far_as_drafts_go(monkeypatch):
     """A model whose weights come over the link takes about as long for one row as for many."""
-    seconds = iter(range(1_000_000))
-    monkeypatch.setattr(step_timing, "perf_counter", lambda: 0.13 * next(seconds))
-    table = measure_steps(FakeEngine(batch=512))
+    table = measure_steps(timed(monkeypatch, lambda rows: 0.265))
     assert table.rows[0] == 1
     assert table.rows[-1] >= 32
+
+
+def test_a_step_that_takes_all_the_time_is_taken_once(monkeypatch):
+    engine = timed(monkeypatch, lambda rows: 0.09 * rows if rows < 64 else 0.1)
+    assert measure_steps(engine).rows == (1, 8, 32)
+    assert [shape[2] for (shape,) in engine.shapes if shape[3]] == [1, 1, 1, 1, 8, 8, 32]

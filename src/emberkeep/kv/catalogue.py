@@ -27,14 +27,15 @@ class Elsewhere:
 
 
 class Catalogue:
-    """Safe to use from any thread. Removing blocks on disk, and raises StoreFailed when files are still there
-    afterwards; the rest is short work on the ledger."""
+    """Safe to use from any thread. Removing blocks on disk, and raises StoreFailed when files cannot be removed;
+    the rest is short work on the ledger."""
 
     def __init__(
         self, transact: Transact, remove_files: Callable[[], set[ChunkKey]], forget: Callable[[str, Whose], int]
     ) -> None:
-        """`remove_files` removes those that the ledger has let go of. `forget` leaves nothing of a user in this
-        process and in any file, returns the bytes of files, and raises OSError when something may be left."""
+        """`remove_files` removes those that the ledger has let go of, and returns which it could not. `forget`
+        leaves nothing of a user in this process and in any file, returns the bytes of files, and raises OSError
+        when something may be left."""
         self._transact = transact
         self._remove_files = remove_files
         self._forget = forget

@@ -16,7 +16,7 @@ _ROWS = (1, 8, 32, 2, 16, 4, 128)
 _SHALLOW, _DEEP = 64, (2048, 1024, 512)
 """The deepest that fits is measured."""
 _TIMES = 3
-"""Each step is taken up to so often, once more to warm up, and the quickest counts."""
+"""Each step is taken up to so often, once more to warm up while there is time, and the quickest counts."""
 _LONG_ENOUGH_S = 2.0
 """What takes longer is told by fewer steps, and by none that is deep: a person waits for the model."""
 
@@ -45,7 +45,7 @@ def measure_steps(engine: _Steps) -> StepTable | None:
         _fill(engine, depth)
         times.append({})
         for count in rows:
-            times[-1][count] = _milliseconds(engine, depth, count)
+            times[-1][count] = _milliseconds(engine, depth, count, until=begin + _LONG_ENOUGH_S)
             if len(times) == 1 and perf_counter() - begin > _LONG_ENOUGH_S:
                 break
         engine.trim(0, 0)
@@ -65,7 +65,7 @@ def _fill(engine: _Steps, depth: int) -> None:
         engine.evaluate([Rows(0, start, np.zeros(min(step, depth - start), np.int32), outputs=0)])
 
 
-def _milliseconds(engine: _Steps, depth: int, count: int) -> float:
+def _milliseconds(engine: _Steps, depth: int, count: int, until: float) -> float:
     rows = Rows(0, depth, np.zeros(count, np.int32), outputs=count)
     seconds: list[float] = []
     while len(seconds) < 2 or (len(seconds) <= _TIMES and sum(seconds) < _LONG_ENOUGH_S / len(_ROWS)):
@@ -73,4 +73,6 @@ def _milliseconds(engine: _Steps, depth: int, count: int) -> float:
         engine.evaluate([rows])
         seconds.append(perf_counter() - begin)
         engine.trim(0, depth)
-    return 1e3 * min(seconds[1:])
+        if perf_counter() > until:
+            break
+    return 1e3 * min(seconds[1:] or seconds)
