@@ -1,4 +1,4 @@
-"""What is measured of memory, with an engine that needs none."""
+"""What is measured of memory, with an engine that needs none, and how a GPU that is not there is shared out."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from emberkeep.engine.hf.footprint import footprint
+from emberkeep.engine.hf import device as devices
+from emberkeep.engine.hf import footprint as footprints
+from emberkeep.engine.hf.footprint import (
+    affordable_batch,
+    affordable_cells,
+    footprint,
+    kv_bytes_per_token,
+    state_reserve,
+)
 from emberkeep.engine.hf.model_loader import HfSettings
+from emberkeep.engine.hf.pool import LayerShape, StreamShape
+from emberkeep.engine.hf.residency import LayerBytes, plan_residency
 from helpers.engines import RecordingEngine
 
 
@@ -25,3 +35,58 @@ def test_no_prompt_is_longer_than_the_context(monkeypatch, context):
     footprint(model, memory, layers, engine, HfSettings(context, None, 4, 4096))
     ends = [shape[1] + shape[2] for (shape,) in engine.shapes]
     assert 0 < max(ends) <= context
+
+
+GB = 10**9
+CUDA = torch.device("cuda")
+SHAPE = SimpleNamespace(
+    num_hidden_layers=64,
+    num_attention_heads=40,
+    num_key_value_heads=8,
+    head_dim=128,
+    hidden_size=5120,
+    intermediate_size=27_648,
+)
+LAYERS, REST = [LayerBytes(40 * 10**6, 220 * 10**6)] * 64, 3 * GB
+"""About those of a model with 32 billion weights, in four bits."""
+
+
+class Gpu:
+    """Of so many bytes, of which some are used."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+        self.size, self.used = size, 0
+        for module in (devices, footprints):
+            monkeypatch.setattr(module, "free_bytes", lambda device, limit: self.size - self.used)
+        monkeypatch.setattr(devices, "shares_ram", lambda device: False)
+
+
+@pytest.mark.parametrize(("size", "asked"), [(12 * GB, 8192), (12 * GB, 2048), (16 * GB, 8192), (24 * GB, 8192)])
+def test_a_model_larger_than_a_gpu_has_room_for_the_context_that_was_asked_for(monkeypatch, size, asked):
+    gpu = Gpu(monkeypatch, size)
+    text = SimpleNamespace(get_text_config=lambda decoder: SHAPE)
+    network = SimpleNamespace(config=text, device=CUDA, dtype=torch.bfloat16)
+    model = SimpleNamespace(network=network, vocab=SimpleNamespace(size=152_000))
+    reserve = state_reserve(CUDA, None, asked * kv_bytes_per_token(SHAPE, torch.bfloat16))
+    gpu.used = plan_residency(LAYERS, REST, devices.weights_budget(CUDA, None), for_state=reserve).device_bytes
+    batch = affordable_batch(model, 4096, None)
+    stream = StreamShape(8, 128)
+    settings = HfSettings(32_768, None, 16, batch)
+    cells = affordable_cells(model, [LayerShape(stream, stream)] * 64, torch.bfloat16, settings)
+    assert cells >= asked
+    assert batch >= 512
+
+
+@pytest.mark.parametrize(("most", "expected"), [(4096, 512), (512, 512), (256, 256)])
+def test_steps_are_smaller_where_memory_is_short(monkeypatch, most, expected):
+    Gpu(monkeypatch, devices.RESERVE + GB // 2)
+    network = SimpleNamespace(
+        config=SimpleNamespace(get_text_config=lambda decoder: SHAPE), device=CUDA, dtype=torch.bfloat16
+    )
+    assert affordable_batch(SimpleNamespace(network=network), most, None) == expected
+
+
+def test_steps_on_a_cpu_are_as_large_as_asked_for():
+    network = SimpleNamespace(device=torch.device("cpu"))
+    assert affordable_batch(SimpleNamespace(network=network), 4096, None) == 4096
+    assert state_reserve(torch.device("cpu"), None, GB) == 0

@@ -248,6 +248,16 @@ def test_as_much_stays_as_fits_beside_the_slots():
     assert plan.passing_bytes == 160
 
 
+def test_weights_leave_room_for_state_only_where_some_have_to_pass():
+    assert plan_residency(EVEN, rest=20, budget=340, for_state=80).mode is Residency.FULL
+    plan = plan_residency(EVEN, rest=20, budget=265, for_state=80)
+    assert (plan.mode, len(plan.streamed), plan.device_bytes) == (Residency.PARTIAL, 6, 180)
+
+
+def test_state_never_makes_weights_not_fit():
+    assert plan_residency(EVEN, rest=20, budget=110, for_state=80).mode is Residency.STREAM
+
+
 def test_nothing_but_the_rest_stays_where_no_layer_fits():
     plan = plan_residency(EVEN, rest=20, budget=110)
     assert (plan.mode, len(plan.streamed), plan.device_bytes) == (Residency.STREAM, 8, 100)

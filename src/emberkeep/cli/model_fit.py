@@ -95,9 +95,12 @@ def fits(config: Config, models: Iterable[ModelFile]) -> Iterator[Fit]:
 
 def _explain_gpu(config: Config, sizes: LayerSizes, device: Any, placing: Placing) -> str:
     from emberkeep.engine.hf.device import DeviceLimits, weights_budget
+    from emberkeep.engine.hf.footprint import state_reserve
 
     budget = weights_budget(device, placing.gpu_memory)
-    plan = plan_residency(sizes.layers, sizes.rest, budget, placing)
+    state = min(placing.context, sizes.context) * sizes.kv_bytes_per_token
+    reserve = state_reserve(device, placing.gpu_memory, state)
+    plan = plan_residency(sizes.layers, sizes.rest, budget, placing, reserve)
     folder = nearest_folder(config.data_dir)
     host = plan_host(plan.units, placing.ram or 0, shutil.disk_usage(folder).free)
     link = DeviceLimits(str(device)).load_speed(_SAMPLE) if plan.streamed else None

@@ -167,7 +167,7 @@ class Config:
     prefill_slice: int | None = _setting(
         None,
         or_word(whole(1, 1 << 16), "auto"),
-        "Most prompt tokens evaluated in one step, so that others are not held up; auto: 512, on a GPU 4096.",
+        "Most prompt tokens evaluated in one step, so that others do not wait; auto: 512, on a GPU up to 4096.",
     )
     ram_budget: int = _setting(
         _quarter_of_ram,

@@ -24,6 +24,9 @@ class LayerSizes:
     layers: tuple[LayerBytes, ...]
     rest: int
     """Bytes of what is no layer."""
+    context: int
+    """Tokens that the model was trained for."""
+    kv_bytes_per_token: int
 
     @property
     def all(self) -> int:
@@ -34,7 +37,8 @@ def layer_sizes(folder: Path, dtype: str) -> LayerSizes:
     """In bytes, where numbers with a fraction become `dtype`; `auto`: the model's own. Raises ModelNotFound,
     ModelBroken."""
     width = _BY_NAME.get(_own_dtype(folder) if dtype == "auto" else dtype, 2)
-    count = profile_of(folder).layers
+    profile = profile_of(folder)
+    count = profile.layers
     sizes: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
     rest = 0
     for file in folder_files(folder, (WEIGHTS,)):
@@ -44,7 +48,8 @@ def layer_sizes(folder: Path, dtype: str) -> LayerSizes:
                 rest += size
             elif int(found["number"]) < count:  # some models have more, which only train them
                 sizes[int(found["number"])][found["part"] in FEED_FORWARD] += size
-    return LayerSizes(tuple(LayerBytes(*sizes[number]) for number in range(count)), rest)
+    layers = tuple(LayerBytes(*sizes[number]) for number in range(count))
+    return LayerSizes(layers, rest, profile.context_length, profile.kv_bytes_per_token)
 
 
 def _own_dtype(folder: Path) -> str:

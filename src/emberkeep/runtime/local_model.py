@@ -62,6 +62,8 @@ log = logging.getLogger("emberkeep")
 
 _DEFAULT_CONTEXT = 32_768
 """Cap on a context that was not asked for: models that allow a million tokens exist, machines for them less so."""
+_CONTEXT_BESIDE_WEIGHTS = 8192
+"""The same for what weights that pass through a GPU leave room for: with more, more of them would have to pass."""
 _FLASH = {"auto": None, "on": True, "off": False}
 _LLAMACPP_ONLY = {
     "lora": (),
@@ -319,7 +321,7 @@ def _open_hf_draft(model: ModelFile, config: Config, digests: Path) -> _Opened:
 
 def _open_hf(model: ModelFile, config: Config, digests: Path, *, is_draft: bool = False) -> _Opened:
     """A draft model leaves most of a GPU's memory to the other one."""
-    from emberkeep.engine.hf import HfSettings, cells_of_share, load_model, open_engine
+    from emberkeep.engine.hf import HfSettings, affordable_batch, cells_of_share, load_model, open_engine
 
     source = _hf_source(model)
     loaded = load_model(
@@ -331,11 +333,14 @@ def _open_hf(model: ModelFile, config: Config, digests: Path, *, is_draft: bool 
     cells = engine_cells(config, loaded.kv_bytes_per_token, context) if on_cpu else None
     if is_draft and not on_cpu:
         cells = min(config.parallel * context, cells_of_share(loaded, _SHARE_OF_DRAFT))
+    batch = slice_tokens(config, on_gpu=not on_cpu)
+    if config.prefill_slice is None:
+        batch = affordable_batch(loaded, batch, config.gpu_memory)
     settings = HfSettings(
         context=context,
         cells=cells,
         sequences=2 * config.parallel,
-        batch=max(slice_tokens(config, on_gpu=not on_cpu), 2 * config.parallel),
+        batch=max(batch, 2 * config.parallel),
         attention=None if config.attention == "auto" else AttentionTier(config.attention),
         threads=config.threads,
         gpu_memory=config.gpu_memory,
@@ -346,6 +351,14 @@ def _open_hf(model: ModelFile, config: Config, digests: Path, *, is_draft: bool 
     except BaseException:
         loaded.close()
         raise
+    if engine.capabilities.context < context:
+        log.warning(
+            "%s has room for a context of %d tokens, not of %d: keep fewer layers there, raise gpu_memory, or "
+            "choose a smaller model",
+            loaded.device,
+            engine.capabilities.context,
+            context,
+        )
     details = {
         "engine": "hf",
         "architecture": loaded.architecture,
@@ -371,6 +384,7 @@ def placing_of(config: Config) -> Placing:
         config.gpu_memory,
         spill=config.data_dir,
         promised_ram=config.ram_budget,
+        context=config.ctx or _CONTEXT_BESIDE_WEIGHTS,
     )
 
 

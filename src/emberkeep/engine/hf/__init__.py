@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from emberkeep.engine.hf.embedding_engine import HfEmbeddingEngine, HfEmbeddingSettings
     from emberkeep.engine.hf.engine import HfEngine, open_engine
-    from emberkeep.engine.hf.footprint import cells_of_share
+    from emberkeep.engine.hf.footprint import affordable_batch, cells_of_share
     from emberkeep.engine.hf.model_loader import HfModel, HfSettings, HfSource, load_model
     from emberkeep.engine.hf.residency import Placing
     from emberkeep.engine.hf.whole_engine import HfWholeEngine
@@ -22,6 +22,7 @@ __all__ = [
     "HfSource",
     "HfWholeEngine",
     "Placing",
+    "affordable_batch",
     "cells_of_share",
     "load_model",
     "open_engine",
@@ -36,6 +37,7 @@ _HOMES = {
     "HfSource": "model_loader",
     "HfWholeEngine": "whole_engine",
     "Placing": "residency",
+    "affordable_batch": "footprint",
     "cells_of_share": "footprint",
     "load_model": "model_loader",
     "open_engine": "engine",

@@ -42,8 +42,9 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-_FOR_STEPS, _FOR_STATE = 1 << 30, 0.08
-"""Of a GPU's free memory, which weights leave: bytes for what a step has in hand, and a share for state."""
+RESERVE, FOR_STATE = 1 << 30, 0.08
+"""Of a GPU's free memory, which weights leave: bytes for libraries' workspaces, recorded steps and other users of
+the device, and a share for state and for what a step has in hand."""
 
 
 def free_bytes(device: torch.device, limit: int | None) -> int:
@@ -56,7 +57,7 @@ def weights_budget(device: torch.device, limit: int | None) -> int:
     """Bytes of a GPU that weights may take; without end for a device whose memory is RAM."""
     if device.type != "cuda" or shares_ram(device):
         return sys.maxsize
-    return max(int(free_bytes(device, limit) * (1 - _FOR_STATE)) - _FOR_STEPS, 0)
+    return max(int(free_bytes(device, limit) * (1 - FOR_STATE)) - RESERVE, 0)
 
 
 def shares_ram(device: torch.device) -> bool:

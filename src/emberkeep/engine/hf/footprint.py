@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
 from emberkeep.engine.base import Capabilities, Footprint, Outcome, Rows
-from emberkeep.engine.hf.device import free_bytes
-from emberkeep.engine.hf.model_loader import HfModel, HfSettings
+from emberkeep.engine.hf.device import FOR_STATE, RESERVE, free_bytes
 from emberkeep.engine.hf.pool import KvMemory, LayerShape
 
-_RESERVE = 1 << 30
-"""Of a GPU: for libraries' workspaces, recorded steps and other users of the device."""
+if TYPE_CHECKING:
+    from emberkeep.engine.hf.model_loader import HfModel, HfSettings
+
 _SHARE = 0.9
-"""Of what a GPU has free then: its allocator cannot use every byte."""
+"""Of what a GPU has free beside the reserve: its allocator cannot use every byte."""
+_STEP_PART = 4
+"""What a step has in hand takes at most one part of it of so many; the rest is for state."""
+_SMALLEST_BATCH = 512
 _PROBES = (512, 2048)
 """Prompt tokens per step whose peaks are compared."""
 
@@ -42,8 +45,38 @@ def affordable_cells(
         return context
     per_token = sum(layer.keys.channels + layer.values.channels for layer in layers) * dtype.itemsize
     steps = settings.batch * _per_step_token(model, dtype) + sequences * _per_logits_row(model, dtype)
-    free = (free_bytes(device, settings.gpu_memory) - _RESERVE - steps) * _SHARE
+    free = (free_bytes(device, settings.gpu_memory) - RESERVE - steps) * _SHARE
     return max(min(sequences * context, int(free / per_token)), 128)
+
+
+def affordable_batch(model: HfModel, most: int, limit: int | None) -> int:
+    """Tokens per step, up to `most`, so that a GPU of which at most `limit` is used has room for state besides."""
+    device = model.network.device
+    if device.type != "cuda":
+        return most
+    room = (free_bytes(device, limit) - RESERVE) / _STEP_PART
+    batch, each = most, _per_step_token(model, model.network.dtype)
+    while batch > _SMALLEST_BATCH and batch * each > room:
+        batch //= 2
+    return max(batch, min(most, _SMALLEST_BATCH))
+
+
+def state_reserve(device: torch.device, limit: int | None, size: int) -> int:
+    """Bytes that weights leave to state of so many beyond the share that they always leave to it."""
+    if device.type != "cuda":
+        return 0
+    needed = size / (_SHARE * (1 - 1 / _STEP_PART))
+    return max(int(needed - FOR_STATE * free_bytes(device, limit)), 0)
+
+
+def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """As the configuration says; 0 where it does not."""
+    queries = getattr(config, "num_attention_heads", 0)
+    if not queries:
+        return 0
+    heads = getattr(config, "num_key_value_heads", None) or queries
+    width = getattr(config, "head_dim", None) or config.hidden_size // queries
+    return int(2 * config.num_hidden_layers * heads * width * dtype.itemsize)
 
 
 def cells_of_share(model: HfModel, share: float) -> int:

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from emberkeep.engine.hf.checkpoint import Checkpoint, awq_format
 from emberkeep.engine.hf.device import choose_device, choose_dtype, shares_ram, weights_budget
+from emberkeep.engine.hf.footprint import kv_bytes_per_token
 from emberkeep.engine.hf.int4 import int4_count, weights_bytes
 from emberkeep.engine.hf.residency import Placing
 from emberkeep.engine.hf.streaming import LayerStream, place_layers
@@ -111,7 +112,7 @@ def load_model(
         architecture=str(network.config.model_type),
         parameters=sum(weight.numel() for weight in network.parameters()) + int4_count(network),
         weights_bytes=weights_bytes(network),
-        kv_bytes_per_token=_kv_bytes_per_token(text, network.dtype),
+        kv_bytes_per_token=kv_bytes_per_token(text, network.dtype),
         dtype=str(network.dtype).removeprefix("torch."),
         device=str(target),
         stream=stream,
@@ -216,15 +217,6 @@ def _ends(network: Any) -> list[int]:
 def _template(tokenizer: PreTrainedTokenizerFast) -> str | None:
     template = tokenizer.chat_template
     return template.get("default") if isinstance(template, dict) else template
-
-
-def _kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    queries = getattr(config, "num_attention_heads", 0)
-    if not queries:
-        return 0
-    heads = getattr(config, "num_key_value_heads", None) or queries
-    width = getattr(config, "head_dim", None) or config.hidden_size // queries
-    return int(2 * config.num_hidden_layers * heads * width * dtype.itemsize)
 
 
 def _context_length(config: Any) -> int:

@@ -39,6 +39,8 @@ class Placing:
     """A folder, on whose disk weights may lie that RAM has no room for; None: none may."""
     promised_ram: int = 0
     """What others will take of the RAM that is free now."""
+    context: int = 0
+    """Tokens whose state should find room on the device beside weights that pass."""
 
     @property
     def lets_weights_pass(self) -> bool:
@@ -108,9 +110,10 @@ class ResidencyPlan:
 
 
 def plan_residency(
-    layers: Sequence[LayerBytes], rest: int, budget: int, placing: Placing | None = None
+    layers: Sequence[LayerBytes], rest: int, budget: int, placing: Placing | None = None, for_state: int = 0
 ) -> ResidencyPlan:
-    """`rest`: bytes of what is no layer, which stays. `budget`: for weights, on the device. Pure.
+    """`rest`: bytes of what is no layer, which stays. `budget`: for weights, on the device. `for_state`: how much
+    of it is left to state where not all of them stay anyway. Pure.
 
     Raises EngineError for what does not fit.
     """
@@ -126,7 +129,7 @@ def plan_residency(
         first, last = placing.keep_first or 0, len(layers) - (placing.keep_last or 0)
         plan = _plan(wanted, layers, rest, tuple(range(first, last)))
     else:
-        plan = _plan_partial(layers, rest, budget)
+        plan = _plan_partial(layers, rest, budget - for_state)
     if plan.device_bytes > budget:
         raise EngineError(
             f"The weights need {plan.device_bytes / _GB:.1f} GB of the device with --residency {plan.mode}, and "

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from emberkeep.engine.hf.device import weights_budget
+from emberkeep.engine.hf.footprint import kv_bytes_per_token, state_reserve
 from emberkeep.engine.hf.host_memory import HostMemory
 from emberkeep.engine.hf.residency import (
     FEED_FORWARD,
@@ -65,7 +66,10 @@ def place_layers(
     """
     prefix, layers = _layers(network)
     budget = weights_budget(device, placing.gpu_memory)
-    plan = plan_residency(layer_bytes(layers), _rest_bytes(network, layers), budget, placing)
+    text = network.config.get_text_config(decoder=True)
+    context = min(placing.context, getattr(text, "max_position_embeddings", None) or placing.context)
+    reserve = state_reserve(device, placing.gpu_memory, context * kv_bytes_per_token(text, network.dtype))
+    plan = plan_residency(layer_bytes(layers), _rest_bytes(network, layers), budget, placing, reserve)
     stream = LayerStream(plan, device, placing) if plan.streamed else None
     try:
         for index, layer in enumerate(layers):
