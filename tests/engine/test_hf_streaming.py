@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,10 +45,8 @@ def folder(tmp_path_factory) -> Path:
 def opened():
     engines = []
 
-    def make(folder: Path, placing: Placing | None = None) -> HfEngine:
-        model = load_model(
-            HfSource(folder), device=DEVICE, dtype="float32", attention="emberkeep", placing=placing
-        )
+    def make(folder: Path, placing: Placing | None = None, dtype: str = "float32") -> HfEngine:
+        model = load_model(HfSource(folder), device=DEVICE, dtype=dtype, attention="emberkeep", placing=placing)
         engines.append(HfEngine(model, HfSettings(context=512, cells=1024, sequences=4, batch=64), "digest"))
         return engines[-1]
 
@@ -76,6 +75,21 @@ def test_weights_that_pass_give_the_same_answers(folder, opened, placing):
     resident, streamed = answer(opened(folder)), answer(opened(folder, placing))
     assert streamed[0] == resident[0]
     np.testing.assert_allclose(streamed[1], resident[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("placing", MODES, ids=lambda placing: f"{placing.residency} {placing.keep_first}")
+def test_weights_that_pass_are_computed_to_the_bit_where_the_same_code_computes(
+    folder, opened, placing, monkeypatch
+):
+    """On a GPU, layers that stay are computed by other kernels, which round differently."""
+    dtype = "bfloat16" if DEVICE == "cuda" else "float32"
+    streamed = answer(opened(folder, placing, dtype))
+    if DEVICE == "cuda":
+        monkeypatch.setattr("emberkeep.engine.hf.engine._fuse_layers", lambda *_: None)
+        monkeypatch.setattr("emberkeep.engine.hf.cuda_graphs.compile_parts", lambda _: nullcontext())
+    resident = answer(opened(folder, dtype=dtype))
+    assert streamed[0] == resident[0]
+    np.testing.assert_array_equal(streamed[1], resident[1])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
