@@ -33,6 +33,11 @@ def test_what_passes_bounds_how_fast_answers_are():
     )
 
 
+def test_many_tokens_per_second_are_told_in_full():
+    told = explained(12 * GIB, 30 * GIB, Speeds(link=15_000 * GIB))
+    assert told.endswith("at most about 1,875 tokens per second")
+
+
 def test_a_slow_disk_bounds_it_more():
     told = explained(12 * GIB, 6 * GIB, Speeds(link=16 * GIB, disk=2 * GIB))
     assert told.endswith(

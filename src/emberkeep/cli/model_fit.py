@@ -46,7 +46,9 @@ def explain_plan(
     if host.on_disk:
         told += f", {readable_size(host.disk_bytes)} of them from disk"
     most = _tokens_per_second(plan, host, speeds or Speeds())
-    return told if most is None else f"{told}: at most about {most:.2g} tokens per second"
+    if most is None:
+        return told
+    return f"{told}: at most about {most:{',.0f' if most >= 10 else '.2g'}} tokens per second"
 
 
 def _tokens_per_second(plan: ResidencyPlan, host: HostPlan, speeds: Speeds) -> float | None:
