@@ -21,7 +21,7 @@ from helpers.drafting import SmallEngine, ToldCorpus, knows
 from helpers.engines import RecordingEngine
 from helpers.faulty_crowd import ERRORS, Faults, methods
 from helpers.kv_building import check_ledger
-from helpers.scheduling import CLOSING, PATIENCE, Recorder, Rig, prompt_of, text
+from helpers.scheduling import CLOSING, PATIENCE, Gate, Recorder, Rig, prompt_of, text
 
 PROMPT = [53 + i % 61 for i in range(70)]
 LONG = 60
@@ -129,8 +129,10 @@ def test_several_sequences_are_drafted_for_in_the_same_steps(plain):
     alone = [answer_of(prompt).answer for prompt in others]
     draft = RecordingEngine(cells=1 << 15)
     with Rig(draft=draft) as rig:
+        together = Gate(rig.engine)
         running = [rig.start(prompt, max_new=LONG) for prompt in (PROMPT, *others)]
         unwanted = rig.start([*PROMPT[:-1], 99], max_new=LONG, speculation=False)
+        together.open()
         assert [each.answer for each in running] == [plain, *alone]
         assert unwanted.wait().ending.drafted_tokens == 0
     assert max(len(batch) for batch in draft.shapes) >= 2
