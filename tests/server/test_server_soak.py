@@ -14,6 +14,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -65,13 +66,26 @@ def asked(number: int, **more: object) -> bytes:
 
 def nicely(connection: socket.socket, number: int) -> None:
     connection.sendall(asked(number))
-    assert b"200 OK" in connection.recv(1 << 16)
+    assert is_answer(received(connection))
 
 
 def in_a_stream(connection: socket.socket, number: int) -> None:
     connection.sendall(asked(number, stream=True))
-    while b"[DONE]" not in connection.recv(1 << 16):
-        pass
+    got = received(connection)
+    assert is_answer(got)
+    while b"[DONE]" not in got and b"503 Service" not in got:
+        got = received(connection)
+
+
+def received(connection: socket.socket) -> bytes:
+    if got := connection.recv(1 << 16):
+        return got
+    raise ConnectionError
+
+
+def is_answer(got: bytes) -> bool:
+    """Or the wish to come again: on a busy machine, those who have left may still take up the server's places."""
+    return b"200 OK" in got or b"503 Service" in got
 
 
 def and_leaves(connection: socket.socket, number: int) -> None:
@@ -85,22 +99,22 @@ def half_of_it(connection: socket.socket, number: int) -> None:
 
 def on_a_path_of_its_own(connection: socket.socket, number: int) -> None:
     connection.sendall(f"GET /path/{number}?q={number} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-    assert b"404" in connection.recv(1 << 16)
+    assert b"404" in received(connection)
 
 
 def by_a_method_of_its_own(connection: socket.socket, number: int) -> None:
     connection.sendall(f"METHOD{number} / HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-    assert b"400" in connection.recv(1 << 16)
+    assert b"400" in received(connection)
 
 
 def for_a_model_of_its_own(connection: socket.socket, number: int) -> None:
     connection.sendall(asked(number, model=f"model-{number}"))
-    assert b"404" in connection.recv(1 << 16)
+    assert b"404" in received(connection)
 
 
 def from_a_host_of_its_own(connection: socket.socket, number: int) -> None:
     connection.sendall(asked(number).replace(b"localhost", b"host-%d" % number))
-    assert b"403" in connection.recv(1 << 16)
+    assert b"403" in received(connection)
 
 
 MANNERS: tuple[Callable[[socket.socket, int], None], ...] = (
@@ -128,11 +142,9 @@ def ask_all(server: Running, numbers: range) -> None:
         for number in numbers[first::AT_ONCE]:
             ask(server, number)
 
-    threads = [threading.Thread(target=some, args=(first,)) for first in range(AT_ONCE)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(AT_ONCE) as clients:
+        for _ in clients.map(some, range(AT_ONCE)):
+            pass
 
 
 def settled(server: Running) -> dict[str, int]:
