@@ -1,0 +1,154 @@
+"""Which replica answers a request: the one that has its conversation, else its longest beginning, else the one with
+the least to do.
+
+Nothing here asks a replica what it holds: what was sent there is remembered, which is cheap, is right until the
+replica evicts it, and costs no more than an evaluation where it is not. A replica that is much busier than another
+gives way: what it knows is shared, or computed once more.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+
+_MOST_CONVERSATIONS = 65_536
+_MOST_BEGINNINGS = 524_288
+"""Remembered ones; the latest stay. Together they take about 100 MB where all are in use."""
+_WORTH_FOLLOWING = 0.1
+"""Of a request, that a replica must have seen before for this to decide where it goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteKeys:
+    """What a request is routed by."""
+
+    conversation: str = ""
+    """Its id, with the user that it belongs to; empty where the client gave none."""
+    beginnings: tuple[int, ...] = ()
+    """Hashes of its first block, of its first two, and so on: equal ones mean equal beginnings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    id: str
+    running: int
+    """Requests that were sent there and are not answered yet."""
+    slots: int = 1
+    """Those that it works on at a time."""
+
+    @property
+    def load(self) -> float:
+        return self.running / self.slots
+
+
+class Routing(Protocol):
+    """Belongs to one thread. Never blocks."""
+
+    def rank(self, keys: RouteKeys, replicas: Sequence[Replica]) -> list[Replica]:
+        """The best first. Nothing is remembered by asking."""
+
+    def sent(self, keys: RouteKeys, replica: str) -> None:
+        """It is answered there."""
+
+    def gone(self, replica: str) -> None:
+        """What it held is lost."""
+
+
+class Affinity:
+    """Requests follow what is known of them."""
+
+    def __init__(self, slack: float = 1.0) -> None:
+        """`slack`: by how much the load of a replica may be above the least, for requests to follow what it has."""
+        self._slack = slack
+        self._homes: OrderedDict[str, str] = OrderedDict()
+        self._holders: OrderedDict[int, tuple[str, ...]] = OrderedDict()
+        self._turn = count()
+
+    def rank(self, keys: RouteKeys, replicas: Sequence[Replica]) -> list[Replica]:
+        if not replicas:
+            return []
+        limit = min(replica.load for replica in replicas) + self._slack
+        home, known = self._homes.get(keys.conversation), self._known(keys.beginnings)
+        worth = max(len(keys.beginnings) * _WORTH_FOLLOWING, 1)
+        first = next(self._turn) % len(replicas)  # those with equal loads take turns
+
+        def order(place: int) -> tuple[bool, bool, int, float, int]:
+            replica = replicas[place]
+            depth = known.get(replica.id, 0)
+            followed = depth if depth >= worth else 0
+            return (
+                replica.load > limit,
+                replica.id != home,
+                -followed,
+                replica.load,
+                (place - first) % len(replicas),
+            )
+
+        return [replicas[place] for place in sorted(range(len(replicas)), key=order)]
+
+    def sent(self, keys: RouteKeys, replica: str) -> None:
+        if keys.conversation:
+            self._homes[keys.conversation] = replica
+            self._homes.move_to_end(keys.conversation)
+        for beginning in reversed(keys.beginnings):  # the shortest last: it is the one that others share
+            holders = self._holders.get(beginning, ())
+            if replica not in holders:
+                self._holders[beginning] = (*holders, replica)
+            self._holders.move_to_end(beginning)
+        _keep_latest(self._homes, _MOST_CONVERSATIONS)
+        _keep_latest(self._holders, _MOST_BEGINNINGS)
+
+    def gone(self, replica: str) -> None:
+        for conversation in [name for name, home in self._homes.items() if home == replica]:
+            del self._homes[conversation]
+        for beginning in [one for one, holders in self._holders.items() if replica in holders]:
+            left = tuple(holder for holder in self._holders[beginning] if holder != replica)
+            if left:
+                self._holders[beginning] = left
+            else:
+                del self._holders[beginning]
+
+    def _known(self, beginnings: Sequence[int]) -> dict[str, int]:
+        """How many blocks of a request each replica has seen."""
+        depths: dict[str, int] = {}
+        for depth in range(len(beginnings), 0, -1):
+            for holder in self._holders.get(beginnings[depth - 1], ()):
+                depths.setdefault(holder, depth)
+        return depths
+
+
+class RoundRobin:
+    """Replicas take turns, whatever they know and have to do."""
+
+    def __init__(self) -> None:
+        self._turn = count()
+
+    def rank(self, keys: RouteKeys, replicas: Sequence[Replica]) -> list[Replica]:
+        first = next(self._turn) % max(len(replicas), 1)
+        return [*replicas[first:], *replicas[:first]]
+
+    def sent(self, keys: RouteKeys, replica: str) -> None:
+        """It does not matter."""
+
+    def gone(self, replica: str) -> None:
+        """It had nothing that others have not."""
+
+
+class LeastLoaded(RoundRobin):
+    """The one with the least to do."""
+
+    def rank(self, keys: RouteKeys, replicas: Sequence[Replica]) -> list[Replica]:
+        return sorted(super().rank(keys, replicas), key=lambda replica: replica.load)
+
+
+def new_routing(name: str) -> Routing:
+    """Raises KeyError."""
+    return {"affinity": Affinity, "round_robin": RoundRobin, "least_loaded": LeastLoaded}[name]()
+
+
+def _keep_latest(known: OrderedDict[str, str] | OrderedDict[int, tuple[str, ...]], most: int) -> None:
+    while len(known) > most:
+        known.popitem(last=False)
