@@ -1,5 +1,5 @@
-"""Which replica answers a request: the one that has its conversation, else its longest beginning, else the one with
-the least to do.
+"""Which replica answers a request: the one that has its conversation, else its longest beginning, else the one
+with the least to do.
 
 Nothing here asks a replica what it holds: what was sent there is remembered, which is cheap, is right until the
 replica evicts it, and costs no more than an evaluation where it is not. A replica that is much busier than another
@@ -61,7 +61,7 @@ class Affinity:
     """Requests follow what is known of them."""
 
     def __init__(self, slack: float = 1.0) -> None:
-        """`slack`: by how much the load of a replica may be above the least, for requests to follow what it has."""
+        """`slack`: how much busier than the least busy a replica may be for requests to follow what it has."""
         self._slack = slack
         self._homes: OrderedDict[str, str] = OrderedDict()
         self._holders: OrderedDict[int, tuple[str, ...]] = OrderedDict()
@@ -146,7 +146,12 @@ class LeastLoaded(RoundRobin):
 
 def new_routing(name: str) -> Routing:
     """Raises KeyError."""
-    return {"affinity": Affinity, "round_robin": RoundRobin, "least_loaded": LeastLoaded}[name]()
+    kinds: dict[str, type[Affinity | RoundRobin]] = {
+        "affinity": Affinity,
+        "round_robin": RoundRobin,
+        "least_loaded": LeastLoaded,
+    }
+    return kinds[name]()
 
 
 def _keep_latest(known: OrderedDict[str, str] | OrderedDict[int, tuple[str, ...]], most: int) -> None:
