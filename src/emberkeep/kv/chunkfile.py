@@ -147,7 +147,7 @@ def most_bytes(chunk: Chunk) -> int:
 
 def write(path: Path, description: Description, payload: memoryview) -> int:
     """Write a new file and force it to disk; returns its size. Raises OSError."""
-    head = _head(description.pack(), payload)
+    head, payload = parts(description, payload)
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         _write_all(descriptor, memoryview(head))
@@ -173,12 +173,24 @@ def read(path: Path, expected: Description, buffers: Buffers) -> memoryview:
         raise Damaged("the file ends early") from None
     finally:
         os.close(descriptor)
-    description, payload, checksum = _split(buffer)
-    if not description.startswith(expected.pack_identity()):
+    return verified(buffer, expected)[1]
+
+
+def parts(description: Description, payload: memoryview) -> tuple[bytes, memoryview]:
+    """A whole file, one after the other."""
+    return _head(description.pack(), payload), payload
+
+
+def verified(buffer: memoryview, expected: Description) -> tuple[bytes, memoryview]:
+    """The packed description and the payload of a whole file. Raises Damaged."""
+    if not _FIXED.size < len(buffer) <= _MAX_FILE:
+        raise Damaged("the file is too short or too long")
+    packed, payload, checksum = _split(buffer)
+    if not packed.startswith(expected.pack_identity()):
         raise Damaged("the file describes another chunk")
     if xxhash.xxh3_128_digest(payload) != checksum:
         raise Damaged("the payload's checksum is wrong")
-    return payload
+    return packed, payload
 
 
 def read_description(path: Path) -> tuple[Description, int]:

@@ -6,7 +6,7 @@ Pure, but for the clocks. Also what it has done since it was opened.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp, log, log2
 
@@ -117,6 +117,8 @@ class CostModel:
     """Bytes per second from RAM into the engine."""
     read: Rate = field(default_factory=Rate)
     """Bytes per second from disk into RAM."""
+    fetch: Rate = field(default_factory=Rate)
+    """Bytes per second from the remote tier into RAM."""
 
     def worth_loading(self, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
         """The leading segments whose loading is predicted to be faster than evaluating their tokens.
@@ -125,12 +127,27 @@ class CostModel:
         """
         if self.evaluate.value is None:
             return segments
+        costs = ((segment.end - segment.start, self._load_seconds(segment.chunk)) for segment in segments)
+        return segments[: self._leading(costs)]
+
+    def worth_fetching(self, blocks: Sequence[tuple[int, int]]) -> int:
+        """How many of the leading (tokens that it saves, bytes) are predicted to come from the remote tier faster
+        than they are evaluated."""
+        if self.evaluate.value is None:
+            return len(blocks)
+        return self._leading((tokens, self.fetch_seconds(size)) for tokens, size in blocks)
+
+    def fetch_seconds(self, size: int) -> float:
+        return self.fetch.seconds(size) + self.import_.seconds(size)
+
+    def _leading(self, costs: Iterable[tuple[int, float]]) -> int:
+        """How many of (tokens, seconds) save the most time together."""
         best, best_saving, saving = 0, 0.0, 0.0
-        for count, segment in enumerate(segments, 1):
-            saving += self.evaluate.seconds(segment.end - segment.start) - self._load_seconds(segment.chunk)
+        for count, (tokens, seconds) in enumerate(costs, 1):
+            saving += self.evaluate.seconds(tokens) - seconds
             if saving >= best_saving:
                 best, best_saving = count, saving
-        return segments[:best]
+        return best
 
     def is_worth_loading(self, chunks: Iterable[Chunk], tokens: int) -> bool:
         """Whether loading all of `chunks` is predicted to be faster than evaluating `tokens`."""

@@ -22,9 +22,12 @@ from emberkeep.kv.content import Moved, to_pieces
 from emberkeep.kv.corpus import TokenCorpus
 from emberkeep.kv.disk_tier import DiskSettings, DiskTier, Forgetter
 from emberkeep.kv.entries import Entry
-from emberkeep.kv.forgotten import Whose
+from emberkeep.kv.forgotten import Whose, of_user
 from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.policy import CostModel, Keeping, Saved, StoreClock, StoreCounters, WriteBudget
+from emberkeep.kv.remote_link import RemoteLink
+from emberkeep.kv.remote_lookup import Arrival
+from emberkeep.kv.remote_tier import RemoteTier
 from emberkeep.kv.text_walk import Replayed, chunks_along, stored_ids
 from emberkeep.kv.transfers import Fetch, Fetched, FetchState
 from emberkeep.kv.tree import (
@@ -37,13 +40,14 @@ from emberkeep.kv.tree import (
     RadixTree,
     Segment,
     Span,
+    held_at,
     last_snapshot,
     new_chunk,
     path_to,
     tail_inside,
 )
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import SHARED, Approximation, Label, Lineage, MissReason
+from emberkeep.types import SHARED, Approximation, Label, Lineage, MissReason, Ttl
 
 log = logging.getLogger("emberkeep.kv")
 
@@ -73,11 +77,13 @@ class KvStore:
         budgets: Budgets,
         files: ChunkFiles | None = None,
         *,
+        link: RemoteLink | None = None,
         keeping: Keeping | None = None,
         about: Mapping[str, Any] | None = None,
         clock: Callable[[Saved | None], StoreClock] = StoreClock,
     ) -> None:
-        """`about` is written into the store's folder, for people and tools that come without the model."""
+        """`about` is written into the store's folder, for people and tools that come without the model. `link`: to
+        a server that other hosts share; it belongs to the store from now on."""
         self.fingerprint = fingerprint
         self.costs = CostModel()
         self.counters = StoreCounters()
@@ -97,6 +103,10 @@ class KvStore:
             except BaseException:
                 files.close()
                 raise
+        self._remote: RemoteTier | None = None
+        if link is not None:
+            folder = self._disk.files.folder if self._disk else None
+            self._remote = RemoteTier(link, self, budgets.ram // 2, folder)
         self.catalogue = Catalogue(self.transact, self._remove_files, self._forget)
 
     def read_into(self, allocate: Callable[[int], memoryview | None]) -> None:
@@ -135,6 +145,11 @@ class KvStore:
     def fits_engine(self) -> bool:
         """Whether what the engine computes now may be stored here."""
         return self._fits_engine
+
+    @property
+    def is_shared(self) -> bool:
+        """Other hosts reuse what is stored here: chunks should lie where they cut them, too."""
+        return self._remote is not None
 
     def transact(self, change: Callable[[Ledger], T]) -> T:
         """Run `change` with the store's lock held. It must be short, and must not block."""
@@ -199,6 +214,10 @@ class KvStore:
                 return 0
             found = self._ledger.content.find(lineage.owner, tokens, begin, approximation.sinks)
         return sum(piece.end - piece.start for piece in to_pieces(found, approximation))
+
+    def resumable(self, lineage: Lineage, tokens: TokenArray) -> int:
+        """Up to where the last snapshot of `tokens` was taken."""
+        return self.peek(lineage, tokens, snapshots=True).tokens
 
     def touch(self, label: Label, lineage: Lineage, tokens: TokenArray, *, snapshots: bool) -> bool:
         """Bring a prefix into RAM and want it for another TTL; False when it is not stored whole.
@@ -304,6 +323,22 @@ class KvStore:
                 self._start_fetch(chunk)
             return {chunk.key for chunk in missing}
 
+    def prefetch(self, lineage: Lineage, tokens: TokenArray) -> None:
+        """Begin to fetch what other hosts have computed of a prompt whose first tokens these are. Never blocks."""
+        if self._remote is not None:
+            self._remote.prefetch(lineage, tokens)
+
+    def bring_in(self, lineage: Lineage, tokens: TokenArray, *, snapshots: bool) -> Arrival | None:
+        """Fetch what other hosts have computed of a prompt, if that is cheaper than to evaluate it: a lookup finds
+        it when it has arrived. None where nothing is to be had. Never blocks."""
+        remote = self._remote if self._fits_engine else None
+        return remote.bring_in(lineage, tokens, snapshots=snapshots) if remote else None
+
+    def was_late(self, arrival: Arrival) -> None:
+        """A request has given up waiting for it."""
+        if self._remote is not None:
+            self._remote.was_late(arrival)
+
     def fetch(self, chunk: Chunk, notify: Callable[[], None]) -> Fetch:
         """Bring a pinned chunk's payload into RAM; `notify` is called once, from any thread, when it is there.
 
@@ -391,25 +426,42 @@ class KvStore:
                 self._ledger.supersede(replaced)
         if self._disk:
             self._disk.store(chunk, replaced)
+        if self._remote:
+            self._remote.offer([chunk])
         return cursor.moved(chunk, len(tokens))
+
+    def share(
+        self, cursor: Cursor, tokens: TokenArray, payload: memoryview, sampled: Iterable[Span], made: Made
+    ) -> None:
+        """Let other hosts have a chunk that is not kept here as it is: the block around a place where
+        conversations part."""
+        if self._remote is None or not self._fits_engine:
+            return
+        chunk = new_chunk(self.fingerprint, cursor, np.array(tokens, np.int32), len(payload), made)
+        chunk.sampled, chunk.payload = tuple(sampled), payload
+        chunk.expires = self.transact(lambda ledger: ledger.wanted_until(Ttl.LONG))
+        self._remote.offer_loose(chunk)
 
     def has_snapshot(self, cursor: Cursor) -> bool:
         with self._lock:
             found = last_snapshot(cursor, cursor.position)
             return found is not None and found.start == cursor.position
 
-    def insert_snapshot(self, cursor: Cursor, payload: memoryview, made: Made = Made.UNKNOWN) -> None:
-        """Add the state at exactly `cursor`. Does nothing where there is one, or no room for it."""
+    def insert_snapshot(self, cursor: Cursor, payload: memoryview, made: Made = Made.UNKNOWN) -> Chunk | None:
+        """Add the state at exactly `cursor`; None, where there is one, or no room for it."""
         chunk = new_chunk(self.fingerprint, cursor, _NO_TOKENS, len(payload), made)
         with self._lock:
             if not self._fits_engine or cursor.chunk not in self._tree or self._tree.get(chunk.key):
-                return
+                return None
             chunk.parent = self._tree.anchor(cursor.chunk)
             self._ledger.insert(chunk, payload)
             self._ledger.shrink_ram()
             is_kept = chunk in self._tree
         if self._disk and is_kept:
             self._disk.store(chunk, None)
+        if self._remote and is_kept:
+            self._remote.offer([chunk])
+        return chunk if is_kept else None
 
     def turn_ended(self, label: Label, cursor: Cursor) -> Entry | None:
         """A request has left its state at `cursor`. None when there is nothing there any more."""
@@ -417,8 +469,11 @@ class KvStore:
             if cursor.chunk.is_root or cursor.chunk not in self._tree:
                 return None
             entry = self._ledger.turn_ended(label, cursor)
+            held = list(held_at(cursor)) if self._remote else []
         if self._disk:
             self._disk.wake()
+        if self._remote:
+            self._remote.offer(held)
         return entry
 
     def sweep(self) -> int:
@@ -435,13 +490,18 @@ class KvStore:
     # ── life ──
 
     def flush(self) -> None:
-        """Block until everything inserted so far is on disk (or the disk has refused it)."""
+        """Block until everything inserted so far is on disk (or the disk has refused it), and where other hosts
+        find it."""
         if self._disk:
             self._disk.flush()
+        if self._remote:
+            self._remote.flush()
 
     def close(self) -> None:
         """Write what is left and let go of the folder. Nothing may be called afterwards."""
         self.corpus.close()
+        if self._remote:
+            self._remote.close()
         if self._disk:
             self._disk.close()
 
@@ -491,6 +551,7 @@ class KvStore:
                     "unwritten_chunks": len(ledger.unwritten),
                     **(self._disk.stats() if self._disk else {}),
                 },
+                "remote": self._remote.stats() if self._remote else None,
             }
 
     # ── for the disk tier, on its threads ──
@@ -554,8 +615,21 @@ class KvStore:
     def _remove_files(self) -> set[ChunkKey]:
         return self._disk.remove_files() if self._disk else set()
 
+    def forget_here(self, is_one: Callable[[str], bool]) -> None:
+        """Another host has forgotten users: leave nothing of them here. Raises OSError."""
+        whose = Whose(is_one)
+        for user in {one.user for one in self.transact(Ledger.lineages) if one.owner in whose}:
+            self._forget_local(user, of_user(user))
+
     def _forget(self, user: str, whose: Whose) -> int:
-        """Leave nothing of `user`, here and in any file; returns the bytes of files. Raises OSError."""
+        """Leave nothing of `user`, here, in any file and on the server that others share; returns the bytes of
+        files. Raises OSError."""
+        swept = self._forget_local(user, whose)
+        if self._remote:
+            self._remote.forget(user)
+        return swept
+
+    def _forget_local(self, user: str, whose: Whose) -> int:
         if self._disk is None:
             self._forgetter.let_go(whose)
             return 0

@@ -1,0 +1,334 @@
+"""The line to a shared Valkey or Redis server.
+
+Every answer has a deadline. After a failure the line is cut: nobody asks any more until a probe, which no request
+waits for, has been answered. What stands in the server can be sealed with a key that all hosts have.
+
+    ek1:<store>:<user>:<block>      the chunk file of a block, a tail or a snapshot
+    ek1:<store>:<user>:<block>:c    tokens of what follows that block, a few at most: the last block of a prompt is
+                                    rarely whole
+    ek1:<store>:<user>:<block>:s    the same for snapshots
+    ek1:forgotten                   a stream of users who were forgotten: every host reads it before it writes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import monotonic, perf_counter
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from emberkeep.errors import ConfigError
+from emberkeep.kv.chunkfile import Damaged
+
+if TYPE_CHECKING:
+    from valkey import Valkey
+    from valkey.client import Pipeline
+
+log = logging.getLogger("emberkeep.kv")
+
+T = TypeVar("T")
+
+VERSION = "ek1"
+FORGOTTEN = f"{VERSION}:forgotten"
+FOLLOWERS, SNAPSHOTS = b":c", b":s"
+SLOTS = 16
+"""What follows a block and is listed there. A new one takes the place of another: who finds nothing there
+evaluates less than a block."""
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
+_MOST_DAMAGED = 3
+"""Values one after the other that are not what they should be: then nothing that comes from there is."""
+_MOST_FORGOTTEN = 10_000
+_SCANNED = 1000
+
+
+class Unreachable(Exception):
+    """The server did not answer, not in time, or with an error. Its message says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSettings:
+    url: str
+    """valkey://, redis:// or, with TLS, valkeys:// or rediss://."""
+    user: str | None = None
+    password: str | None = None
+    key: str | None = None
+    """With it everything but sizes and times is sealed."""
+    deadline_s: float = 0.5
+    bytes_per_s: int = 256 << 20
+    """That are written at most."""
+
+
+class Seal(Protocol):
+    """How names and values look in the server."""
+
+    is_closed: bool
+
+    def digest(self, data: bytes, size: int) -> bytes: ...
+
+    def close(self, name: bytes, parts: Sequence[bytes | memoryview]) -> bytes:
+        """One value, which can be opened under that name alone."""
+
+    def open(self, name: bytes, value: bytes) -> bytes:
+        """Raises Damaged."""
+
+
+class OpenSeal:
+    """Anyone who can read the server can read it."""
+
+    is_closed = False
+
+    def digest(self, data: bytes, size: int) -> bytes:
+        return hashlib.blake2b(data, digest_size=size).digest()
+
+    def close(self, name: bytes, parts: Sequence[bytes | memoryview]) -> bytes:
+        return b"".join(parts)
+
+    def open(self, name: bytes, value: bytes) -> bytes:
+        return value
+
+
+class KeySeal:
+    """AES-256-GCM. A value belongs to its name: one that was swapped does not open."""
+
+    is_closed = True
+
+    def __init__(self, secret: str) -> None:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+        made = HKDF(SHA256(), length=64, salt=None, info=b"emberkeep remote tier 1").derive(secret.encode())
+        self._names, self._cipher, self._wrong = made[32:], AESGCM(made[:32]), InvalidTag
+
+    def digest(self, data: bytes, size: int) -> bytes:
+        return hashlib.blake2b(data, digest_size=size, key=self._names).digest()
+
+    def close(self, name: bytes, parts: Sequence[bytes | memoryview]) -> bytes:
+        nonce = os.urandom(12)
+        return nonce + self._cipher.encrypt(nonce, b"".join(parts), name)
+
+    def open(self, name: bytes, value: bytes) -> bytes:
+        try:
+            return self._cipher.decrypt(value[:12], memoryview(value)[12:], name)
+        except (self._wrong, ValueError):
+            raise Damaged("it was not sealed with this key, or under another name") from None
+
+
+class Breaker:
+    """Closed, everything passes. Safe to use from any thread."""
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._pause = _FIRST_PAUSE_S
+        self._probe_at: float | None = None
+        self._damaged = 0
+        self.opened = 0
+        """How often it was."""
+        self.reason: str | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._probe_at is not None
+
+    @property
+    def wants_probe(self) -> bool:
+        return self._probe_at is not None and self._clock() >= self._probe_at
+
+    def trip(self, reason: str) -> None:
+        """Something failed: nothing passes until a probe has. Each failed probe makes the pause longer."""
+        if self._probe_at is None:
+            self.opened += 1
+            log.warning("the remote tier is left alone: %s", reason)
+        elif self._clock() < self._probe_at:
+            return  # others who were waiting for it, too
+        else:
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
+        self.reason = reason
+        self._probe_at = self._clock() + self._pause
+
+    def mend(self) -> None:
+        """A probe was answered."""
+        if self._probe_at is not None:
+            log.info("the remote tier is back")
+        self._probe_at, self._damaged = None, 0
+
+    def whole(self) -> None:
+        """A value was what it should be: the next pause is a short one again."""
+        self._damaged, self._pause = 0, _FIRST_PAUSE_S
+
+    def damaged(self, reason: str) -> None:
+        self._damaged += 1
+        if self._damaged >= _MOST_DAMAGED:
+            self._damaged = 0
+            self.trip(f"what comes from it is damaged ({reason})")
+
+
+@dataclass(slots=True)
+class LinkCounters:
+    """Since it was opened."""
+
+    requests: int = 0
+    failures: int = 0
+    seconds: float = 0.0
+    last_error: str | None = None
+
+
+class RemoteLink:
+    """Safe to use from any thread. Everything that asks the server blocks, until the deadline at most, and raises
+    Unreachable; at once while the breaker is open."""
+
+    def __init__(self, settings: RemoteSettings) -> None:
+        """Does not connect yet. Raises ConfigError."""
+        self.settings = settings
+        self.seal: Seal = KeySeal(settings.key) if settings.key else OpenSeal()
+        self.breaker = Breaker()
+        self.counters = LinkCounters()
+        self._client, self._errors = _open(settings)
+        self._counting = threading.Lock()
+
+    def close(self) -> None:
+        self._client.close()
+
+    def cut(self) -> None:
+        """Let nothing wait any longer for what is being read."""
+        self._client.connection_pool.disconnect()
+
+    # ── names ──
+
+    def name(self, store: str, user: str | None, key: bytes) -> bytes:
+        """`user` None: what is shared."""
+        return f"{VERSION}:{store}:{self.tag(user)}:{self.seal.digest(key, 32).hex()}".encode()
+
+    def tag(self, user: str | None) -> str:
+        """Stands for a user, and does not tell who it is."""
+        if user is None:
+            return "shared"
+        return self.seal.digest(b"user " + user.encode("utf-8", "surrogatepass"), 12).hex()
+
+    # ── asking ──
+
+    def run(self, fill: Callable[[Pipeline], object], *, transaction: bool = False) -> list[Any]:
+        """One round trip: the answers to the commands that `fill` puts into the pipeline."""
+        with self._asking(), self._client.pipeline(transaction=transaction) as pipeline:
+            fill(pipeline)
+            return list(pipeline.execute()) if len(pipeline) else []
+
+    def guarded(self, prepare: Callable[[Pipeline], T | None]) -> T | None:
+        """Change something only if no user was forgotten meanwhile. `prepare` is called with a pipeline that watches
+        the record of who was, puts its commands behind `multi()`, and is called again where the record has changed.
+        None, where it has nothing to write."""
+        from valkey.exceptions import WatchError
+
+        with self._asking(), self._client.pipeline(transaction=True) as pipeline:
+            while True:
+                pipeline.watch(FORGOTTEN)
+                done = prepare(pipeline)
+                if done is None:
+                    return None
+                try:
+                    pipeline.execute()
+                    return done
+                except WatchError:
+                    continue
+
+    def ping(self) -> None:
+        """Also while the breaker is open, which it closes."""
+        with self._asking(is_probe=True):
+            self._client.ping()
+        self.breaker.mend()
+
+    def about(self) -> dict[str, Any]:
+        """The server's own words: version, memory, policy. Also while the breaker is open."""
+        with self._asking(is_probe=True):
+            told: dict[str, Any] = dict(self._client.info())
+            return told
+
+    def scan(self, pattern: str) -> Iterator[list[bytes]]:
+        """Names that match, in parts; everything that is there from the beginning to the end is among them."""
+        position = 0
+        while True:
+            with self._asking():
+                position, names = self._client.scan(position, match=pattern, count=_SCANNED)
+            yield list(names)
+            if not position:
+                return
+
+    def remove(self, names: Iterable[bytes]) -> int:
+        listed = list(names)
+        return sum(self.run(lambda pipe: [pipe.unlink(name) for name in listed]))
+
+    # ── who was forgotten ──
+
+    def forget(self, user: str) -> int:
+        """Leave nothing of a user in any store; returns how many values went."""
+        tag = self.tag(user)
+        # First the record: who writes after it looks there, and who wrote before it is found below.
+        self.run(lambda pipe: pipe.xadd(FORGOTTEN, {"user": tag}, maxlen=_MOST_FORGOTTEN, approximate=True))
+        return sum(self.remove(names) for names in self.scan(f"{VERSION}:*:{tag}:*") if names)
+
+    @contextmanager
+    def _asking(self, *, is_probe: bool = False) -> Iterator[None]:
+        if self.breaker.is_open and not is_probe:
+            raise Unreachable("it does not answer")
+        begin = perf_counter()
+        try:
+            yield
+        except self._errors as error:
+            reason = _said(error)
+            with self._counting:
+                self.counters.failures += 1
+                self.counters.last_error = reason
+            if _is_broken(error):
+                self.breaker.trip(reason)
+            raise Unreachable(reason) from error
+        finally:
+            with self._counting:
+                self.counters.requests += 1
+                self.counters.seconds += perf_counter() - begin
+
+
+def _open(settings: RemoteSettings) -> tuple[Valkey, tuple[type[Exception], ...]]:
+    """The client, and what it raises. Raises ConfigError."""
+    try:
+        from valkey import Valkey
+        from valkey.backoff import NoBackoff
+        from valkey.exceptions import ValkeyError
+        from valkey.retry import Retry
+    except ImportError:
+        raise ConfigError('The remote tier needs more: pip install "emberkeep[valkey]".') from None
+    said = {"username": settings.user, "password": settings.password}
+    secure = {"ssl_check_hostname": True} if settings.url.startswith(("rediss:", "valkeys:")) else {}
+    try:
+        client = Valkey.from_url(
+            settings.url,
+            socket_timeout=settings.deadline_s,
+            socket_connect_timeout=settings.deadline_s,
+            socket_keepalive=True,
+            retry=Retry(NoBackoff(), 0),
+            **{name: value for name, value in said.items() if value},
+            **secure,
+        )
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"remote: {error}") from None
+    # Bytes that are no answer at all make the parser fail in its own ways.
+    return client, (ValkeyError, OSError, ValueError, TypeError, LookupError, AssertionError, MemoryError)
+
+
+def _is_broken(error: Exception) -> bool:
+    """The server did not answer, or no server did; else it said what it does not want."""
+    from valkey.exceptions import AuthenticationError, BusyLoadingError, ResponseError
+
+    if isinstance(error, (AuthenticationError, BusyLoadingError)):
+        return True
+    return not isinstance(error, ResponseError)
+
+
+def _said(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:200]

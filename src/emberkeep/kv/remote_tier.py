@@ -1,0 +1,198 @@
+"""The remote tier: blocks in a server that several hosts share.
+
+    prefetch        while a prompt is tokenized, what is known of it is asked for
+    bring_in        what the server has of a whole prompt, and is cheaper to load than to evaluate, comes into RAM
+    offer           what was computed here goes there, when there is nothing better to do
+
+What comes is verified against the tokens that it is wanted for, and enters the store as if it had been computed
+here. Nothing waits for the server longer than a deadline, and nothing fails because of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from time import monotonic
+
+from emberkeep.kv.blocks import BLOCK_TOKENS
+from emberkeep.kv.remote_link import RemoteLink, Unreachable
+from emberkeep.kv.remote_lookup import Arrival, Lookup, LookupTools, RemoteOwner
+from emberkeep.kv.remote_reader import BlockReader
+from emberkeep.kv.remote_writer import ForgottenLog, RemoteWriter
+from emberkeep.kv.tree import Chunk, ChunkKey, held_at, store_name
+from emberkeep.token_arrays import TokenArray
+from emberkeep.types import SHARED, Lineage
+
+log = logging.getLogger("emberkeep.kv")
+
+_THREADS = 4
+_REMEMBERED = 16_384
+
+
+class RemoteTier:
+    """Safe to use from any thread. Methods return at once unless they say otherwise."""
+
+    def __init__(self, link: RemoteLink, owner: RemoteOwner, most_bytes: int, folder: Path | None) -> None:
+        """`most_bytes`: that come for one prompt. `folder`: where it is kept who was forgotten."""
+        self._link = link
+        self._owner = owner
+        self._store = store_name(owner.fingerprint)
+        self._lock = threading.Lock()
+        self._entering = threading.Lock()
+        """Held while something is entered, so that nothing is of a user who is being forgotten."""
+        self._forgettings = 0
+        self._arrived: dict[ChunkKey, None] = {}
+        """What came for prompts that have not asked for it yet."""
+        self._lookups = self._hits = self._late = 0
+        forgotten = ForgottenLog(link, self._let_go, folder)
+        self._writer = RemoteWriter(link, owner, forgotten, self._name)
+        self._reader = BlockReader(link, owner.costs, self._writer.remove)
+        self._tools = LookupTools(link, owner, self._reader, forgotten, self._name, self._enter, most_bytes)
+        self._threads = ThreadPoolExecutor(_THREADS, "kv-remote-read")
+
+    # ── reading ──
+
+    def prefetch(self, lineage: Lineage, tokens: TokenArray) -> None:
+        """Begin to fetch the whole blocks of a prompt that is not complete yet."""
+        if not self._link.breaker.is_open and len(tokens) >= BLOCK_TOKENS:
+            arrival = Arrival(monotonic() + self._reader.patience(0))
+            self._submit(lambda: self._run(lineage, tokens, arrival, lambda lookup: lookup.fetch_blocks()))
+
+    def bring_in(self, lineage: Lineage, tokens: TokenArray, *, snapshots: bool) -> Arrival | None:
+        """Fetch what is worth it; None where there is nothing to wait for."""
+        if self._link.breaker.is_open:
+            return None
+        self._lookups += 1
+        arrival = Arrival(monotonic() + self._reader.patience(0))
+
+        def fetch(lookup: Lookup) -> None:
+            if snapshots:
+                lookup.fetch_to_snapshot()
+            elif end := lookup.fetch_blocks():
+                lookup.fetch_follower(end)
+
+        def run() -> None:
+            try:
+                self._run(lineage, tokens, arrival, fetch)
+            finally:
+                arrival.done.set_result(self._take_arrived(lineage, tokens))
+
+        return arrival if self._submit(run) else None
+
+    def was_late(self, arrival: Arrival) -> None:
+        """A request has given up waiting for it."""
+        self._late += 1
+        if arrival.has_begun:
+            self._link.breaker.trip("it takes too long to answer")
+            self._link.cut()
+
+    def _submit(self, run: Callable[[], None]) -> bool:
+        """False: the store is being closed."""
+        try:
+            self._threads.submit(run)
+        except RuntimeError:
+            return False
+        return True
+
+    def _run(
+        self, lineage: Lineage, tokens: TokenArray, arrival: Arrival, fetch: Callable[[Lookup], object]
+    ) -> None:
+        """Never raises: the request goes on without it."""
+        arrival.has_begun = True
+        if self._link.breaker.is_open or monotonic() > arrival.give_up:
+            return
+        self._reader.forget_old_measures()
+        try:
+            fetch(Lookup(self._tools, lineage, tokens, arrival, self._forgettings))
+        except (Unreachable, TimeoutError) as error:
+            log.debug("the remote tier gave no answer: %s", error)
+        except Exception:
+            log.exception("the remote tier's answer could not be used")
+
+    def _enter(self, forgettings: int, insert: Callable[[], Chunk | None]) -> Chunk | None:
+        with self._entering:
+            chunk = insert() if forgettings == self._forgettings else None
+        if chunk is not None:
+            with self._lock:
+                self._arrived[chunk.key] = None
+                while len(self._arrived) > _REMEMBERED:
+                    del self._arrived[next(iter(self._arrived))]
+            self._writer.is_there(chunk)
+        return chunk
+
+    def _take_arrived(self, lineage: Lineage, tokens: TokenArray) -> frozenset[ChunkKey]:
+        """What has come for these tokens, and did not count for a prompt before."""
+        if not self._arrived:
+            return frozenset()
+        end = self._owner.advance(self._owner.origin(lineage), tokens)
+        path = self._owner.transact(lambda ledger: [chunk.key for chunk in held_at(end)])
+        with self._lock:
+            came = frozenset(key for key in path if key in self._arrived)
+            for key in came:
+                del self._arrived[key]
+            self._hits += bool(came)
+        return came
+
+    def _name(self, lineage: Lineage, key: ChunkKey) -> bytes:
+        return self._link.name(self._store, None if lineage.owner == SHARED else lineage.user, key)
+
+    # ── writing ──
+
+    def offer(self, chunks: Iterable[Chunk]) -> None:
+        """They are worth having elsewhere, too; or have been used, and are wanted for longer."""
+        self._writer.offer(chunks)
+
+    def offer_loose(self, chunk: Chunk) -> None:
+        """The same for one that is not in the tree."""
+        self._writer.offer_loose(chunk)
+
+    def remove(self, chunks: Iterable[Chunk]) -> None:
+        """They were to be removed here, and are out of the tree."""
+        self._writer.remove_chunks(chunks)
+
+    def forget(self, user: str) -> int:
+        """Leave nothing of a user there; returns how many values went. Blocks. Raises OSError where the server
+        does not answer: it is tried again."""
+        with self._entering:
+            self._forgettings += 1
+        return self._writer.forget(user)
+
+    def _let_go(self, is_one: Callable[[str], bool]) -> None:
+        """Another host has forgotten users. Raises OSError."""
+        with self._entering:
+            self._forgettings += 1
+        self._writer.drop_loose(is_one)
+        self._owner.forget_here(is_one)
+
+    # ── life ──
+
+    def flush(self) -> None:
+        """Block until everything that was offered is there, or the server does not take it."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is left, as far as there is time."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._writer.close()
+        self._link.close()
+
+    def stats(self) -> dict[str, object]:
+        breaker, asked = self._link.breaker, self._link.counters
+        return {
+            "lookups": self._lookups,
+            "hits": self._hits,
+            "late": self._late,
+            **asdict(self._reader.counters),
+            **self._writer.stats(),
+            "requests": asked.requests,
+            "request_seconds": asked.seconds,
+            "failures": asked.failures,
+            "last_error": asked.last_error,
+            "breaker": "open" if breaker.is_open else "closed",
+            "breaker_opened": breaker.opened,
+            "is_encrypted": self._link.seal.is_closed,
+        }

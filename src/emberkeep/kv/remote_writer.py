@@ -1,0 +1,421 @@
+"""The thread that puts blocks into the shared server, and the record of users who were forgotten.
+
+What is shared or was reused goes first, everything within a byte rate. A block that is there already is only given
+more time. Each batch is written in one transaction, which fails if a user was forgotten since the record was last
+read: so nothing of a user comes back who was forgotten by any host.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from emberkeep.files import replace_file
+from emberkeep.kv.blocks import BlockPlaces, Placed
+from emberkeep.kv.chunkfile import parts
+from emberkeep.kv.ledger import Ledger
+from emberkeep.kv.remote_link import FOLLOWERS, FORGOTTEN, SLOTS, SNAPSHOTS, RemoteLink, Unreachable
+from emberkeep.kv.transfers import give_way
+from emberkeep.kv.tree import Chunk, ChunkKey, token_bytes
+from emberkeep.types import SHARED, Lineage
+
+if TYPE_CHECKING:
+    from valkey.client import Pipeline
+
+log = logging.getLogger("emberkeep.kv")
+
+T = TypeVar("T")
+
+_BATCH_CHUNKS = 16
+_BATCH_BYTES = 32 << 20
+_MOST_OFFERS = 4096
+_MOST_LOOSE = 64
+_REMEMBERED = 65_536
+_PAUSE_S = 10.0
+"""How long a server that took nothing is left alone."""
+_POLL_S = 10.0
+_CLOSING_S = 10.0
+_TOUCHED = 0.25
+"""Of its time, by which a block must be wanted for longer to be given more."""
+_FOREVER_S = 365 * 86_400
+_READ_AT_ONCE = 256
+
+
+class WriterOwner(Protocol):
+    fingerprint: bytes
+
+    def transact(self, change: Callable[[Ledger], T]) -> T: ...
+
+
+class ForgottenLog:
+    """Who was forgotten by any host, in order, and how far this one has followed. Safe to use from any thread."""
+
+    def __init__(
+        self, link: RemoteLink, let_go: Callable[[Callable[[str], bool]], None], folder: Path | None
+    ) -> None:
+        """`let_go` drops the users of whom a function is true, and raises OSError."""
+        self._link = link
+        self._let_go = let_go
+        self._path = folder / "remote.json" if folder else None
+        self._lock = threading.Lock()
+        self._last = self._saved()
+
+    def ask(self, pipe: Pipeline) -> Any:
+        """Put the question into a pipeline, or ask it at once where that does so."""
+        return pipe.xrange(FORGOTTEN, f"({self._last}", "+", count=_READ_AT_ONCE)
+
+    def take(self, entries: Any) -> None:
+        """The answer: drop who was forgotten."""
+        if not entries:
+            return
+        tags = {fields.get(b"user", b"").decode("ascii", "replace") for _, fields in entries}
+        with self._lock:
+            try:
+                self._let_go(lambda user: self._link.tag(user) in tags)
+            except OSError as error:
+                log.warning("a user who was forgotten elsewhere is not forgotten here yet: %s", error)
+                return
+            self._last = entries[-1][0].decode()
+            self._save()
+
+    def _saved(self) -> str:
+        try:
+            return str(json.loads(self._path.read_text())["forgotten"]) if self._path else "0-0"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "0-0"
+
+    def _save(self) -> None:
+        if self._path is None:
+            return
+        try:
+            replace_file(self._path, json.dumps({"forgotten": self._last}).encode())
+        except OSError as error:
+            log.warning("it cannot be kept who was forgotten elsewhere: %s", error)
+
+
+@dataclass(slots=True)
+class WriteCounters:
+    written_chunks: int = 0
+    written_bytes: int = 0
+    refused_chunks: int = 0
+    touched_chunks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    chunk: Chunk
+    placed: Placed
+    name: bytes
+    until: float
+    seconds: float
+    """How long it is wanted: in the store's seconds, and from now."""
+
+
+class RemoteWriter:
+    """Safe to use from any thread. Methods return at once unless they say otherwise."""
+
+    def __init__(
+        self,
+        link: RemoteLink,
+        owner: WriterOwner,
+        forgotten: ForgottenLog,
+        name: Callable[[Lineage, ChunkKey], bytes],
+    ) -> None:
+        self._link = link
+        self._owner = owner
+        self._forgotten = forgotten
+        self._name = name
+        self._places = BlockPlaces(owner.fingerprint)
+        self._changed = threading.Condition()
+        self._offers: tuple[dict[ChunkKey, Chunk], dict[ChunkKey, Chunk]] = {}, {}
+        """Those that go first, and the others; in the order in which they came."""
+        self._loose: dict[ChunkKey, Chunk] = {}
+        """Of these, what is not in the tree."""
+        self._removals: list[bytes] = []
+        self._owed: set[str] = set()
+        """Users whose state could not be removed yet."""
+        self._there: OrderedDict[ChunkKey, float] = OrderedDict()
+        """A block need not be looked at again unless it is wanted for longer than this, in the store's seconds."""
+        self._busy = False
+        self._closing_until: float | None = None
+        self._paused_until = 0.0
+        self._next_write = 0.0
+        self.counters = WriteCounters()
+        self._thread = threading.Thread(target=self._run, name="kv-remote-write", daemon=True)
+        self._thread.start()
+
+    def offer(self, chunks: Iterable[Chunk]) -> None:
+        with self._changed:
+            for chunk in chunks:
+                if _wanted_until(chunk) <= self._there.get(chunk.key, -1.0):
+                    continue
+                first, later = self._offers
+                later.pop(chunk.key, None)
+                is_first = chunk.hits > 0 or chunk.is_fork or chunk.lineage.owner == SHARED
+                (first if is_first or chunk.key in first else later)[chunk.key] = chunk
+            while sum(map(len, self._offers)) > _MOST_OFFERS:
+                some = self._offers[1] or self._offers[0]
+                del some[next(iter(some))]
+            self._changed.notify_all()
+
+    def offer_loose(self, chunk: Chunk) -> None:
+        """One that is not in the tree: the block around a place where conversations part."""
+        with self._changed:
+            self._loose[chunk.key] = chunk
+            while len(self._loose) > _MOST_LOOSE:
+                del self._loose[next(iter(self._loose))]
+        self.offer([chunk])
+
+    def drop_loose(self, is_one: Callable[[str], bool]) -> None:
+        """Those of users who are forgotten."""
+        with self._changed:
+            self._loose = {key: one for key, one in self._loose.items() if not _is_of(one, is_one)}
+
+    def is_there(self, chunk: Chunk) -> None:
+        """It has just come from there."""
+        with self._changed:
+            self._note_there(chunk.key, _wanted_until(chunk))
+            for offers in self._offers:
+                offers.pop(chunk.key, None)
+
+    def remove(self, names: Iterable[bytes]) -> None:
+        with self._changed:
+            self._removals += names
+            self._changed.notify_all()
+
+    def remove_chunks(self, chunks: Iterable[Chunk]) -> None:
+        """Chunks that are out of the tree."""
+        places = BlockPlaces(self._owner.fingerprint)
+        placed = [(chunk, places.of(chunk)) for chunk in chunks]
+        names = [self._name(chunk.lineage, each.described.key) for chunk, each in placed if each]
+        self.remove([kind for name in names for kind in (name, name + FOLLOWERS, name + SNAPSHOTS)])
+
+    def forget(self, user: str) -> int:
+        """Blocks. Raises OSError where something may be left: it is tried again."""
+        with self._changed:
+            for offers in self._offers:
+                for key in [key for key, chunk in offers.items() if _is_of(chunk, lambda other: other == user)]:
+                    del offers[key]
+            self._there.clear()
+        self.drop_loose(lambda other: other == user)
+        try:
+            return self._link.forget(user)
+        except Unreachable as error:
+            with self._changed:
+                self._owed.add(user)
+            raise OSError(f"the remote tier could not be asked to forget: {error}") from error
+
+    def flush(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._has_work or self._busy) or self._is_stuck)
+
+    def close(self) -> None:
+        """Blocks while what is left is written, for a while at most."""
+        with self._changed:
+            self._closing_until = monotonic() + _CLOSING_S
+            self._changed.notify_all()
+        self._thread.join(_CLOSING_S + 2 * self._link.settings.deadline_s)
+
+    def stats(self) -> dict[str, object]:
+        counted = self.counters
+        return {
+            "written_chunks": counted.written_chunks,
+            "written_bytes": counted.written_bytes,
+            "refused_chunks": counted.refused_chunks,
+            "touched_chunks": counted.touched_chunks,
+            "pending_chunks": sum(map(len, self._offers)),
+        }
+
+    # ── the thread ──
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._offers[0] or self._offers[1] or self._removals)
+
+    @property
+    def _is_stuck(self) -> bool:
+        return self._link.breaker.is_open or monotonic() < self._paused_until
+
+    @property
+    def _is_over(self) -> bool:
+        if self._closing_until is None:
+            return False
+        return not self._has_work or self._is_stuck or monotonic() > self._closing_until
+
+    def _run(self) -> None:
+        give_way()
+        while self._wait():
+            try:
+                self._probe()
+                if not self._is_stuck:
+                    self._settle_debts()
+                    self._write(self._next_batch())
+            except Unreachable as error:
+                log.debug("nothing was written to the remote tier: %s", error)
+            except Exception:
+                log.exception("a batch did not reach the remote tier")
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+    def _wait(self) -> bool:
+        """For something to do, or for the time to look around; False: no more."""
+        with self._changed:
+            if self._is_over:
+                return False
+            if self._is_stuck:
+                self._changed.wait(0.2)
+            elif not self._has_work:
+                self._changed.wait(_POLL_S)
+            if self._is_over:
+                return False
+            self._busy = not self._is_stuck
+            return True
+
+    def _probe(self) -> None:
+        if self._link.breaker.wants_probe:
+            self._link.ping()
+
+    def _settle_debts(self) -> None:
+        """Read who was forgotten; forget who could not be; remove what was to be."""
+        (entries,) = self._link.run(self._forgotten.ask)
+        self._forgotten.take(entries)
+        with self._changed:
+            owed, removals = list(self._owed), self._removals
+            self._removals = []
+        for user in owed:
+            self._link.forget(user)
+            with self._changed:
+                self._owed.discard(user)
+        if removals:
+            self._link.remove(removals)
+
+    def _next_batch(self) -> list[Chunk]:
+        batch: list[Chunk] = []
+        with self._changed:
+            for offers in self._offers:
+                while offers and len(batch) < _BATCH_CHUNKS and sum(one.bytes for one in batch) < _BATCH_BYTES:
+                    batch.append(offers.pop(next(iter(offers))))
+        return batch
+
+    def _write(self, batch: Sequence[Chunk]) -> None:
+        items = [item for item in map(self._item, batch) if item]
+        if not items:
+            return
+        try:
+            missing = self._touch(items)
+            self._wait_for_rate(missing)
+            self._store(missing)
+        except Unreachable as error:
+            self._refused(batch, error)
+            raise
+
+    def _item(self, chunk: Chunk) -> _Item | None:
+        placed = self._places.of(chunk)
+        if placed is None:
+            return None
+
+        until, now = _wanted_until(chunk), self._owner.transact(lambda ledger: ledger.clock.now())
+        name = self._name(chunk.lineage, placed.described.key)
+        return _Item(chunk, placed, name, until, min(max(until - now, 1.0), _FOREVER_S))
+
+    def _touch(self, items: Sequence[_Item]) -> list[_Item]:
+        """Give what is there more time; returns what is not."""
+        answers = self._link.run(
+            lambda pipe: [
+                (pipe.expire(item.name, int(item.seconds) + 1, gt=True), pipe.exists(item.name)) for item in items
+            ]
+        )
+        missing = []
+        with self._changed:
+            for item, is_there in zip(items, answers[1::2], strict=True):
+                if is_there:
+                    self.counters.touched_chunks += 1
+                    self._note_there(item.chunk.key, item.until + _TOUCHED * item.seconds)
+                else:
+                    missing.append(item)
+        return missing
+
+    def _wait_for_rate(self, items: Sequence[_Item]) -> None:
+        now = monotonic()
+        self._next_write = max(self._next_write, now)
+        with self._changed:
+            if self._next_write > now and self._closing_until is None:
+                self._changed.wait_for(lambda: self._closing_until is not None, self._next_write - now)
+        self._next_write += sum(item.chunk.bytes for item in items) / self._link.settings.bytes_per_s
+
+    def _store(self, items: Sequence[_Item]) -> None:
+        written = self._link.guarded(lambda pipe: self._fill(pipe, items)) if items else None
+        if written is None:
+            return
+        with self._changed:
+            self.counters.written_chunks += len(written)
+            self.counters.written_bytes += sum(written.values())
+            for item in items:
+                self._loose.pop(item.chunk.key, None)
+                if item.name in written:
+                    self._note_there(item.chunk.key, item.until + _TOUCHED * item.seconds)
+
+    def _fill(self, pipe: Pipeline, items: Sequence[_Item]) -> Mapping[bytes, int] | None:
+        """In a pipeline that watches the record of who was forgotten."""
+        self._forgotten.take(self._forgotten.ask(pipe))
+        values = {item.name: self._value(item) for item in items}
+        wanted = [(item, value) for item in items if (value := values[item.name]) is not None]
+        if not wanted:
+            return None
+        pipe.multi()
+        for item, value in wanted:
+            seconds = int(item.seconds) + 1
+            pipe.set(item.name, value, ex=seconds)
+            self._list(pipe, item, seconds)
+        return {item.name: len(value) for item, value in wanted}
+
+    def _value(self, item: _Item) -> bytes | None:
+        """None where it has gone meanwhile."""
+        chunk, payload = item.chunk, item.chunk.payload
+        is_here = self._loose.get(chunk.key) is chunk or self._owner.transact(lambda ledger: chunk in ledger.tree)
+        if payload is None or not is_here:
+            return None
+        return self._link.seal.close(item.name, parts(item.placed.described, payload))
+
+    def _list(self, pipe: Pipeline, item: _Item, seconds: int) -> None:
+        """Note it where others look for what follows the block before it."""
+        chunk, placed = item.chunk, item.placed
+        name = self._name(chunk.lineage, placed.before.key) + (SNAPSHOTS if chunk.is_snapshot else FOLLOWERS)
+        slot = str(placed.described.key[0] % SLOTS)
+        pipe.hset(name, slot, self._link.seal.close(name, [token_bytes(placed.tokens)]))
+        pipe.expire(name, seconds, nx=True)
+        pipe.expire(name, seconds, gt=True)
+
+    def _note_there(self, key: ChunkKey, until: float) -> None:
+        self._there[key] = until
+        self._there.move_to_end(key)
+        while len(self._there) > _REMEMBERED:
+            self._there.popitem(last=False)
+
+    def _refused(self, batch: Sequence[Chunk], error: Unreachable) -> None:
+        """Try again later what is still in RAM then."""
+        log.info("the remote tier takes nothing: %s", error)
+        self.counters.refused_chunks += len(batch)
+        if not self._link.breaker.is_open:
+            self._paused_until = monotonic() + _PAUSE_S
+        self.offer(chunk for chunk in batch if chunk.payload is not None)
+
+
+def _wanted_until(chunk: Chunk) -> float:
+    return inf if chunk.is_pinned else chunk.expires
+
+
+def _is_of(chunk: Chunk, is_one: Callable[[str], bool]) -> bool:
+    try:
+        return chunk.lineage.owner != SHARED and is_one(chunk.lineage.user)
+    except (ValueError, LookupError, TypeError):
+        return False
