@@ -204,6 +204,8 @@ class LocalBackend:
         sequences: list[tuple[Sequence, Choice]] = []
         try:
             conversation, samplers = await asyncio.to_thread(self._prepare, request, lineage)
+            if request.use_cache and self._store.is_shared:
+                conversation = await self._bring_in(conversation)
             if self._forgotten.since(asked_at, request.namespace):
                 request = replace(request, is_kept=False)
             prompt, channel = conversation.prompt, Channel[Item](self._outbox)
@@ -272,6 +274,21 @@ class LocalBackend:
         except (ContextExceeded, TooLarge) as error:
             conversation = self._truncate(request, lineage, error)
         return conversation, self._samplers.samplers(request, self._prompts.constraint(request))
+
+    async def _bring_in(self, conversation: Conversation) -> Conversation:
+        """With what other hosts have computed of its prompt, as far as that comes in time."""
+        prompt, snapshots = conversation.prompt, self.scheduler.kv_unit.has_snapshots
+        wanted = prompt.tokens[: prompt.reusable]
+        arrival = self._store.bring_in(prompt.lineage, wanted, snapshots=snapshots)
+        if arrival is None:
+            return conversation
+        coming = asyncio.wrap_future(arrival.done)
+        while not coming.done() and (left := arrival.give_up - monotonic()) > 0:
+            await asyncio.wait([coming], timeout=left)
+        if not coming.done():
+            self._store.was_late(arrival)
+            return conversation
+        return replace(conversation, prompt=replace(prompt, from_remote=coming.result()))
 
     def _plan_memory(self, conversation: Conversation) -> Conversation:
         """With a plan for its memory. Raises TooLarge."""

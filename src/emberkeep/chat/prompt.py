@@ -142,6 +142,8 @@ class Prompt:
     """Of the whole request, also where only a part of it is in here."""
     read_ahead: Set[bytes] = frozenset()
     """Chunks whose reading from disk has begun for it."""
+    from_remote: Set[bytes] = frozenset()
+    """Chunks that came for it from a server which other hosts share."""
     borders: frozenset[int] = frozenset()
     """Positions where others will go on: what cannot be cut by token is stored there."""
     closing: tuple[int, ...] = ()

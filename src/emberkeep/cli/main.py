@@ -93,7 +93,7 @@ def emberkeep(
 @app.command(epilog=SERVE_EXAMPLES)
 @with_settings(
     *("model", "models", "aliases", "pinned", "unload_after_s", "model_memory"),
-    *("host", "port", "data_dir", "ctx", "parallel", "ram_budget", "disk_budget"),
+    *("host", "port", "data_dir", "ctx", "parallel", "ram_budget", "disk_budget", "remote"),
     *("kv_bits", "approximate", "exact", "api_key", "threads", "lora", "kv_type", "flash_attention"),
     *("gpu_layers", "cpu_moe", "tensor_split", "engine", "device", "dtype", "attention", "warm"),
     *("residency", "keep_first", "keep_last", "gpu_memory"),

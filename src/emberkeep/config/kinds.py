@@ -74,8 +74,26 @@ def public_url(url: str) -> str:
     return shown.geturl()
 
 
+def _parse_shared_server(value: object) -> str:
+    url = parse_text(value)
+    parts = urlsplit(url)
+    if parts.scheme not in _SHARED_SERVERS or parts.password is not None or not (parts.hostname or parts.path):
+        raise ValueError
+    return url
+
+
+_SHARED_SERVERS = ("valkey", "valkeys", "redis", "rediss", "unix")
+
 TEXT = Kind(parse_text, "a text that is not empty", "text")
 URL = replace(TEXT, show=public_url, public=public_url)
+SHARED_SERVER = Kind(
+    _parse_shared_server,
+    "valkey://host:port, redis:// (with TLS valkeys:// or rediss://) or unix://path, and no password in it",
+    "url",
+    show=public_url,
+    public=public_url,
+    hides=True,
+)
 SECRET = Kind(
     _parse_secret,
     "a text",

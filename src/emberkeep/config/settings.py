@@ -19,6 +19,7 @@ from emberkeep.config.kinds import (
     PATH,
     PATHS,
     SECRET,
+    SHARED_SERVER,
     SHARES,
     SWITCH,
     TEXT,
@@ -175,6 +176,22 @@ class Config:
         "RAM for stored prompt state; auto takes a quarter of the memory.",
     )
     disk_budget: int = _setting(20 << 30, BYTES, "Disk space for stored prompt state.")
+    remote: str | None = _setting(
+        None,
+        or_word(SHARED_SERVER, "none"),
+        "Valkey or Redis server in which hosts share prompt state, such as valkey://10.0.0.5:6379.",
+    )
+    remote_user: str | None = _setting(None, or_word(TEXT, "none"), "Name to log in to that server with.")
+    remote_password: str | None = _setting(
+        None, SECRET, "Password for that server; best in the variable EMBERKEEP_REMOTE_PASSWORD."
+    )
+    remote_key: str | None = _setting(
+        None, SECRET, "Secret that all hosts have, with which everything in that server is encrypted."
+    )
+    remote_deadline_s: float = _setting(
+        0.5, seconds(0.01, 60), "How long a request waits for an answer of that server before it goes on without."
+    )
+    remote_writes_per_s: int = _setting(256 << 20, BYTES, "Bytes a second that are written there.")
     kv_bits: int = _setting(
         16,
         one_number_of(16, 8, 4),

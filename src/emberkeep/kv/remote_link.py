@@ -221,9 +221,9 @@ class RemoteLink:
             return list(pipeline.execute()) if len(pipeline) else []
 
     def guarded(self, prepare: Callable[[Pipeline], T | None]) -> T | None:
-        """Change something only if no user was forgotten meanwhile. `prepare` is called with a pipeline that watches
-        the record of who was, puts its commands behind `multi()`, and is called again where the record has changed.
-        None, where it has nothing to write."""
+        """Change something only if no user was forgotten meanwhile. `prepare` is called with a pipeline that
+        watches the record of who was, puts its commands behind `multi()`, and is called again where the record has
+        changed. None, where it has nothing to write."""
         from valkey.exceptions import WatchError
 
         with self._asking(), self._client.pipeline(transaction=True) as pipeline:

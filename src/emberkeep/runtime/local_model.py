@@ -189,7 +189,7 @@ def assemble(
     store.read_into(engine.payload_buffer)
     loaded = None
     if draft is not None:
-        its_store = parts.store(draft.engine.fingerprint, {"model": draft.name}, share)
+        its_store = parts.store(draft.engine.fingerprint, {"model": draft.name}, share, is_draft=True)
         loaded = LoadedDraft(draft.name, draft.engine, its_store)
     slice_ = min(config.prefill_slice or engine.capabilities.batch, engine.capabilities.batch)
     admission = _admission(config, engine, store, slice_)

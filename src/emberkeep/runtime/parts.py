@@ -12,6 +12,7 @@ from typing import Protocol
 from emberkeep.config import Config, ttls
 from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.policy import Keeping
+from emberkeep.kv.remote_link import RemoteLink, RemoteSettings
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.vector_file import VectorFile
 from emberkeep.memory.memory import Memory
@@ -32,8 +33,10 @@ class Parts(Protocol):
 
     hygiene: Hygiene
 
-    def store(self, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0) -> KvStore:
-        """`share`: of the RAM that is for the state of one model."""
+    def store(
+        self, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0, *, is_draft: bool = False
+    ) -> KvStore:
+        """`share`: of the RAM that is for the state of one model. `is_draft`: other hosts need not have it."""
 
     def close_store(self, store: KvStore) -> None:
         """Its model is closed."""
@@ -50,8 +53,10 @@ class OwnParts:
         self._config = config
         self.hygiene = Hygiene(rules_in_use(config.hygiene))
 
-    def store(self, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0) -> KvStore:
-        return open_store(self._config, fingerprint, about, share)
+    def store(
+        self, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0, *, is_draft: bool = False
+    ) -> KvStore:
+        return open_store(self._config, fingerprint, about, share, is_draft=is_draft)
 
     def close_store(self, store: KvStore) -> None:
         store.close()
@@ -88,9 +93,13 @@ class SharedParts:
         self._memory: Memory | None = None
         self._has_memory = False
 
-    def store(self, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0) -> KvStore:
+    def store(
+        self, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0, *, is_draft: bool = False
+    ) -> KvStore:
         with self._opening:
-            own = self._at_rest(fingerprint) or _Kept(open_store(self._config, fingerprint, about, share), share)
+            own = self._at_rest(fingerprint) or _Kept(
+                open_store(self._config, fingerprint, about, share, is_draft=is_draft), share
+            )
             with self._lock:
                 own.is_used = True
                 self._kept = [*(kept for kept in self._kept if kept is not own), own]
@@ -171,6 +180,22 @@ def rest_budgets(held: list[int], room: int) -> list[int]:
     return budgets[::-1]
 
 
+def open_link(config: Config) -> RemoteLink | None:
+    """None where state is not shared. Nothing is asked yet. Raises ConfigError."""
+    if config.remote is None:
+        return None
+    return RemoteLink(
+        RemoteSettings(
+            config.remote,
+            config.remote_user,
+            config.remote_password,
+            config.remote_key,
+            config.remote_deadline_s,
+            config.remote_writes_per_s,
+        )
+    )
+
+
 def open_vectors(config: Config) -> VectorFile | None:
     """Of all models that embed; None where none are kept on disk."""
     return VectorFile(config.data_dir / _VECTORS, config.vector_budget) if config.vector_budget else None
@@ -184,14 +209,21 @@ def _clear_vectors(config: Config) -> None:
         file.close()
 
 
-def open_store(config: Config, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0) -> KvStore:
-    """Without a usable folder the store lives in RAM: serving goes on. `share`: of the RAM that is for state."""
+def open_store(
+    config: Config, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0, *, is_draft: bool = False
+) -> KvStore:
+    """Without a usable folder the store lives in RAM: serving goes on. `share`: of the RAM that is for state.
+
+    Raises ConfigError where hosts are to share it and cannot.
+    """
     keeping = Keeping(ttls(config), config.turns_to_cold, config.disk_writes_per_day)
 
     budgets = Budgets(int(config.ram_budget * share), config.disk_budget)
 
+    link = None if is_draft else open_link(config)
+
     def store(files: ChunkFiles | None) -> KvStore:
-        return KvStore(fingerprint, budgets, files, keeping=keeping, about=about)
+        return KvStore(fingerprint, budgets, files, link=link, keeping=keeping, about=about)
 
     if config.disk_budget:
         try:

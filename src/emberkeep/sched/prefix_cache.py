@@ -25,6 +25,7 @@ import numpy as np
 
 from emberkeep.engine.base import Engine, KvExport, Outcome, Payload
 from emberkeep.errors import EngineError, StepFailed
+from emberkeep.kv.blocks import BLOCK_TOKENS, block_start
 from emberkeep.kv.content import Moved
 from emberkeep.kv.entries import Entry
 from emberkeep.kv.store import CHUNK_TOKENS, KvStore
@@ -34,7 +35,7 @@ from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, Match, Segment, Spa
 from emberkeep.sched.cacheblend import CacheBlend
 from emberkeep.sched.context_shift import ContextShift
 from emberkeep.sched.engine_thread import insist
-from emberkeep.sched.sequence import Load, Phase, Save, Sequence
+from emberkeep.sched.sequence import Load, NewChunk, Phase, Save, Sequence
 from emberkeep.sched.slots import HotMatch, Slots
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import EXACT_BITS, Divergence, Lineage, MissReason, Vocab
@@ -410,15 +411,16 @@ class PrefixCache:
         """Let the engine copy what is not stored; what it has at once is stored."""
         sequence.cursor = self._store.advance(sequence.cursor, sequence.tokens[:end])
         start = self._store.growth_point(sequence.cursor)
-        borders = _borders(start.position, end, tail=tail)
+        borders = _borders(start.position, end, tail=tail, in_blocks=self._store.is_shared)
         if sequence.cursor.position >= end or len(borders) < 2:
             return
         try:
             exports = self._export(sequence, borders)
+            around = self._export_around(sequence, borders)
         except EngineError as error:
             log.warning("what was computed is not kept: %s", error)
             return
-        sequence.saving = Save(start, sequence.new_chunks(borders, fork=fork), exports)
+        sequence.saving = Save(start, sequence.new_chunks(borders, fork=fork), exports, around)
         if sequence.saving.is_done:
             self._finish_save(sequence)
 
@@ -432,6 +434,8 @@ class PrefixCache:
         except EngineError as error:
             log.warning("what was computed is not kept: %s", error)
             return
+        if save.around is not None:
+            self._share(save.start, save.around)
         if not self._insert(save, payloads):
             sequence.cursor = self._store.origin(sequence.lineage)
             return
@@ -451,10 +455,26 @@ class PrefixCache:
                 return False
         return True
 
+    def _share(self, start: Cursor, around: tuple[NewChunk, KvExport]) -> None:
+        """Other hosts, where conversations part elsewhere, find the block around the place where this one did."""
+        block, export = around
+        begin = place_at(start, block_start(start.position))
+        (payload,) = export.payloads()
+        self._store.share(begin, block.tokens, payload, block.sampled, block.made)
+
+    def _export_around(self, sequence: Sequence, borders: list[int]) -> tuple[NewChunk, KvExport] | None:
+        """The block in which the first chunk lies, where that begins inside it and others could use it."""
+        begin = block_start(borders[0])
+        if not self._store.is_shared or begin == borders[0] or not sequence.lineage.is_exact:
+            return None
+        ends = [begin, min(begin + BLOCK_TOKENS, borders[-1])]
+        return sequence.new_chunks(ends, fork=False)[0], self._engine.export_kv(sequence.slot, ends)
+
     def _export(self, sequence: Sequence, borders: list[int]) -> list[KvExport]:
         """Full chunks in the bits of their lineage; the newest tokens, whose chunk will grow, as they are."""
         bits = sequence.lineage.bits
-        full = [border for border in borders if (border - borders[0]) % CHUNK_TOKENS == 0]
+        origin = block_start(borders[0]) if self._store.is_shared else borders[0]
+        full = [border for border in borders if border == borders[0] or (border - origin) % CHUNK_TOKENS == 0]
         if bits == EXACT_BITS or len(full) < 2:
             return [self._engine.export_kv(sequence.slot, borders)]
         exports = [self._engine.export_kv(sequence.slot, full, bits)]
@@ -471,9 +491,11 @@ class PrefixCache:
             log.warning("what was computed is not kept: %s", error)
 
 
-def _borders(begin: int, end: int, *, tail: bool) -> list[int]:
-    """Where chunks of [begin, end) begin and end; the last one may be shorter if it may be a tail."""
-    borders = list(range(begin, end + 1, CHUNK_TOKENS))
+def _borders(begin: int, end: int, *, tail: bool, in_blocks: bool) -> list[int]:
+    """Where chunks of [begin, end) begin and end; the last one may be shorter if it may be a tail. `in_blocks`:
+    the first one too, so that those after it are blocks."""
+    first = block_start(begin) + BLOCK_TOKENS if in_blocks else begin + CHUNK_TOKENS
+    borders = [begin, *range(first, end + 1, CHUNK_TOKENS)]
     return [*borders, end] if tail and borders[-1] < end else borders
 
 
@@ -504,7 +526,10 @@ def _after(hot: HotMatch) -> TokenArray:
 class StoredText:
     """One prompt's view of the store. Used by one thread; never blocks on disk."""
 
-    def __init__(self, store: KvStore, recent: RecentAnswers, vocab: Vocab, lineage: Lineage) -> None:
+    def __init__(
+        self, store: KvStore, recent: RecentAnswers, vocab: Vocab, lineage: Lineage, *, snapshots: bool = False
+    ) -> None:
+        """`snapshots`: state is resumed only where it was stored as a whole."""
         self._store = store
         self._recent = recent
         self._pieces = vocab.pieces
@@ -514,8 +539,13 @@ class StoredText:
         self._cursor = store.origin(lineage)
         self._ids = np.empty(1024, np.int32)
         self._count = 0
+        self._can_prefetch = store.is_shared and not snapshots
+        self._prefetch_at: int | None = None
+        """With so many ids, what other hosts have of them is asked for."""
 
     def read_ahead(self, text: str) -> set[ChunkKey]:
+        if self._can_prefetch:
+            self._prefetch_at = BLOCK_TOKENS
         return self._store.readahead(self._lineage, text.encode("utf-8", "surrogatepass"), self._pieces)
 
     def replay(self, ids: Items[int], text: bytes, start: int, borders: Set[int]) -> Replayed:
@@ -536,6 +566,9 @@ class StoredText:
             self._ids = np.concatenate([self._ids, np.empty(len(ids), np.int32)])
         self._ids[self._count : len(ids)] = ids[self._count :]
         self._count = len(ids)
+        if self._prefetch_at is not None and self._count >= self._prefetch_at:
+            self._prefetch_at = 2 * self._count  # few round trips, however long it is
+            self._store.prefetch(self._lineage, self._ids[: self._count].copy())
 
 
 class RecentAnswers:

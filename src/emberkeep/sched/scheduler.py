@@ -100,6 +100,7 @@ class SchedulerCounters:
     reused_hot_tokens: int = 0
     reused_warm_tokens: int = 0
     reused_cold_tokens: int = 0
+    reused_remote_tokens: int = 0
     moved_tokens: int = 0
     repaired_tokens: int = 0
     approximate_jobs: int = 0
@@ -225,7 +226,8 @@ class Scheduler:
         index."""
         for store in self.stores:
             store.refresh()
-        return StoredText(self.store, self.recent, self._engine.vocab, lineage)
+        snapshots = self.kv_unit.has_snapshots
+        return StoredText(self.store, self.recent, self._engine.vocab, lineage, snapshots=snapshots)
 
     def close(self) -> None:
         """No new sequences; let running ones finish until the deadline, keep what they computed, free the
@@ -796,6 +798,7 @@ class Scheduler:
         self.counters.reused_hot_tokens += sequence.reuse.hot
         self.counters.reused_warm_tokens += sequence.reuse.warm
         self.counters.reused_cold_tokens += sequence.reuse.cold
+        self.counters.reused_remote_tokens += sequence.reuse.remote
         self.counters.moved_tokens += sequence.reuse.moved
         self.counters.cuts += sequence.splices
         self.counters.evaluated_tokens += sequence.inserted_tokens

@@ -134,11 +134,14 @@ class Save:
     start: Cursor
     chunks: list[NewChunk]
     exports: list[KvExport]
+    around: tuple[NewChunk, KvExport] | None = None
+    """The block that the first of them lies in, for other hosts."""
 
     @property
     def is_done(self) -> bool:
         """`payloads` does not block."""
-        return all(export.is_done for export in self.exports)
+        around = [self.around[1]] if self.around else []
+        return all(export.is_done for export in [*self.exports, *around])
 
     def payloads(self) -> list[Payload]:
         """One for each chunk. Blocks until they are there. Raises EngineError."""
@@ -192,12 +195,16 @@ class Reuse:
         return self.count(Source.COLD)
 
     @property
+    def remote(self) -> int:
+        return self.count(Source.REMOTE)
+
+    @property
     def moved(self) -> int:
         return self.count(Source.MOVED)
 
     @property
     def in_place(self) -> int:
-        return self.hot + self.warm + self.cold
+        return self.hot + self.warm + self.cold + self.remote
 
     def only(self, length: int, moved: int = 0, behind: int = 0) -> None:
         """Of what was loaded, only the first tokens were of use, and `moved` that were moved up, `behind` so many
@@ -466,8 +473,13 @@ class Sequence:
                 self.rests_on_moved(chunk.start)
             here = Cursor(chunk, load.end - chunk.start, self.lineage)
             self.cursor = place_at(here, load.end) if chunk.is_snapshot else here
+        self.reuse.add(before, load.end, self._source(chunk))
+
+    def _source(self, chunk: Chunk) -> Source:
+        if chunk.key in self.prompt.from_remote:
+            return Source.REMOTE
         is_cold = chunk.key in self.prompt.read_ahead or chunk.key in self.from_disk
-        self.reuse.add(before, load.end, Source.COLD if is_cold else Source.WARM)
+        return Source.COLD if is_cold else Source.WARM
 
     def stop_loading(self) -> None:
         """All that can be had is there."""
@@ -716,6 +728,7 @@ class Sequence:
             hot_tokens=reuse.hot,
             warm_tokens=reuse.warm,
             cold_tokens=reuse.cold,
+            remote_tokens=reuse.remote,
             moved_tokens=reuse.moved,
             repaired_tokens=reuse.repaired,
             wide_tokens=self.shapes.wide(reused),

@@ -161,6 +161,7 @@ class Source(StrEnum):
     HOT = "hot"  # it was in the engine
     WARM = "warm"  # from RAM
     COLD = "cold"  # from disk
+    REMOTE = "remote"  # from the tier that hosts share
     MOVED = "moved"  # computed at another position
     EVALUATED = "evaluated"
 
@@ -181,6 +182,7 @@ class LookupRecord:
     hot_tokens: int = 0
     warm_tokens: int = 0
     cold_tokens: int = 0
+    remote_tokens: int = 0
     moved_tokens: int = 0
     """Tokens whose state was moved from other positions, or moved up by a splice: approximate."""
     repaired_tokens: int = 0
@@ -202,7 +204,7 @@ class LookupRecord:
 
     @property
     def reused_tokens(self) -> int:
-        return self.hot_tokens + self.warm_tokens + self.cold_tokens
+        return self.hot_tokens + self.warm_tokens + self.cold_tokens + self.remote_tokens
 
     @property
     def cached_tokens(self) -> int:
@@ -449,6 +451,7 @@ def _merge_lookups(lookups: Sequence[LookupRecord]) -> LookupRecord:
         hot_tokens=sum(one.hot_tokens for one in lookups),
         warm_tokens=sum(one.warm_tokens for one in lookups),
         cold_tokens=sum(one.cold_tokens for one in lookups),
+        remote_tokens=sum(one.remote_tokens for one in lookups),
         moved_tokens=sum(one.moved_tokens for one in lookups),
         repaired_tokens=sum(one.repaired_tokens for one in lookups),
         is_approximate=any(one.is_approximate for one in lookups),
