@@ -308,7 +308,7 @@ def test_a_stream_of_a_chat_has_a_line_per_piece_and_its_cost_in_the_last() -> N
     assert (last["done_reason"], last["prompt_eval_count"], last["eval_count"]) == ("stop", 12, 3)
     assert (last["prompt_eval_duration"], last["eval_duration"]) == (20_000_000, 30_000_000)
     assert last["total_duration"] > 0 and last["load_duration"] >= 0
-    assert last["emberkeep"]["reused"] == {"hot": 1, "warm": 2, "cold": 5}
+    assert last["emberkeep"]["reused"] == {"hot": 1, "warm": 2, "cold": 5, "remote": 0}
 
 
 def test_thoughts_have_a_field_of_their_own() -> None:

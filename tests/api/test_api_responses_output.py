@@ -185,7 +185,7 @@ def test_usage_and_what_was_reused_are_told() -> None:
         "output_tokens_details": {"reasoning_tokens": 1},
         "total_tokens": 15,
     }
-    assert response["emberkeep"]["reused"] == {"hot": 1, "warm": 2, "cold": 5}
+    assert response["emberkeep"]["reused"] == {"hot": 1, "warm": 2, "cold": 5, "remote": 0}
     assert response["timings"]["prompt_n"] == 4
 
 

@@ -1,10 +1,9 @@
-"""Two hosts and one server that they share: each finds what the other has computed, and nothing that it has not."""
+"""Two hosts and one server that they share: each finds what the other has computed, and nothing else."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from emberkeep.kv.remote_link import RemoteLink
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import EXACT, SHARED, Lineage, private_namespace
+from emberkeep.types import EXACT, SHARED, EntryKind, Label, Lineage, Ttl, private_namespace
 from helpers.kv_building import FINGERPRINT, LONG, PLENTY, exported, prompt, put
 from helpers.valkey_server import ValkeyServer, running_valkey
 from helpers.waiting import eventually
@@ -161,7 +160,7 @@ def test_with_a_key_nothing_can_be_read_or_found_without_it(server: ValkeyServer
         put(a, LONG, namespace=ALICE)
         a.flush()
         tokens = LONG[:16].astype("<i4").tobytes()
-        for name in server.client.keys():
+        for name in server.client.scan_iter():
             kind = server.client.type(name)
             values = [server.client.get(name)] if kind == b"string" else server.client.hvals(name)
             assert values
@@ -176,7 +175,7 @@ def test_a_value_that_was_swapped_damaged_or_cut_is_not_used(server: ValkeyServe
     with host(server) as a:
         put(a, LONG)
         a.flush()
-    values = [name for name in server.client.keys() if server.client.type(name) == b"string"]
+    values = [name for name in server.client.scan_iter() if server.client.type(name) == b"string"]
     whole = {name: server.client.get(name) for name in values}
 
     def swapped(name: bytes) -> bytes:
@@ -198,10 +197,8 @@ def test_state_lasts_as_long_as_it_is_wanted(server: ValkeyServer) -> None:
     with host(server) as a:
         cursor = put(a, LONG)
         a.flush()
-        first = {name: server.client.ttl(name) for name in server.client.keys()}
+        first = {name: server.client.ttl(name) for name in server.client.scan_iter()}
         assert all(250 < seconds <= 302 for seconds in first.values())
-        from emberkeep.types import EntryKind, Label, Ttl
-
         a.turn_ended(Label(EntryKind.CONVERSATION, "one", "head", Ttl.EXTENDED), cursor)
         a.flush()
         later = [server.client.ttl(name) for name in first if not name.endswith((b":c", b":s"))]

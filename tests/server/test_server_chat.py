@@ -98,7 +98,7 @@ def test_an_answer_tells_timings_and_what_was_reused(backend: ScriptedBackend, h
         "predicted_per_second": 100.0,
     }
     assert body["emberkeep"] == {
-        "reused": {"hot": 1, "warm": 2, "cold": 5},
+        "reused": {"hot": 1, "warm": 2, "cold": 5, "remote": 0},
         "moved_tokens": 0,
         "repaired_tokens": 0,
         "approximate": False,
@@ -202,7 +202,7 @@ def test_a_stream_ends_with_our_detail_then_usage_then_done(backend: ScriptedBac
     assert json.loads(usage[1])["choices"] == []
     assert json.loads(usage[1])["usage"]["prompt_tokens_details"] == {"cached_tokens": 8}
     assert detail[0] == "emberkeep"
-    assert json.loads(detail[1])["emberkeep"]["reused"] == {"hot": 1, "warm": 2, "cold": 5}
+    assert json.loads(detail[1])["emberkeep"]["reused"] == {"hot": 1, "warm": 2, "cold": 5, "remote": 0}
     assert json.loads(detail[1])["emberkeep"]["conversation_id"] == "c1"
     assert json.loads(detail[1])["timings"]["cache_n"] == 8
     assert all(json.loads(data)["usage"] is None for _, data in chunks)

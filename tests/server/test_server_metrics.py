@@ -55,6 +55,7 @@ LEFT_OUT = (
     r"embeddings",  # told by models that give some
     r"scheduler\.(jobs|cancelled|failed)",  # counted per request, see server/metrics.RequestMetrics
     r"store\.(folder|cold\.last_error)",  # texts
+    r"store\.remote",  # told where hosts share their state
 )
 """Figures of the backend that are not exported."""
 

@@ -444,7 +444,12 @@ def timings_json(timings: Timings) -> dict[str, Json]:
 
 def lookup_json(lookup: LookupRecord) -> dict[str, Json]:
     return {
-        "reused": {"hot": lookup.hot_tokens, "warm": lookup.warm_tokens, "cold": lookup.cold_tokens},
+        "reused": {
+            "hot": lookup.hot_tokens,
+            "warm": lookup.warm_tokens,
+            "cold": lookup.cold_tokens,
+            "remote": lookup.remote_tokens,
+        },
         "moved_tokens": lookup.moved_tokens,
         "repaired_tokens": lookup.repaired_tokens,
         "approximate": lookup.is_approximate,

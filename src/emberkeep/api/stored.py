@@ -133,6 +133,7 @@ def lookup_from_json(explained: Json) -> LookupRecord:
         hot_tokens=reused["hot"],
         warm_tokens=reused["warm"],
         cold_tokens=reused["cold"],
+        remote_tokens=reused["remote"],
         moved_tokens=explained["moved_tokens"],
         repaired_tokens=explained["repaired_tokens"],
         is_approximate=explained["approximate"],

@@ -475,6 +475,7 @@ class LocalBackend:
                 "evaluate_tokens_per_s": costs.evaluate.value,
                 "import_bytes_per_s": costs.import_.value,
                 "read_bytes_per_s": costs.read.value,
+                "fetch_bytes_per_s": costs.fetch.value,
             },
         }
 

@@ -108,6 +108,8 @@ def _reuse(lookup: LookupRecord) -> Iterator[tuple[str, str]]:
     yield "from the engine", f"{lookup.hot_tokens:,} tokens"
     yield "from RAM", f"{lookup.warm_tokens:,} tokens"
     yield "from disk", f"{lookup.cold_tokens:,} tokens"
+    if lookup.remote_tokens:
+        yield "from other hosts", f"{lookup.remote_tokens:,} tokens"
     yield "to evaluate", f"{lookup.prompt_tokens - lookup.reused_tokens:,} of {lookup.prompt_tokens:,} tokens"
     yield "reason", lookup.reason
     if lookup.divergence:

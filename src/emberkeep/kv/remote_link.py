@@ -40,7 +40,7 @@ SLOTS = 16
 """What follows a block and is listed there. A new one takes the place of another: who finds nothing there
 evaluates less than a block."""
 _FIRST_PAUSE_S = 1.0
-_LONGEST_PAUSE_S = 60.0
+_LONGEST_PAUSE_S = 15.0
 _MOST_DAMAGED = 3
 """Values one after the other that are not what they should be: then nothing that comes from there is."""
 _MOST_FORGOTTEN = 10_000
@@ -126,12 +126,12 @@ class Breaker:
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
-        self._pause = _FIRST_PAUSE_S
+        self._pause = 0.0
         self._probe_at: float | None = None
+        self._closed_at = clock()
         self._damaged = 0
         self.opened = 0
         """How often it was."""
-        self.reason: str | None = None
 
     @property
     def is_open(self) -> bool:
@@ -142,26 +142,28 @@ class Breaker:
         return self._probe_at is not None and self._clock() >= self._probe_at
 
     def trip(self, reason: str) -> None:
-        """Something failed: nothing passes until a probe has. Each failed probe makes the pause longer."""
+        """Something failed: nothing passes until a probe has. It takes longer each time, unless all went well for
+        as long as the last pause was."""
+        now = self._clock()
+        if self._probe_at is not None and now < self._probe_at:
+            return  # others who were waiting for it, too
         if self._probe_at is None:
             self.opened += 1
             log.warning("the remote tier is left alone: %s", reason)
-        elif self._clock() < self._probe_at:
-            return  # others who were waiting for it, too
-        else:
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
-        self.reason = reason
-        self._probe_at = self._clock() + self._pause
+        went_well = self._probe_at is None and now - self._closed_at > self._pause
+        self._pause = _FIRST_PAUSE_S if went_well else min(max(2 * self._pause, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+        self._probe_at = now + self._pause
 
     def mend(self) -> None:
         """A probe was answered."""
         if self._probe_at is not None:
             log.info("the remote tier is back")
+            self._closed_at = self._clock()
         self._probe_at, self._damaged = None, 0
 
     def whole(self) -> None:
-        """A value was what it should be: the next pause is a short one again."""
-        self._damaged, self._pause = 0, _FIRST_PAUSE_S
+        """A value was what it should be."""
+        self._damaged = 0
 
     def damaged(self, reason: str) -> None:
         self._damaged += 1

@@ -61,7 +61,7 @@ class VerifyBody(Body):
 
 
 class SourcedTokens(Body):
-    source: Annotated[Literal["hot", "warm", "cold", "moved", "evaluated"], Field(alias="from")]
+    source: Annotated[Literal["hot", "warm", "cold", "remote", "moved", "evaluated"], Field(alias="from")]
     tokens: Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE]
 
 

@@ -193,7 +193,7 @@ class Figure:
 FIGURES = (
     Figure(r"scheduler\.prompt_tokens", "prefix_cache_queries_total", "Prompt tokens of all requests."),
     Figure(
-        r"scheduler\.reused_(?P<tier>hot|warm|cold)_tokens",
+        r"scheduler\.reused_(?P<tier>hot|warm|cold|remote)_tokens",
         "prefix_cache_hits_total",
         "Prompt tokens whose state was reused, by where it was.",
     ),
@@ -264,6 +264,26 @@ FIGURES = (
     Figure(
         r"store\.cold\.other_bytes", "cold_other_bytes", "In quarantine, about to be removed, or not reachable."
     ),
+    Figure(r"store\.remote\.lookups", "remote_lookups_total", "Prompts that the shared server was asked for."),
+    Figure(r"store\.remote\.hits", "remote_hits_total", "Those for which something came."),
+    Figure(r"store\.remote\.late", "remote_late_total", "Those that did not wait for its answer any longer."),
+    Figure(r"store\.remote\.read_chunks", "remote_read_chunks_total", "Chunks that came from the shared server."),
+    Figure(r"store\.remote\.read_bytes", "remote_read_bytes_total", "Bytes that came from it."),
+    Figure(r"store\.remote\.read_seconds", "remote_read_seconds_total", "Time spent reading them."),
+    Figure(r"store\.remote\.written_chunks", "remote_written_chunks_total", "Chunks written to it."),
+    Figure(r"store\.remote\.written_bytes", "remote_written_bytes_total", "Bytes written to it."),
+    Figure(r"store\.remote\.refused_chunks", "remote_refused_chunks_total", "Writes that it refused."),
+    Figure(r"store\.remote\.touched_chunks", "remote_touched_chunks_total", "Chunks that it is to keep longer."),
+    Figure(r"store\.remote\.pending_chunks", "remote_pending_chunks", "Chunks on their way to it."),
+    Figure(
+        r"store\.remote\.damaged_chunks", "remote_damaged_chunks_total", "Its chunks that failed verification."
+    ),
+    Figure(r"store\.remote\.vanished_chunks", "remote_vanished_chunks_total", "Its chunks that disappeared."),
+    Figure(r"store\.remote\.requests", "remote_requests_total", "Round trips to it."),
+    Figure(r"store\.remote\.request_seconds", "remote_request_seconds_total", "Time spent in them."),
+    Figure(r"store\.remote\.failures", "remote_failures_total", "Round trips that failed."),
+    Figure(r"store\.remote\.breaker_opened", "remote_breaker_opened_total", "How often it was left alone."),
+    Figure(r"store\.remote\.breaker_open", "remote_breaker_open", "1 while it is left alone."),
     Figure(
         r"engine\.pool\.(?P<state>used|shared|copied)_blocks",
         "pool_blocks",
@@ -317,6 +337,11 @@ FIGURES = (
         r"measured\.import_bytes_per_s",
         "measured_import_bytes_per_second",
         "Speed from RAM into the engine, a running average.",
+    ),
+    Figure(
+        r"measured\.fetch_bytes_per_s",
+        "measured_fetch_bytes_per_second",
+        "Speed of the shared server, a running average.",
     ),
     Figure(
         r"measured\.read_bytes_per_s",

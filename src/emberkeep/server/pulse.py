@@ -138,6 +138,7 @@ def pulse_json(stats: Mapping[str, Any]) -> dict[str, Json]:
             "hot": scheduler.get("reused_hot_tokens", 0),
             "warm": scheduler.get("reused_warm_tokens", 0),
             "cold": scheduler.get("reused_cold_tokens", 0),
+            "remote": scheduler.get("reused_remote_tokens", 0),
             "moved": scheduler.get("moved_tokens", 0),
             "sampled": scheduler.get("sampled_tokens", 0),
         },
@@ -146,10 +147,17 @@ def pulse_json(stats: Mapping[str, Any]) -> dict[str, Json]:
             "written_bytes": cold.get("written_bytes", 0),
             "pending_chunks": cold.get("pending_chunks", 0),
         },
+        "remote": _remote_json(store.get("remote")),
         "saved_s": round(scheduler.get("saved_s", 0.0), 1),
         "evicted": {tier: sum(by.values()) for tier, by in evictions.items()},
         "slots": [_slot_json(slot) for slot in scheduler.get("slots") or ()],
     }
+
+
+def _remote_json(remote: Mapping[str, Any] | None) -> dict[str, Json] | None:
+    """None where no hosts share their state."""
+    names = ("breaker", "hits", "lookups", "read_bytes", "written_bytes", "pending_chunks")
+    return None if remote is None else {name: remote[name] for name in names}
 
 
 def _slot_json(slot: Mapping[str, Any]) -> dict[str, Json]:

@@ -88,7 +88,16 @@ function Moves({ now }) {
   return html`<p class="moves">
     <span class=${moves.length ? "busy" : ""}>${moves.join(" · ") || "Nothing is being read, written or evicted."}</span>
     <span class="note">${` In all ${bytes(sums.read)} read from disk, ${bytes(sums.written)} written, ${number(sums.evicted)} chunks evicted.`}</span>
+    ${now.remote && html`<${Shared} remote=${now.remote} />`}
   </p>`;
+}
+
+/** What went to and came from the server that hosts share. */
+function Shared({ remote }) {
+  const { hits, lookups, read_bytes: read, written_bytes: written, pending_chunks: pending } = remote;
+  const words = `${number(hits)} of ${number(lookups)} prompts found state of other hosts: ${bytes(read)} came from the shared server, ${bytes(written)} went there`;
+  return html`<span class="note shared"><span class="swatch tier remote"></span>
+    ${remote.breaker === "open" ? "The shared server does not answer, and is left alone for a while. " : ""}${words}${pending ? `, ${number(pending)} chunks wait.` : "."}</span>`;
 }
 
 const sumsOf = ({ disk, evicted }) => ({

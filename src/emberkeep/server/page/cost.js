@@ -7,6 +7,7 @@ export const TIERS = [
   ["hot", "from the engine"],
   ["warm", "from RAM"],
   ["cold", "from disk"],
+  ["remote", "from other hosts"],
   ["moved", "moved"],
   ["evaluated", "evaluated"],
 ];
@@ -27,11 +28,10 @@ export const REASONS = {
 
 export function costOf({ usage, timings, emberkeep }) {
   if (!emberkeep?.reused || !usage) return null;
-  const { hot, warm, cold } = emberkeep.reused;
   const moved = emberkeep.moved_tokens ?? 0;
-  const evaluated = Math.max(usage.prompt_tokens - hot - warm - cold - moved, 0);
+  const evaluated = Math.max(usage.prompt_tokens - reusedOf({ reused: emberkeep.reused, moved_tokens: moved }), 0);
   return {
-    tokens: { hot, warm, cold, moved, evaluated },
+    tokens: { ...emberkeep.reused, moved, evaluated },
     sources: emberkeep.sources,
     divergence: emberkeep.divergence,
     prompt: usage.prompt_tokens,
@@ -49,7 +49,7 @@ export function costOf({ usage, timings, emberkeep }) {
 
 /** Tokens of a request's prompt that were not evaluated. */
 export function reusedOf({ reused, moved_tokens }) {
-  return reused.hot + reused.warm + reused.cold + moved_tokens;
+  return reused.hot + reused.warm + reused.cold + reused.remote + moved_tokens;
 }
 
 /** Of an answer that was stopped: what the server remembers of its request. */

@@ -1,6 +1,7 @@
 // What a question or a text would reuse if it came now, and why not more.
 
 import { call, ofModel } from "./api.js";
+import { reusedOf } from "./cost.js";
 import { Divergence, Legend, Part } from "./prompt.js";
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
@@ -47,10 +48,9 @@ export function Explain({ model, given }) {
 }
 
 function Explained({ told, of }) {
-  const { hot, warm, cold } = told.reused;
-  const evaluated = Math.max(told.prompt_tokens - hot - warm - cold - told.moved_tokens, 0);
+  const evaluated = Math.max(told.prompt_tokens - reusedOf(told), 0);
   return html`<p>${of && html`<strong>${of}: </strong>`}${told.explanation}</p>
-    <${Legend} tokens=${{ hot, warm, cold, moved: told.moved_tokens, evaluated }} />
+    <${Legend} tokens=${{ ...told.reused, moved: told.moved_tokens, evaluated }} />
     ${told.divergence && html`<${Divergence} divergence=${told.divergence} />`}
     <pre tabindex="0" aria-label="The prompt">${told.prompt.map((part) => html`<${Part} part=${part} />`)}</pre>`;
 }

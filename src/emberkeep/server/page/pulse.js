@@ -5,7 +5,7 @@ import { useEffect, useState } from "./vendor/preact-htm.js";
 
 export const SHOWN = 120; // moments that are remembered
 const RETRY_MS = 2000;
-export const REUSED = ["hot", "warm", "cold", "moved"];
+export const REUSED = ["hot", "warm", "cold", "remote", "moved"];
 
 /** What the server does now, and the tokens between each moment and the one before. */
 export function usePulse(model = "") {
