@@ -31,13 +31,19 @@ class Catalogue:
     the rest is short work on the ledger."""
 
     def __init__(
-        self, transact: Transact, remove_files: Callable[[], set[ChunkKey]], forget: Callable[[str, Whose], int]
+        self,
+        transact: Transact,
+        remove_files: Callable[[], set[ChunkKey]],
+        remove_elsewhere: Callable[[list[Chunk]], None],
+        forget: Callable[[str, Whose], int],
     ) -> None:
-        """`remove_files` removes those that the ledger has let go of, and returns which it could not. `forget`
-        leaves nothing of a user in this process and in any file, returns the bytes of files, and raises OSError
-        when something may be left."""
+        """`remove_files` removes those that the ledger has let go of, and returns which it could not.
+        `remove_elsewhere` sees to it that other hosts do not find chunks any more. `forget` leaves nothing of a
+        user in this process and in any file, returns the bytes of files, and raises OSError when something may be
+        left."""
         self._transact = transact
         self._remove_files = remove_files
+        self._remove_elsewhere = remove_elsewhere
         self._forget = forget
 
     # ── looking ──
@@ -124,7 +130,10 @@ class Catalogue:
             return None
 
         gone = self._transact(change)
-        return None if gone is None else self._removed(gone, entries=1)
+        if gone is None:
+            return None
+        self._remove_elsewhere(gone)
+        return self._removed(gone, entries=1)
 
     def gc(self) -> Removed:
         """Remove everything that has outlived its TTL and is not pinned."""

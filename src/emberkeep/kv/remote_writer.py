@@ -140,6 +140,7 @@ class RemoteWriter:
         self._loose: dict[ChunkKey, Chunk] = {}
         """Of these, what is not in the tree."""
         self._removals: list[bytes] = []
+        self._unlisted: list[tuple[bytes, str]] = []
         self._owed: set[str] = set()
         """Users whose state could not be removed yet."""
         self._there: OrderedDict[ChunkKey, float] = OrderedDict()
@@ -192,11 +193,17 @@ class RemoteWriter:
             self._changed.notify_all()
 
     def remove_chunks(self, chunks: Iterable[Chunk]) -> None:
-        """Chunks that are out of the tree."""
+        """Chunks that are out of the tree, with what is listed of them."""
         places = BlockPlaces(self._owner.fingerprint)
         placed = [(chunk, places.of(chunk)) for chunk in chunks]
-        names = [self._name(chunk.lineage, each.described.key) for chunk, each in placed if each]
-        self.remove([kind for name in names for kind in (name, name + FOLLOWERS, name + SNAPSHOTS)])
+        with self._changed:
+            for chunk, each in placed:
+                if each is not None:
+                    name = self._name(chunk.lineage, each.described.key)
+                    self._removals += [name, name + FOLLOWERS, name + SNAPSHOTS]
+                    self._unlisted.append(self._listing(chunk, each))
+                self._there.pop(chunk.key, None)
+            self._changed.notify_all()
 
     def forget(self, user: str) -> int:
         """Blocks. Raises OSError where something may be left: it is tried again."""
@@ -289,14 +296,16 @@ class RemoteWriter:
         (entries,) = self._link.run(self._forgotten.ask)
         self._forgotten.take(entries)
         with self._changed:
-            owed, removals = list(self._owed), self._removals
-            self._removals = []
+            owed, removals, unlisted = list(self._owed), self._removals, self._unlisted
+            self._removals, self._unlisted = [], []
         for user in owed:
             self._link.forget(user)
             with self._changed:
                 self._owed.discard(user)
         if removals:
-            self._link.remove(removals)
+            self._link.run(
+                lambda pipe: [pipe.unlink(*removals), *(pipe.hdel(name, slot) for name, slot in unlisted)]
+            )
 
     def _next_batch(self) -> list[Chunk]:
         batch: list[Chunk] = []
@@ -388,12 +397,15 @@ class RemoteWriter:
 
     def _list(self, pipe: Pipeline, item: _Item, seconds: int) -> None:
         """Note it where others look for what follows the block before it."""
-        chunk, placed = item.chunk, item.placed
-        name = self._name(chunk.lineage, placed.before.key) + (SNAPSHOTS if chunk.is_snapshot else FOLLOWERS)
-        slot = str(placed.described.key[0] % SLOTS)
-        pipe.hset(name, slot, self._link.seal.close(name, [token_bytes(placed.tokens)]))
+        name, slot = self._listing(item.chunk, item.placed)
+        pipe.hset(name, slot, self._link.seal.close(name, [token_bytes(item.placed.tokens)]))
         pipe.expire(name, seconds, nx=True)
         pipe.expire(name, seconds, gt=True)
+
+    def _listing(self, chunk: Chunk, placed: Placed) -> tuple[bytes, str]:
+        """The list of what follows the block before it, and its place there."""
+        kind = SNAPSHOTS if chunk.is_snapshot else FOLLOWERS
+        return self._name(chunk.lineage, placed.before.key) + kind, str(placed.described.key[0] % SLOTS)
 
     def _note_there(self, key: ChunkKey, until: float) -> None:
         self._there[key] = until

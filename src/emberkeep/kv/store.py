@@ -107,7 +107,7 @@ class KvStore:
         if link is not None:
             folder = self._disk.files.folder if self._disk else None
             self._remote = RemoteTier(link, self, budgets.ram // 2, folder)
-        self.catalogue = Catalogue(self.transact, self._remove_files, self._forget)
+        self.catalogue = Catalogue(self.transact, self._remove_files, self._remove_elsewhere, self._forget)
 
     def read_into(self, allocate: Callable[[int], memoryview | None]) -> None:
         """From now on payloads are read from disk into memory that `allocate` gives, where it gives any."""
@@ -614,6 +614,10 @@ class KvStore:
 
     def _remove_files(self) -> set[ChunkKey]:
         return self._disk.remove_files() if self._disk else set()
+
+    def _remove_elsewhere(self, chunks: list[Chunk]) -> None:
+        if self._remote:
+            self._remote.remove(chunks)
 
     def forget_here(self, is_one: Callable[[str], bool]) -> None:
         """Another host has forgotten users: leave nothing of them here. Raises OSError."""
