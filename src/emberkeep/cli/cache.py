@@ -6,6 +6,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +18,7 @@ from emberkeep.cli.cache_table import (
     print_entries,
     print_entry,
     print_explanation,
+    print_shared,
     print_verified,
     removed_line,
     what,
@@ -39,6 +41,7 @@ NO_SUCH = "Nothing is stored for that: without --user and --model the rest is li
 EXAMPLES = """\b
 Examples:
   emberkeep cache ls                           what is kept, the latest used first
+  emberkeep cache ls --tier remote             what hosts share, by model and user
   emberkeep cache show 3f2a                    one entry, with its text; ids may be abbreviated
   emberkeep cache pin 3f2a                     never evict it
   emberkeep cache rm --user alice              forget everything of one user
@@ -64,6 +67,13 @@ class Order(StrEnum):
     HITS = "hits"
 
 
+class Tier(StrEnum):
+    HOT = "hot"
+    WARM = "warm"
+    COLD = "cold"
+    REMOTE = "remote"
+
+
 _KEYS: dict[Order, Callable[[CacheEntry], float]] = {
     Order.USED: lambda entry: entry.idle_s,
     Order.TOKENS: lambda entry: -entry.tokens,
@@ -80,6 +90,10 @@ SomeIds = Annotated[
 ]
 OfModel = Annotated[str | None, typer.Option("--model", "-m", help="Only what is stored for this model.")]
 OfUser = Annotated[str | None, typer.Option("--user", help='Only what is theirs; "" for those without a name.')]
+TierFlag = Annotated[
+    Tier | None,
+    typer.Option("--tier", help="Only what is there: in the engine, in RAM, on disk, or where hosts share it."),
+]
 SortFlag = Annotated[Order, typer.Option("--sort", help="What comes first: the latest used, or the most.")]
 
 
@@ -89,6 +103,7 @@ def list_entries(
     config: Config,
     user: OfUser = None,
     model: OfModel = None,
+    tier: TierFlag = None,
     sort: SortFlag = Order.USED,
     all_rows: Annotated[bool, typer.Option("--all", help=f"More than the first {ROWS}.")] = False,
     as_json: JsonFlag = False,
@@ -96,8 +111,13 @@ def list_entries(
     """Conversations and prefixes whose state is kept: how much, where, for how long."""
     from emberkeep.cli.cache_stores import all_entries, open_stores
 
+    if tier is Tier.REMOTE:
+        _list_shared(config, user, model, as_json)
+        return
     with open_stores(config, model) as stores:
-        listed = [item for item in all_entries(stores) if _is_theirs(item.entry, user)]
+        listed = [
+            item for item in all_entries(stores) if _is_theirs(item.entry, user) and _is_in(item.entry, tier)
+        ]
         listed.sort(key=lambda item: _KEYS[sort](item.entry))
         if as_json:
             _print_json(listed)
@@ -106,7 +126,7 @@ def list_entries(
             print_entries(shown)
             print(_totals(len(listed), len(shown), stores))
         else:
-            print(EMPTY if user is None and model is None else NO_SUCH)
+            print(EMPTY if user is None and model is None and tier is None else NO_SUCH)
 
 
 @app.command("show", epilog="Example: emberkeep cache show 3f2a --chars 10000")
@@ -162,10 +182,11 @@ def remove(
 ) -> None:
     """Remove entries, pinned or not; what others share with them stays."""
     from emberkeep.cli.cache_stores import all_entries, choose, open_stores
+    from emberkeep.cli.shared_server import forget_elsewhere
 
     if (user is None) == (not ids):
         raise typer.BadParameter("say what to remove: ids from `emberkeep cache ls`, or --user NAME.")
-    with open_stores(config, model) as stores:
+    with open_stores(config, model, shared=True) as stores:
         listed = all_entries(stores)
         if user is None:
             removed = [item.store.remove(item.entry.id) for item in choose(listed, ids or ())]
@@ -174,6 +195,7 @@ def remove(
                 entries = plural(sum(_is_theirs(item.entry, user) for item in listed))
                 ask_first(f"Remove everything of {whose(user)} ({entries})?")
             removed = [store.remove_user(user) for store in stores]
+            forget_elsewhere(config, user)
     print(removed_line(_sum(removed)))
 
 
@@ -300,6 +322,24 @@ def _replay(reader: StateReader, ids: Sequence[str] | None, sample: int, tokens:
 def _is_theirs(entry: CacheEntry, user: str | None) -> bool:
     """What is shared by all users belongs to no single one."""
     return user is None or (entry.user == user and not entry.is_shared)
+
+
+def _is_in(entry: CacheEntry, tier: Tier | None) -> bool:
+    held = {Tier.HOT: entry.hot_tokens, Tier.WARM: entry.warm_tokens, Tier.COLD: entry.cold_tokens}
+    return tier is None or held[tier] > 0
+
+
+def _list_shared(config: Config, user: str | None, model: str | None, as_json: bool) -> None:
+    """What all hosts together have in the shared server. Raises EmberkeepError."""
+    from emberkeep.cli.shared_server import shared_rows
+
+    rows = [row for row in shared_rows(config) if user in (None, row.user) and model in (None, row.model)]
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+    elif rows:
+        print_shared(rows)
+    else:
+        print("Nothing is shared there yet.")
 
 
 def _print_json(listed: Sequence[Listed]) -> None:

@@ -20,6 +20,7 @@ from emberkeep.errors import EmberkeepError, NoSuchEntry
 from emberkeep.library import Emberkeep
 from emberkeep.library.stores import ClosedStore, StoreFolder, store_folders
 from emberkeep.models.library import id_at
+from emberkeep.runtime.parts import open_link
 from emberkeep.types import (
     CacheEntry,
     Explanation,
@@ -69,14 +70,16 @@ class Listed:
 
 
 @contextmanager
-def open_stores(config: Config, model: str | None) -> Iterator[list[Store]]:
-    """Those of all models, or of one. What is changed in them is written when the block ends."""
+def open_stores(config: Config, model: str | None, *, shared: bool = False) -> Iterator[list[Store]]:
+    """Those of all models, or of one. What is changed in them is written when the block ends; `shared`: what is
+    removed, other hosts do not find any more."""
     with ExitStack() as opened:
         served = opened.enter_context(served_stores(config))
         found: list[Store] = [store for store in served if is_called(store.model, model)]
         for folder in closed_folders(config, model, served):
             try:
-                found.append(opened.enter_context(closing(ClosedStore(folder, ttls(config)))))
+                link = open_link(config) if shared else None
+                found.append(opened.enter_context(closing(ClosedStore(folder, ttls(config), link))))
             except OSError as error:
                 complain(f"{folder.path} is left out: {error}.")
         yield found

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from emberkeep.cli.cache_stores import Listed
+    from emberkeep.cli.shared_server import SharedRow
 
 ROOMY = 110
 """Columns of a terminal that has room for a table of entries."""
@@ -38,6 +39,29 @@ def print_entries(listed: Sequence[Listed]) -> None:
         _print_table([*heads, "model"] if several else heads, rows)
     else:
         _print_cards(rows)
+
+
+def print_shared(rows: Sequence[SharedRow]) -> None:
+    heads = ["model", "user", ">chunks", ">size", "kept"]
+    cells = [
+        [
+            row.model or f"not here ({row.store[:8]})",
+            _shared_user(row),
+            f"{row.chunks:,}",
+            readable_size(row.bytes),
+        ]
+        for row in rows
+    ]
+    _print_table(heads, [[*cell, span(row.kept_s)] for cell, row in zip(cells, rows, strict=True)])
+    print(
+        f"{sum(row.chunks for row in rows):,} chunks, {readable_size(sum(row.bytes for row in rows))} altogether"
+    )
+
+
+def _shared_user(row: SharedRow) -> str:
+    if row.is_shared:
+        return "shared"
+    return f"not known here ({row.tag[:8]})" if row.user is None else row.user or NO_USER
 
 
 def print_entry(model: str, entry: CacheEntry) -> None:

@@ -273,6 +273,19 @@ def _exposure(config: Config) -> Finding:
     return Finding(Level.OK, "an API key is set" if config.api_key else "only this machine can connect")
 
 
+def _shared_server(config: Config) -> Finding:
+    """Whether the server answers in which hosts share their state, and how it makes room."""
+    from emberkeep.cli.shared_server import shared_server_report
+
+    if config.remote is None:
+        return Finding(Level.OK, 'none: `remote = "valkey://HOST:6379"` lets hosts share what they computed')
+    try:
+        report = shared_server_report(config)
+    except ConfigError as error:
+        return Finding(Level.FAIL, str(error))
+    return Finding(Level.WARN if report.advice else Level.OK, "; ".join([report.text, *report.advice]))
+
+
 def _mlock(config: Config) -> Finding:
     try:
         import resource
@@ -336,6 +349,7 @@ CHECKS: dict[str, Callable[[Config], Finding]] = {
     "attention": _attention,
     "answers": _backends,
     "mcp": _mcp,
+    "shared": _shared_server,
     "port": _port,
     "access": _exposure,
 }

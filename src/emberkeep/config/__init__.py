@@ -6,7 +6,7 @@ And the `machine`: its CPU, and the RAM that some defaults are a share of.
 
 from __future__ import annotations
 
-from emberkeep.config.kinds import LoraFile, parse_size, readable_size
+from emberkeep.config.kinds import LoraFile, parse_size, public_url, readable_size
 from emberkeep.config.machine import cpu_facts, free_ram, resident_ram, total_ram
 from emberkeep.config.settings import (
     DEFAULT_MODEL,
@@ -50,6 +50,7 @@ __all__ = [
     "load_config",
     "parse_size",
     "placed_by_itself",
+    "public_url",
     "public_values",
     "readable_size",
     "resident_ram",

@@ -158,7 +158,7 @@ def or_word(kind: Kind, word: str, stands_for: Callable[[], Any] = lambda: None)
     def public(value: Any) -> Json:
         return None if value is None else kind.public(value)
 
-    return Kind(parse, f"{kind.accepts}, or {word}", kind.type, show, word, public=public)
+    return Kind(parse, f"{kind.accepts}, or {word}", kind.type, show, word, public=public, hides=kind.hides)
 
 
 # ── numbers and switches ──

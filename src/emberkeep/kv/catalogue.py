@@ -12,6 +12,7 @@ from emberkeep.kv.entries import Entry, EntryId, latest_tail, nameless
 from emberkeep.kv.forgotten import Whose, of_user
 from emberkeep.kv.ledger import Ledger, Transact
 from emberkeep.kv.outline import outline
+from emberkeep.kv.remote_writer import StillElsewhere
 from emberkeep.kv.runs import Runs, gently
 from emberkeep.kv.tree import Chunk, ChunkKey, Cursor
 from emberkeep.token_arrays import TokenArray
@@ -158,6 +159,11 @@ class Catalogue:
         try:
             swept = self._forget(user, whose)
         except OSError as error:
+            if isinstance(error, StillElsewhere):
+                raise StoreFailed(
+                    f"Nothing of that user is left here, but {error}: it is asked again until this server stops; "
+                    "ask again, too."
+                ) from error
             raise StoreFailed(
                 f"Not everything of that user could be removed from the disk ({error.strerror or error}): "
                 "what is left is not used any more; ask again when the disk is well."

@@ -49,6 +49,10 @@ _FOREVER_S = 365 * 86_400
 _READ_AT_ONCE = 256
 
 
+class StillElsewhere(OSError):
+    """Something is left where other hosts may find it."""
+
+
 class WriterOwner(Protocol):
     fingerprint: bytes
 
@@ -218,7 +222,7 @@ class RemoteWriter:
         except Unreachable as error:
             with self._changed:
                 self._owed.add(user)
-            raise OSError(f"the remote tier could not be asked to forget: {error}") from error
+            raise StillElsewhere(f"the server that hosts share does not answer: {error}") from error
 
     def flush(self) -> None:
         with self._changed:

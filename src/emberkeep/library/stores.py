@@ -11,6 +11,7 @@ from emberkeep.errors import NoSuchEntry
 from emberkeep.kv.chunk_files import INDEX, ChunkFiles, Found, stores_under
 from emberkeep.kv.index import read_meta
 from emberkeep.kv.policy import Keeping
+from emberkeep.kv.remote_link import RemoteLink
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import store_name
 from emberkeep.types import CacheEntry, Json, Removed, Ttl
@@ -69,12 +70,14 @@ class ClosedStore:
     Every method blocks on disk. Raises OSError where the folder cannot be used.
     """
 
-    def __init__(self, folder: StoreFolder, ttl: Mapping[Ttl, float]) -> None:
+    def __init__(self, folder: StoreFolder, ttl: Mapping[Ttl, float], link: RemoteLink | None = None) -> None:
+        """`link`: to a server where other hosts find what is stored."""
         self.folder = folder
         self._store = KvStore(
             folder.fingerprint,
             Budgets(ram=0, disk=sys.maxsize),
             ChunkFiles(folder.path.parent, folder.fingerprint),
+            link=link,
             keeping=Keeping(ttl),
         )
 
