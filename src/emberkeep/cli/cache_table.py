@@ -53,9 +53,8 @@ def print_shared(rows: Sequence[SharedRow]) -> None:
         for row in rows
     ]
     _print_table(heads, [[*cell, span(row.kept_s)] for cell, row in zip(cells, rows, strict=True)])
-    print(
-        f"{sum(row.chunks for row in rows):,} chunks, {readable_size(sum(row.bytes for row in rows))} altogether"
-    )
+    chunks, size = sum(row.chunks for row in rows), sum(row.bytes for row in rows)
+    print(f"{plural(chunks, 'chunk', 'chunks')}, {readable_size(size)} altogether")
 
 
 def _shared_user(row: SharedRow) -> str:

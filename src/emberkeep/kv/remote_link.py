@@ -13,7 +13,6 @@ waits for, has been answered. What stands in the server can be sealed with a key
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,8 +27,6 @@ from emberkeep.kv.chunkfile import Damaged
 if TYPE_CHECKING:
     from valkey import Valkey
     from valkey.client import Pipeline
-
-log = logging.getLogger("emberkeep.kv")
 
 T = TypeVar("T")
 
@@ -132,6 +129,8 @@ class Breaker:
         self._damaged = 0
         self.opened = 0
         """How often it was."""
+        self.on_change: Callable[[str], None] = lambda event: None
+        """Told when it opens and closes."""
 
     @property
     def is_open(self) -> bool:
@@ -149,7 +148,7 @@ class Breaker:
             return  # others who were waiting for it, too
         if self._probe_at is None:
             self.opened += 1
-            log.warning("the remote tier is left alone: %s", reason)
+            self.on_change(f"is left alone: {reason}")
         went_well = self._probe_at is None and now - self._closed_at > self._pause
         self._pause = _FIRST_PAUSE_S if went_well else min(max(2 * self._pause, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
         self._probe_at = now + self._pause
@@ -157,7 +156,7 @@ class Breaker:
     def mend(self) -> None:
         """A probe was answered."""
         if self._probe_at is not None:
-            log.info("the remote tier is back")
+            self.on_change("is back")
             self._closed_at = self._clock()
         self._probe_at, self._damaged = None, 0
 

@@ -39,6 +39,7 @@ class RemoteTier:
     def __init__(self, link: RemoteLink, owner: RemoteOwner, most_bytes: int, folder: Path | None) -> None:
         """`most_bytes`: that come for one prompt. `folder`: where it is kept who was forgotten."""
         self._link = link
+        link.breaker.on_change = lambda event: log.warning("the remote tier %s", event)
         self._owner = owner
         self._store = store_name(owner.fingerprint)
         self._lock = threading.Lock()
