@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from time import monotonic
 from typing import Protocol, TypeVar
 
@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 _WORTH_ASKING = 16
 """Tokens of a prompt that are stored nowhere here, for the server to be asked."""
+_LONGEST_S = 30.0
+"""That a request waits while it is not known how long evaluating takes."""
 
 
 class RemoteOwner(Protocol):
@@ -69,7 +71,8 @@ class Arrival:
     """Nothing waits for it any longer then; on the monotonic clock."""
     done: Future[frozenset[ChunkKey]] = field(default_factory=Future)
     """The chunks of the tree that came for it."""
-    has_begun: bool = False
+    moved_at: float | None = None
+    """When it was begun, or something came for it; None before that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +103,13 @@ class Lookup:
         self._arrival = arrival
         self._forgettings = forgettings
         self._lineages = _visible(lineage)
-        self._blocks = {one: blocks_of(self._owner.fingerprint, one, tokens) for one in self._lineages}
         self._here = self._owner.advance(self._owner.origin(lineage), tokens)
         """The end of what is stored here."""
+
+    @cached_property
+    def _blocks(self) -> dict[Lineage, list[Description]]:
+        """The prompt's, as each lineage calls them."""
+        return {one: blocks_of(self._owner.fingerprint, one, self._tokens) for one in self._lineages}
 
     # ── state that can be cut by token ──
 
@@ -210,15 +217,20 @@ class Lookup:
 
     def _enter_all(self, begin: Cursor, path: Sequence[Found]) -> Cursor:
         """Fetch and enter them at `begin`, as far as they come in time; returns where that ends."""
-        self._arrival.give_up = monotonic() + self._tools.reader.patience(sum(found.size for found in path))
+        left = sum(found.size for found in path)
+        # Who waits longer than evaluating takes has gained nothing.
+        seconds = self._owner.costs.evaluate.seconds(len(self._tokens) - begin.position) or _LONGEST_S
+        limit = monotonic() + max(seconds, self._tools.reader.patience(0))
+        self._arrival.give_up = min(limit, monotonic() + self._tools.reader.patience(left))
         cursor = begin
         for found, whole in self._tools.reader.read(path):
             chunk = self._tools.enter(self._forgettings, partial(self._insert, cursor, found, whole))
-            if chunk is None:
+            now, left = monotonic(), left - found.size
+            if chunk is None or now > self._arrival.give_up:
                 break
             cursor = Cursor(chunk, len(chunk.tokens), found.lineage)
-            if monotonic() > self._arrival.give_up:
-                break
+            self._arrival.moved_at = now
+            self._arrival.give_up = min(limit, now + self._tools.reader.patience(left))
         return cursor
 
     def _insert(self, cursor: Cursor, found: Found, whole: Whole) -> Chunk | None:

@@ -87,7 +87,7 @@ class RemoteTier:
     def was_late(self, arrival: Arrival) -> None:
         """A request has given up waiting for it."""
         self._late += 1
-        if arrival.has_begun:
+        if arrival.moved_at is not None and monotonic() - arrival.moved_at > self._reader.patience(0):
             self._link.breaker.trip("it takes too long to answer")
             self._link.cut()
 
@@ -103,9 +103,9 @@ class RemoteTier:
         self, lineage: Lineage, tokens: TokenArray, arrival: Arrival, fetch: Callable[[Lookup], object]
     ) -> None:
         """Never raises: the request goes on without it."""
-        arrival.has_begun = True
         if self._link.breaker.is_open or monotonic() > arrival.give_up:
             return
+        arrival.moved_at = monotonic()
         self._reader.forget_old_measures()
         try:
             fetch(Lookup(self._tools, lineage, tokens, arrival, self._forgettings))
