@@ -2,11 +2,11 @@
 product's own; what takes time (engines, the link) is a rate.
 
     arrive ── router ──▶ a replica's queue ── a slot is free ──▶ match, load what the remote tier has
-      ── the engine is free ──▶ import, evaluate the rest ── first token ──▶ store, write behind; decode ── slot free
+      ── the engine is free ──▶ import, evaluate the rest ── first token ──▶ store, write behind, decode
 
-A chunk of a store is a block of the trace, 512 tokens: with the product's 128 every run takes four times as long,
-and finds the same, because no prompt of a trace parts from another inside a block. Payloads are parts of one buffer
-of zeros that is never touched, so that bytes are counted and take no memory.
+A chunk of a store is a block of the trace, 512 tokens: with the product's 128 every run takes several times as
+long and finds the same, because no prompt of a trace parts from another inside a block. Payloads are parts of one
+buffer of zeros that is never touched, so that bytes are counted and take no memory.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ def simulate(
 ) -> Outcome:
     """Play `visits` to their last answer; `answered` is called with each of them. Takes seconds of one core."""
     events, remote = Events(), RemoteTier(shared)
-    crowd = {f"replica-{number}": SimulatedReplica(machine, remote, events, answered) for number in range(replicas)}
+    crowd = {
+        f"replica-{number}": SimulatedReplica(machine, remote, events, answered) for number in range(replicas)
+    }
 
     def arrive(visit: Visit) -> None:
         keys = RouteKeys(beginnings=visit.blocks)
@@ -208,7 +210,9 @@ class RemoteTier:
 
     def write(self, events: Events, sizes: dict[int, int]) -> None:
         """Take what is not here yet, when it has arrived."""
-        new = {block: size for block, size in sizes.items() if block not in self._held and block not in self._coming}
+        new = {
+            block: size for block, size in sizes.items() if block not in self._held and block not in self._coming
+        }
         size = sum(new.values())
         if self.writes.wait(events.now) > _PATIENCE_S:
             self.unwritten_bytes += size

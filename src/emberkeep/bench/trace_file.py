@@ -46,9 +46,8 @@ def read_trace(path: Path, *, timed: bool = False) -> list[Visit]:
         visit = _visit(line, timed=timed)
         if visit is None or not _fits(visit, before):
             needed = " with `timestamp` and `output_length`" if timed else ""
-            raise EmberkeepError(
-                f"{path.name}, line {number} is not a request of a trace{needed}: see `trace` in docs/benchmarks.md."
-            )
+            wrong = f"{path.name}, line {number} is not a request of a trace{needed}"
+            raise EmberkeepError(f"{wrong}: see `trace` in docs/benchmarks.md.")
         visits.append(visit)
     if not visits:
         raise EmberkeepError(f"{path.name} is empty: give a trace with at least one request.")
