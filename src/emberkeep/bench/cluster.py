@@ -151,7 +151,7 @@ def _notes(plan: Workload) -> tuple[str, ...]:
     copies = "; one copy of the trace for each replica, with nothing in common" if plan.per_replica else ""
     remote = f"{plan.remote:g} GiB, LRU; link {plan.link:g} GB/s each way, round trip {plan.round_trip:g} ms"
     return (
-        f"A replica: {plan.slots} slots, prefill {plan.prefill:g} tokens/s, decode {plan.decode:g} tokens/s a slot,",
+        f"A replica: {plan.slots} slots, prefill {plan.prefill:g} tokens/s, decode {plan.decode:g} per slot,",
         f"import {plan.import_rate:g} GB/s, {plan.ram:g} GiB of RAM, no disk; {plan.token_kib:g} KiB per token.",
         f"Remote tier: {'none' if plan.no_remote else remote}. Load: {load}{copies}.",
         "own, remote, evaluated: of all prompt tokens. imbalance: the busiest replica by the mean.",
