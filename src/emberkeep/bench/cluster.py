@@ -147,12 +147,13 @@ def _columns(outcome: Outcome) -> dict[str, Value]:
 
 
 def _notes(plan: Workload) -> tuple[str, ...]:
-    load = f"played {plan.speedup:g} times as fast as recorded"
-    copies = "; one copy of the trace for each replica, with nothing in common" if plan.per_replica else ""
+    load = "as recorded" if plan.speedup == 1 else f"{plan.speedup:g} times as fast as recorded"
+    copies = ", and a copy of it for each replica, with nothing in common" if plan.per_replica else ""
     remote = f"{plan.remote:g} GiB, LRU; link {plan.link:g} GB/s each way, round trip {plan.round_trip:g} ms"
     return (
-        f"A replica: {plan.slots} slots, prefill {plan.prefill:g} tokens/s, decode {plan.decode:g} per slot,",
-        f"import {plan.import_rate:g} GB/s, {plan.ram:g} GiB of RAM, no disk; {plan.token_kib:g} KiB per token.",
+        f"A replica: {plan.slots} slots, prefill {plan.prefill:g} tokens/s, decode {plan.decode:g} tokens/s per "
+        f"slot, import {plan.import_rate:g} GB/s,",
+        f"{plan.ram:g} GiB of RAM, no disk; {plan.token_kib:g} KiB of state per token.",
         f"Remote tier: {'none' if plan.no_remote else remote}. Load: {load}{copies}.",
         "own, remote, evaluated: of all prompt tokens. imbalance: the busiest replica by the mean.",
         "network: read and written. link busy: its busier direction. not written: the link had no time for it.",
