@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from typer import BadParameter, Option
+from typer import Option
 
 from emberkeep.cli.bench import BENCHMARKS as USERS
-from emberkeep.cli.bench import Benchmark, Flags, Needs, make_app
+from emberkeep.cli.bench import Benchmark, Flags, Needs, make_app, require_traces
 from emberkeep.cli.flags import setting
 from emberkeep.cli.main import run
 from emberkeep.engine.extras import require_hf
@@ -17,10 +17,6 @@ from emberkeep.engine.extras import require_hf
 
 @dataclass(frozen=True, slots=True)
 class PartsFlags(Flags):
-    files: Annotated[
-        list[Path] | None,
-        Option("--trace", exists=True, dir_okay=False, help="A recorded trace; may be given several times."),
-    ] = None
     questions: Annotated[
         Path | None,
         Option("--questions", exists=True, dir_okay=False, help="Questions with passages (default: made up)."),
@@ -40,11 +36,6 @@ class PartsFlags(Flags):
     through: Annotated[
         Literal["http", "library"] | None, Option("--through", help="How to talk (default: http).")
     ] = None
-
-
-def _require_traces(flags: PartsFlags) -> None:
-    if not flags.files:
-        raise BadParameter("give at least one trace with --trace FILE.")
 
 
 def _require_hf(_: Flags) -> None:
@@ -95,7 +86,7 @@ PARTS = (
         "benchmarks.trace",
         ("files",),
         Needs.FOLDER,
-        _require_traces,
+        require_traces,
     ),
     Benchmark(
         "endless",

@@ -1,13 +1,10 @@
 """trace: recorded requests against a store that holds a small part of them. How much is found again?
 
-A trace has one request per line: `{"input_length": 1100, "hash_ids": [0, 7, 8]}`. Each id stands for 512 tokens
-and everything before them; the last one for what is left. The store's own ledger matches, adds and evicts; only
-the bytes are missing.
+The store's own ledger matches, adds and evicts; only the bytes are missing.
 """
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
@@ -20,15 +17,12 @@ import numpy as np
 from emberkeep.bench.figures import ratios, series
 from emberkeep.bench.report import BenchResult, Row, Table
 from emberkeep.bench.stage import Folder
-from emberkeep.errors import EmberkeepError
+from emberkeep.bench.trace_file import BLOCK, Visit, read_trace
 from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.policy import LOW_WATER
 from emberkeep.kv.tree import Chunk, ChunkKey, path_to
 from emberkeep.types import EXACT
 
-BLOCK = 512
-_MOST = 2**31 - 1
-"""Ids stand in for tokens."""
 _NEVER = 1 << 62
 
 
@@ -42,18 +36,6 @@ class Workload:
 
     def quick(self) -> Workload:
         return replace(self, percents=(3,), requests=500)
-
-
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """One request."""
-
-    blocks: tuple[int, ...]
-    tokens: int
-
-    def covered(self, blocks: int) -> int:
-        """Tokens of its first so many blocks."""
-        return min(blocks * BLOCK, self.tokens)
 
 
 async def run(folder: Folder, plan: Workload) -> BenchResult:
@@ -86,46 +68,6 @@ def _row(percent: int, visits: Sequence[Visit], capacity: int) -> Row:
     }
     compared = {"ours / LRU": ratios(shares["ours"], shares["LRU"])} if lru else {}
     return Row(f"{percent}%", {"blocks": capacity, **shares, **compared})
-
-
-# ── reading ──
-
-
-def read_trace(path: Path) -> list[Visit]:
-    """Raises EmberkeepError, OSError."""
-    before: dict[int, tuple[int | None, int]] = {}
-    visits = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        visit = _visit(line)
-        if visit is None or not _fits(visit, before):
-            raise EmberkeepError(
-                f"{path.name}, line {number} is not a request of a trace: see `trace` in docs/benchmarks.md."
-            )
-        visits.append(visit)
-    if not visits:
-        raise EmberkeepError(f"{path.name} is empty: give a trace with at least one request.")
-    return visits
-
-
-def _visit(line: str) -> Visit | None:
-    try:
-        fields = json.loads(line)
-        visit = Visit(tuple(int(block) for block in fields["hash_ids"]), int(fields["input_length"]))
-    except (ValueError, TypeError, KeyError):
-        return None
-    is_long_enough = 0 < visit.tokens <= len(visit.blocks) * BLOCK < visit.tokens + BLOCK
-    return visit if is_long_enough and all(0 <= block <= _MOST for block in visit.blocks) else None
-
-
-def _fits(visit: Visit, before: dict[int, tuple[int | None, int]]) -> bool:
-    """Whether each of its ids follows the same one as everywhere else, and stands for as many tokens."""
-    parent = None
-    for index, block in enumerate(visit.blocks):
-        place = (parent, visit.covered(index + 1) - visit.covered(index))
-        if before.setdefault(block, place) != place:
-            return False
-        parent = block
-    return True
 
 
 # ── the store ──

@@ -70,22 +70,17 @@ class Affinity:
     def rank(self, keys: RouteKeys, replicas: Sequence[Replica]) -> list[Replica]:
         if not replicas:
             return []
-        limit = min(replica.load for replica in replicas) + self._slack
+        loads = [replica.load for replica in replicas]
+        limit = min(loads) + self._slack
         home, known = self._homes.get(keys.conversation), self._known(keys.beginnings)
         worth = max(len(keys.beginnings) * _WORTH_FOLLOWING, 1)
         first = next(self._turn) % len(replicas)  # those with equal loads take turns
 
         def order(place: int) -> tuple[bool, bool, int, float, int]:
-            replica = replicas[place]
-            depth = known.get(replica.id, 0)
+            name, load = replicas[place].id, loads[place]
+            depth = known.get(name, 0)
             followed = depth if depth >= worth else 0
-            return (
-                replica.load > limit,
-                replica.id != home,
-                -followed,
-                replica.load,
-                (place - first) % len(replicas),
-            )
+            return load > limit, name != home, -followed, load, (place - first) % len(replicas)
 
         return [replicas[place] for place in sorted(range(len(replicas)), key=order)]
 

@@ -55,6 +55,20 @@ def test_of_what_exists_nowhere_else_only_leaves_are_dropped():
     assert below.payload is None and above.payload is not None
 
 
+def test_a_parent_that_becomes_a_leaf_is_weighed_with_the_rest():
+    """Otherwise the end of every conversation would go before the second chunk of any."""
+    (old_above, old_below), (new_above, new_below) = (chain(name, name * 2, on_disk=False) for name in "on")
+    ram = filled(25, old_above, old_below, new_above, new_below)
+
+    def drop(chunk: Chunk) -> None:
+        chunk.detach()
+        ram.free(chunk)
+
+    assert ram.shrink(lambda chunk: float(chunk in (new_above, new_below)), drop) == 2
+    assert old_above.payload is None and old_below.payload is None
+    assert new_above.payload is not None and new_below.payload is not None
+
+
 def test_what_a_lookup_uses_or_a_person_pinned_stays():
     used, pinned = *chain("u", on_disk=True), *chain("p", on_disk=False)
     used.pins, pinned.is_pinned = 1, True

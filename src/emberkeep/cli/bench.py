@@ -52,6 +52,59 @@ class Flags:
             help="Folder on the disk to measure; a subfolder of it is used and removed (default: temporary).",
         ),
     ] = None
+    files: Annotated[
+        list[Path] | None,
+        Option("--trace", exists=True, dir_okay=False, help="A recorded trace; may be given several times."),
+    ] = None
+    replicas: Annotated[
+        str | None,
+        Option("--replicas", help="How many: 1..64 (and the powers of two between), or 1,3,8. [default: 1..64]"),
+    ] = None
+    policies: Annotated[
+        list[str] | None,
+        Option(
+            "--policy",
+            help="affinity, least_loaded or round_robin; may be given several times. [default: all of them]",
+        ),
+    ] = None
+    slots: Annotated[
+        int | None, Option("--slots", min=1, help="Requests that a replica works on at a time. [default: 8]")
+    ] = None
+    prefill: Annotated[
+        float | None, Option("--prefill", min=1, help="Prompt tokens/s of a replica. [default: 8000]")
+    ] = None
+    decode: Annotated[float | None, Option("--decode", min=0.1, help="Tokens/s of each answer. [default: 60]")] = (
+        None
+    )
+    import_rate: Annotated[
+        float | None, Option("--import-rate", min=0.001, help="GB/s from RAM into the engine. [default: 10]")
+    ] = None
+    ram: Annotated[
+        float | None, Option("--ram", min=0.001, help="GiB of state that a replica keeps. [default: 64]")
+    ] = None
+    token_kib: Annotated[
+        float | None, Option("--token-kib", min=0.001, help="KiB of state per token. [default: 128]")
+    ] = None
+    remote: Annotated[
+        float | None, Option("--remote", min=0.001, help="GiB of the remote tier. [default: 512]")
+    ] = None
+    no_remote: Annotated[bool, Option("--no-remote", help="Replicas share nothing.")] = False
+    link: Annotated[
+        float | None, Option("--link", min=0.001, help="GB/s of the remote tier, each way. [default: 3.125]")
+    ] = None
+    round_trip: Annotated[
+        float | None, Option("--round-trip", min=0.001, help="Milliseconds to the remote tier. [default: 0.5]")
+    ] = None
+    speedup: Annotated[
+        float | None, Option("--speedup", min=0.001, help="How much faster than recorded. [default: 1]")
+    ] = None
+    per_replica: Annotated[
+        bool,
+        Option("--per-replica", help="As many copies of the trace as replicas; no copy has anything of another."),
+    ] = False
+    requests: Annotated[
+        int | None, Option("--requests", min=1, help="Only the first ones of a trace. [default: all]")
+    ] = None
     repeat: Annotated[int | None, Option("--repeat", min=1, help="Rounds of everything that is timed.")] = None
     json_file: Annotated[
         Path | None, Option("--json", help="Write every sample, the machine and the versions to this file.")
@@ -88,6 +141,8 @@ class Benchmark:
     needs: Needs = Needs.WORDS
     check: Callable[[Any], None] = field(default=lambda flags: None)
     """Gets the flags, and raises EmberkeepError or BadParameter where it cannot run."""
+    lesson: str = ""
+    """What its help says besides."""
 
     def plan(self, flags: Flags) -> Any:
         """What was asked for; explicit flags win over --quick."""
@@ -102,6 +157,40 @@ class Benchmark:
 def _require_peer(flags: Flags) -> None:
     if flags.peer is None:
         raise BadParameter("give the program to compare with: --peer PATH of a llama-server.")
+
+
+def require_traces(flags: Flags) -> None:
+    if not flags.files:
+        raise BadParameter("give at least one trace with --trace FILE.")
+
+
+def _check_cluster(flags: Flags) -> None:
+    from emberkeep.bench.cluster import POLICIES, replica_counts
+
+    require_traces(flags)
+    if flags.replicas is not None:
+        replica_counts(flags.replicas)
+    if unknown := [name for name in flags.policies or () if name not in POLICIES]:
+        raise BadParameter(f"there is no --policy {unknown[0]}: take {', '.join(POLICIES)}.")
+
+
+_CLUSTER_LESSON = """\
+Nothing is measured on this machine: the router and the stores of all replicas are real, and a clock that is
+computed from the rates below says when each request is answered. A row takes some seconds.
+
+A trace has one request per line, as those that were published with Mooncake: {"timestamp": 3000, "input_length":
+1100, "output_length": 60, "hash_ids": [0, 7, 8]}. Times are milliseconds; each id stands for 512 tokens and
+everything before them.
+
+By default the same load meets more and more replicas. With --per-replica each replica brings a load of its own, so
+that small and large clusters can be compared: take a --speedup that one replica can bear.
+
+\b
+emberkeep bench cluster --trace FILE --replicas 1..16
+emberkeep bench cluster --trace FILE --replicas 8 --policy affinity --no-remote
+emberkeep bench cluster --trace FILE --per-replica --speedup 0.2 --requests 1000
+
+docs/scale.md says what was found with it."""
 
 
 BENCHMARKS = (
@@ -137,6 +226,18 @@ BENCHMARKS = (
         "emberkeep.bench.speculation",
         ("peer", "data", "repeat"),
     ),
+    Benchmark(
+        "cluster",
+        "Many replicas and a remote tier that they share, simulated: what routing does (--trace FILE).",
+        "emberkeep.bench.cluster",
+        (
+            *("files", "replicas", "policies", "slots", "prefill", "decode", "import_rate", "ram", "token_kib"),
+            *("remote", "no_remote", "link", "round_trip", "speedup", "per_replica", "requests"),
+        ),
+        Needs.FOLDER,
+        _check_cluster,
+        _CLUSTER_LESSON,
+    ),
 )
 ALL = ("restart", "turns", "shared", "load")
 
@@ -157,7 +258,10 @@ def make_app(
     for benchmark in by_name.values():
         common = COMMON if benchmark.needs is Needs.FOLDER else WITH_MODEL
         chosen = _parameters(flags, common + benchmark.flags)
-        app.command(benchmark.name, help=benchmark.sentence)(_command([benchmark], flags, chosen))
+        about = f"{benchmark.sentence}\n\n{benchmark.lesson}".rstrip()
+        app.command(benchmark.name, help=about, short_help=benchmark.sentence)(
+            _command([benchmark], flags, chosen)
+        )
     everything = _command([by_name[name] for name in in_all], flags, _parameters(flags, WITH_MODEL + OF_ALL))
     app.command("all", help="All of them, one after the other.")(everything)
     app.command("report", help="Pictures and tables of what --json has written, as a page.")(report)

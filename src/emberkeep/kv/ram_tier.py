@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 from emberkeep.kv.policy import LOW_WATER
 from emberkeep.kv.tree import Chunk, ChunkKey
@@ -48,29 +49,30 @@ class RamTier:
         chunk.payload = None
 
     def shrink(self, worth: Callable[[Chunk], float], drop: Callable[[Chunk], object]) -> int:
-        """Come under the budget; returns how many chunks left RAM. What is also on disk goes first, and of what
-        exists nowhere else only leaves go, through `drop`, which takes them out of the store."""
-        count = 0
-        while self.tally.bytes > self.budget and (left := self._shrink_once(worth, drop)):
-            count += left
-        return count
+        """Come under the budget, down to the low-water mark; returns how many chunks left RAM.
 
-    def _shrink_once(self, worth: Callable[[Chunk], float], drop: Callable[[Chunk], object]) -> int:
-        """Parents may be leaves after it."""
-        target = self.budget * LOW_WATER
-        unused = [chunk for chunk in self._chunks.values() if not chunk.pins]
-        unused.sort(key=lambda chunk: (not chunk.on_disk, worth(chunk)))
+        What is also on disk goes first, and of what exists nowhere else only leaves go, through `drop`, which
+        takes them out of the store. A parent that becomes a leaf is weighed with the rest.
+        """
+        if self.tally.bytes <= self.budget:
+            return 0
+
+        def ranked(chunk: Chunk) -> tuple[bool, float, ChunkKey, Chunk]:
+            return not chunk.on_disk, worth(chunk), chunk.key, chunk
+
+        heap = [ranked(chunk) for chunk in self._chunks.values() if _may_leave(chunk)]
+        heapify(heap)
         count = 0
-        for chunk in unused:
-            if self.tally.bytes <= target:
-                break
+        while heap and self.tally.bytes > self.budget * LOW_WATER:
+            chunk = heappop(heap)[-1]
+            count += 1
             if chunk.on_disk:
                 self.free(chunk)
-            elif chunk.is_leaf and not chunk.is_pinned:
-                drop(chunk)
-            else:
                 continue
-            count += 1
+            drop(chunk)
+            parent = chunk.parent
+            if parent and parent.key in self._chunks and not parent.on_disk and _may_leave(parent):
+                heappush(heap, ranked(parent))
         return count
 
     def free_expired(self, now: float) -> int:
@@ -93,3 +95,9 @@ class RamTier:
                 count += 1
             chunk = chunk.parent
         return count
+
+
+def _may_leave(chunk: Chunk) -> bool:
+    """RAM, without anything that only it leads to being lost."""
+    # Said here and not asked of the chunk: every chunk in RAM is looked at whenever room is made.
+    return not chunk.pins and (chunk.on_disk or not (chunk.branches or chunk.is_pinned))
