@@ -1,0 +1,240 @@
+"""`emberkeep cluster`: find or start a Ray, deploy on it, look at what runs there, end it.
+
+<data_dir>/cluster.json    the address of the Ray on which the cluster of this folder runs
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.exceptions import RayServeException
+
+from emberkeep.cluster.deployment import APP, GATEWAY, REPLICAS, application
+from emberkeep.cluster.replica import Opening
+from emberkeep.config import Config, check_exposure
+from emberkeep.errors import EmberkeepError
+from emberkeep.files import private_folder, replace_file
+from emberkeep.library.arguments import declared_prefixes
+from emberkeep.runtime import open_models
+from emberkeep.server.lifecycle import bind
+from emberkeep.server.presence import announce
+from emberkeep.signals import ending_signals
+
+_FILE = "cluster.json"
+_NAMESPACE = "emberkeep"
+_OBJECT_STORE_BYTES = 200 << 20
+"""Nothing but requests and answers passes through it."""
+_ASK_S = 30.0
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    url: str
+    """Empty while the gateway is not ready."""
+    state: str
+    message: str
+    """What keeps it from running; empty when nothing does."""
+    replicas: list[dict[str, Any]]
+
+
+def serve_cluster(config: Config, *, install: Callable[[Config], None]) -> None:
+    """Blocks until SIGINT, SIGTERM or SIGHUP where it has started a Ray of its own, and returns at once where it has
+    joined one. Raises EmberkeepError.
+
+    `install` makes sure that the model is here.
+    """
+    check_exposure(config)
+    declared_prefixes(config)
+    bind(config.host, config.port).close()  # so that a port in use is told before anything is started
+    install(config)
+    with started_ray(config):
+        url = deploy(config)
+        print(banner(config, url), file=sys.stderr, flush=True)
+        if config.cluster_address is None:
+            with announce(config.data_dir, url):
+                _wait_for_signal()
+            end()
+
+
+def update_cluster(config: Config) -> str:
+    """Deploys these settings where the cluster runs: replicas are replaced one after the other. The gateway's URL.
+
+    Blocks until all are replaced. Raises EmberkeepError.
+    """
+    check_exposure(config)
+    declared_prefixes(config)
+    with joined_ray(config):
+        return deploy(config)
+
+
+def stop_cluster(config: Config) -> None:
+    """Requests that run may finish. Blocks. Raises EmberkeepError."""
+    with joined_ray(config):
+        end()
+
+
+def cluster_status(config: Config) -> Status:
+    """Raises EmberkeepError."""
+    with joined_ray(config):
+        return status()
+
+
+def banner(config: Config, url: str) -> str:
+    ending = "Ctrl-C" if config.cluster_address is None else "emberkeep cluster stop"
+    most = f" to {config.cluster_max_replicas}" if config.cluster_max_replicas else ""
+    return (
+        f"Emberkeep is ready at {url}/v1\n"
+        f"  page      {url}\n"
+        f"  replicas  {config.cluster_replicas}{most}, routed by {config.routing}\n"
+        f"  data      {config.data_dir}\n"
+        f"  stop      {ending}"
+    )
+
+
+# ── on a Ray that is connected ──
+
+
+def deploy(config: Config, opening: Opening = open_models) -> str:
+    """Blocks until every replica answers. The gateway's URL. Raises EmberkeepError."""
+    serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
+    try:
+        serve.run(application(config, opening), name=APP, route_prefix=None)
+    except (RuntimeError, RayServeException) as error:
+        raise EmberkeepError(f"The cluster did not start: {_why(error)}") from error
+    return gateway_url()
+
+
+def gateway_url() -> str:
+    return str(serve.get_deployment_handle(GATEWAY, APP).url.remote().result(timeout_s=_ASK_S))
+
+
+def status() -> Status:
+    known = serve.status().applications.get(APP)
+    if known is None:
+        return Status("", "stopped", "", [])
+    is_running = known.status == "RUNNING"
+    try:
+        url = gateway_url()
+        replicas = (
+            serve.get_deployment_handle(REPLICAS, APP)
+            .broadcast("about")
+            .results(timeout_s=_ASK_S, return_exceptions=True)
+        )
+    except (RayServeException, TimeoutError) as error:
+        return Status("", known.status.value.lower(), str(error), [])
+    told = [about for about in replicas if isinstance(about, dict)]
+    told.sort(key=lambda about: (about["node"], int(about["replica"])))
+    return Status(url, known.status.value.lower(), "" if is_running else known.message, told)
+
+
+def end() -> None:
+    """The gateway first, so that no request comes to replicas that close. Blocks."""
+    if APP in serve.status().applications:
+        serve.get_deployment_handle(GATEWAY, APP).drain.remote().result()
+        serve.delete(APP)
+    serve.shutdown()
+
+
+def _why(error: BaseException) -> str:
+    """Of a deployment that failed: the last line of the replica's own error, which is ours where there is one."""
+    known = serve.status().applications.get(APP)
+    told = [each.message for each in known.deployments.values() if each.message] if known else []
+    lines = [line.strip() for line in "\n".join([str(error), *told]).splitlines() if line.strip()]
+    raised = [line.partition(": ")[2] for line in lines if line.startswith("emberkeep.errors.")]
+    return raised[-1] if raised else lines[-1]
+
+
+# ── which Ray ──
+
+
+@contextmanager
+def started_ray(config: Config) -> Iterator[None]:
+    """A Ray for this machine alone, which ends with the block; or the one that the configuration names. Raises
+    EmberkeepError."""
+    if config.cluster_address is not None:
+        with _connected(config.cluster_address):
+            _note(config.data_dir, config.cluster_address)
+            yield
+        return
+    os.environ.update(_QUIET)
+    ray.init(
+        address="local",
+        namespace=_NAMESPACE,
+        include_dashboard=False,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _node_ip_address="127.0.0.1",
+    )
+    try:
+        _note(config.data_dir, ray.get_runtime_context().gcs_address)
+        yield
+    finally:
+        (config.data_dir / _FILE).unlink(missing_ok=True)
+        ray.shutdown()
+
+
+@contextmanager
+def joined_ray(config: Config) -> Iterator[None]:
+    """The one on which the cluster of this data folder runs. Raises EmberkeepError."""
+    address = config.cluster_address or _noted(config.data_dir)
+    if address is None:
+        raise EmberkeepError(
+            f"No cluster runs on {config.data_dir}: start one with `emberkeep cluster serve`, or name its Ray with "
+            "--cluster-address."
+        )
+    with _connected(address):
+        yield
+
+
+@contextmanager
+def _connected(address: str) -> Iterator[None]:
+    os.environ.update(_QUIET)
+    try:
+        ray.init(address=address, namespace=_NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise EmberkeepError(f"No Ray answers at {address}: start it, or correct --cluster-address.") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _note(data_dir: Path, address: str) -> None:
+    replace_file(private_folder(data_dir) / _FILE, json.dumps({"address": address}).encode())
+
+
+def _noted(data_dir: Path) -> str | None:
+    try:
+        return str(json.loads((data_dir / _FILE).read_text())["address"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _wait_for_signal() -> None:
+    told = threading.Event()
+    before = {number: signal.signal(number, lambda *_: told.set()) for number in ending_signals()}
+    try:
+        while not told.wait(0.2):  # a wait without end would not let signals in
+            pass
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
