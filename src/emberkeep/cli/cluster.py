@@ -53,8 +53,10 @@ def serve(config: Config) -> None:
 @app.command()
 @with_settings(*_DEPLOYED)
 def update(config: Config) -> None:
-    """Give these settings to the cluster that runs: its replicas are replaced one after the other, and no request is
-    lost."""
+    """Give these settings to the cluster that runs.
+
+    Its replicas are replaced one after the other, and no request is lost.
+    """
     _require_ray()
     from emberkeep.cluster.lifecycle import update_cluster
 

@@ -1,11 +1,16 @@
-"""The two deployments on Ray Serve: the replicas, and the gateway in front of them."""
+"""What is deployed on Ray Serve: the replicas, and the gateway in front of them.
+
+Each is an application of its own, with a version that is made of its settings: Ray replaces all of an application
+that is deployed again, and a gateway that is replaced does not listen for a moment.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from ray import serve
@@ -14,13 +19,15 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
+from emberkeep import __version__
 from emberkeep.cluster.gateway import RETRY_AFTER_S, Gateway, ReplicaLost
 from emberkeep.cluster.keys import Asked
-from emberkeep.cluster.meeting import board
+from emberkeep.cluster.meeting import Policy, board
 from emberkeep.cluster.replica import Opening, ReplicaServer
 from emberkeep.cluster.replica_answer import Part, Whole
 from emberkeep.cluster.router import ReplicaRouter
-from emberkeep.config import Config
+from emberkeep.cluster.slots import most_replicas
+from emberkeep.config import FIELDS, Config
 from emberkeep.errors import Overloaded
 from emberkeep.routing import RouteKeys
 from emberkeep.runtime import open_models
@@ -29,9 +36,10 @@ from emberkeep.server.http_server import Server
 from emberkeep.server.lifecycle import bind
 from emberkeep.server.presence import reachable_url
 
-APP = "emberkeep"
 REPLICAS = "replicas"
 GATEWAY = "gateway"
+REPLICAS_APP = "emberkeep-replicas"
+GATEWAY_APP = "emberkeep-gateway"
 _FLUSH_S = 60.0
 """After the drain: time to write what is not on disk yet."""
 _SIDE_REQUESTS = 64
@@ -42,10 +50,12 @@ _ALL_S = 600.0
 _HEAD_NODE = {"node:__internal_head__": 0.001}
 """Where the port is: always on the same machine."""
 _OF_GATEWAY = (
-    *("host", "port", "api_key", "allowed_hosts", "allowed_origins", "connections"),
-    *("max_concurrent_per_user", "drain_s", "log_level"),
+    *("host", "port", "api_key", "allowed_hosts", "allowed_origins", "connections", "log_level"),
+    *("routing", "parallel", "max_concurrent_per_user", "drain_s"),
 )
-"""Settings whose change makes a new gateway. All others change nothing of it."""
+"""Settings whose change makes a new gateway."""
+_NOT_OF_REPLICAS = frozenset({"port", "routing", "cluster_address", "connections", "max_concurrent_per_user"})
+"""Settings whose change makes no new replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +104,15 @@ class HandledAnswer:
 
 
 class GatewayServer:
-    """Ray Serve makes it and ends it; clients reach it over a port of its own, which has all limits of a server."""
+    """Ray Serve makes it and ends it; clients reach it over a port of its own, with all limits of a server."""
 
-    async def __init__(self, replicas: DeploymentHandle, config: Config) -> None:  # type: ignore[misc]
+    async def __init__(self, config: Config, version: str) -> None:  # type: ignore[misc]
         """Raises EmberkeepError."""
         loop = asyncio.get_running_loop()
+        self._version = version
+        board.policy = Policy(config.routing, config.parallel)
         self._gateway = Gateway(
-            Handled(replicas),
+            Handled(serve.get_deployment_handle(REPLICAS, REPLICAS_APP)),
             config.max_concurrent_per_user,
             config.drain_s,
             lambda: front.state.read_metrics(),
@@ -109,11 +121,15 @@ class GatewayServer:
         self._listener = bind(config.host, config.port)
         self._server = Server(front, config)
         self._url = reachable_url(config.host, self._listener.getsockname()[1])
-        board.watch(lambda present: loop.call_soon_threadsafe(self._gateway.set_present, present) and None)
+
+        def on_change(present: frozenset[str]) -> None:
+            loop.call_soon_threadsafe(self._gateway.set_present, present)
+
+        board.watch(on_change)
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
 
-    async def url(self) -> str:
-        return self._url
+    async def about(self) -> dict[str, str]:
+        return {"url": self._url, "version": self._version}
 
     async def drain(self) -> None:
         """New requests are refused; returns when those that run have ended, or their time has."""
@@ -133,19 +149,31 @@ class GatewayServer:
                 self._listener.close()
 
 
-def application(config: Config, opening: Opening = open_models) -> serve.Application:
-    """Both deployments. What is the same as in what runs is left alone when it is deployed again."""
-    return _gateway(config).bind(
-        _replicas(config).bind(config, most_replicas(config), opening), _for_gateway(config)
-    )
+def replicas_app(config: Config, opening: Opening = open_models) -> serve.Application:
+    return _replicas(config).bind(config, version_of_replicas(config), opening)
 
 
-def most_replicas(config: Config) -> int:
-    return max(config.cluster_replicas, config.cluster_max_replicas or 0)
+def gateway_app(config: Config) -> serve.Application:
+    return _gateway(config).bind(_for_gateway(config), version_of_gateway(config))
+
+
+def version_of_replicas(config: Config) -> str:
+    return _version(config, FIELDS.keys() - _NOT_OF_REPLICAS)
+
+
+def version_of_gateway(config: Config) -> str:
+    return _version(config, _OF_GATEWAY)
 
 
 def _for_gateway(config: Config) -> Config:
     return Config(**{name: getattr(config, name) for name in _OF_GATEWAY})
+
+
+def _version(config: Config, names: Iterable[str]) -> str:
+    """The same as long as these settings are."""
+    values = dict(zip(FIELDS, astuple(config), strict=True))
+    told = repr([__version__, *((name, values[name]) for name in sorted(names))])
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 def _gateway(config: Config) -> serve.Deployment:
@@ -174,9 +202,7 @@ def _replicas(config: Config) -> serve.Deployment:
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=2,
         request_router_config=RequestRouterConfig(
-            request_router_class=ReplicaRouter,
-            request_router_kwargs={"routing": config.routing, "slots": config.parallel},
-            request_routing_stats_period_s=_STATS_S,
+            request_router_class=ReplicaRouter, request_routing_stats_period_s=_STATS_S
         ),
     )
 

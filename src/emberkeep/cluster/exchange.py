@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from emberkeep.cluster.asgi import App, Message, Scope
 from emberkeep.cluster.keys import Asked
@@ -12,7 +12,7 @@ _LEAVING_S = 10.0
 """For an application to notice that its client has left: longer than an engine's step."""
 
 
-async def answers(app: App, asked: Asked) -> AsyncIterator[list[Message]]:
+async def answers(app: App, asked: Asked) -> AsyncGenerator[list[Message], None]:
     """The messages of the application's answer, as they come; those that have piled up come together.
 
     Whoever stops reading has left: the application is told, and has ended when this is closed.

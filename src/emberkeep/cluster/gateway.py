@@ -1,7 +1,7 @@
 """The gateway: it listens, checks, counts, and passes each request to the replica that the router chooses.
 
-An answer goes to its client as it comes. What was lost with a replica before any of its answer was on its way is asked
-again elsewhere; after that the answer ends with an error, so that no part of one is taken for the whole.
+An answer goes to its client as it comes. What was lost with a replica before any of its answer was on its way is
+asked again elsewhere; after that the answer ends with an error, so that no part of one is taken for the whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RETRY_AFTER_S = 1.0
 _LARGE_BYTES = 64 << 10
 """Of a body: takes about a millisecond to parse."""
 _MOST_TRIES = 5
-_NO_USER_LIMIT = 1 << 30
+_NO_LIMIT = 1 << 30
 _STREAMS = (b"text/event-stream", b"application/x-ndjson")
 _NOT_PASSED_ON = frozenset({b"origin", b"connection", b"transfer-encoding", b"content-length", b"x-request-id"})
 """The gateway has looked at them, or writes them anew: a body is whole when it is passed on."""
@@ -84,9 +84,9 @@ class Gateway:
     ) -> None:
         """`own_metrics`: figures of what never reached a replica, as Prometheus reads them."""
         self._replicas = replicas
-        self._own_metrics = own_metrics
-        self._permits = Permits(_NO_USER_LIMIT, per_user)
+        self._permits = Permits(_NO_LIMIT, per_user)
         self._drain_s = drain_s
+        self._own_metrics = own_metrics
         self._running: set[_Exchange] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

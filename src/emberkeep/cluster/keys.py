@@ -1,4 +1,4 @@
-"""What a request is routed by, read from its path and body: whose it is, its conversation, and how its prompt begins.
+"""What a request is routed by, read from its path and body: its user, its conversation, and how its prompt begins.
 
 Bodies are not checked here: what is wrong with one, the replica says that gets it.
 """

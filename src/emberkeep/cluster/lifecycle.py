@@ -21,7 +21,16 @@ import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
-from emberkeep.cluster.deployment import APP, GATEWAY, REPLICAS, application
+from emberkeep.cluster.deployment import (
+    GATEWAY,
+    GATEWAY_APP,
+    REPLICAS,
+    REPLICAS_APP,
+    gateway_app,
+    replicas_app,
+    version_of_gateway,
+    version_of_replicas,
+)
 from emberkeep.cluster.replica import Opening
 from emberkeep.config import Config, check_exposure
 from emberkeep.errors import EmberkeepError
@@ -56,8 +65,8 @@ class Status:
 
 
 def serve_cluster(config: Config, *, install: Callable[[Config], None]) -> None:
-    """Blocks until SIGINT, SIGTERM or SIGHUP where it has started a Ray of its own, and returns at once where it has
-    joined one. Raises EmberkeepError.
+    """Blocks until SIGINT, SIGTERM or SIGHUP where it has started a Ray of its own; returns where it has joined one.
+    Raises EmberkeepError.
 
     `install` makes sure that the model is here.
     """
@@ -113,49 +122,72 @@ def banner(config: Config, url: str) -> str:
 
 
 def deploy(config: Config, opening: Opening = open_models) -> str:
-    """Blocks until every replica answers. The gateway's URL. Raises EmberkeepError."""
+    """Replaces what these settings change, one replica after the other, and leaves the rest alone. Blocks until every
+    replica answers. The gateway's URL. Raises EmberkeepError."""
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
-    try:
-        serve.run(application(config, opening), name=APP, route_prefix=None)
-    except (RuntimeError, RayServeException) as error:
-        raise EmberkeepError(f"The cluster did not start: {_why(error)}") from error
-    return gateway_url()
-
-
-def gateway_url() -> str:
-    return str(serve.get_deployment_handle(GATEWAY, APP).url.remote().result(timeout_s=_ASK_S))
+    if {about["version"] for about in _replicas()} != {version_of_replicas(config)}:
+        _run(REPLICAS_APP, replicas_app(config, opening))
+    if _gateway().get("version") != version_of_gateway(config):
+        _run(GATEWAY_APP, gateway_app(config))
+    return _gateway()["url"]
 
 
 def status() -> Status:
-    known = serve.status().applications.get(APP)
-    if known is None:
+    running = serve.status().applications
+    known = [running[name] for name in (REPLICAS_APP, GATEWAY_APP) if name in running]
+    if not known:
         return Status("", "stopped", "", [])
-    is_running = known.status == "RUNNING"
-    try:
-        url = gateway_url()
-        replicas = (
-            serve.get_deployment_handle(REPLICAS, APP)
-            .broadcast("about")
-            .results(timeout_s=_ASK_S, return_exceptions=True)
-        )
-    except (RayServeException, TimeoutError) as error:
-        return Status("", known.status.value.lower(), str(error), [])
-    told = [about for about in replicas if isinstance(about, dict)]
-    told.sort(key=lambda about: (about["node"], int(about["replica"])))
-    return Status(url, known.status.value.lower(), "" if is_running else known.message, told)
+    worst = next((app for app in known if app.status != "RUNNING"), known[0])
+    why = worst.message if worst.status != "RUNNING" else ""
+    return Status(_gateway().get("url", ""), worst.status.value.lower(), why, _replicas())
 
 
 def end() -> None:
-    """The gateway first, so that no request comes to replicas that close. Blocks."""
-    if APP in serve.status().applications:
-        serve.get_deployment_handle(GATEWAY, APP).drain.remote().result()
-        serve.delete(APP)
-    serve.shutdown()
+    """The gateway first, so that no request comes to replicas that close. What else runs on this Ray is left as it
+    is. Blocks."""
+    running = serve.status().applications
+    if GATEWAY_APP in running:
+        serve.get_deployment_handle(GATEWAY, GATEWAY_APP).drain.remote().result()
+        serve.delete(GATEWAY_APP)
+    if REPLICAS_APP in running:
+        serve.delete(REPLICAS_APP)
 
 
-def _why(error: BaseException) -> str:
+def _run(name: str, app: serve.Application) -> None:
+    """Raises EmberkeepError."""
+    try:
+        serve.run(app, name=name, route_prefix=None)
+    except (RuntimeError, RayServeException) as error:
+        raise EmberkeepError(f"The cluster did not start: {_why(name, error)}") from error
+
+
+def _gateway() -> dict[str, str]:
+    """Empty where there is none that answers."""
+    told = _ask_all(GATEWAY, GATEWAY_APP)
+    return told[0] if told else {}
+
+
+def _replicas() -> list[dict[str, Any]]:
+    """Those that answer."""
+    told = _ask_all(REPLICAS, REPLICAS_APP)
+    return sorted(told, key=lambda about: (about["node"], int(about["replica"])))
+
+
+def _ask_all(deployment: str, app: str) -> list[dict[str, Any]]:
+    if app not in serve.status().applications:
+        return []
+    try:
+        asked = serve.get_deployment_handle(deployment, app).broadcast("about")
+        told = asked.results(timeout_s=_ASK_S, return_exceptions=True)
+    except (RayServeException, TimeoutError):
+        return []
+    return [about for about in told if isinstance(about, dict)]
+
+
+def _why(name: str, error: BaseException) -> str:
     """Of a deployment that failed: the last line of the replica's own error, which is ours where there is one."""
-    known = serve.status().applications.get(APP)
+    known = serve.status().applications.get(name)
     told = [each.message for each in known.deployments.values() if each.message] if known else []
     lines = [line.strip() for line in "\n".join([str(error), *told]).splitlines() if line.strip()]
     raised = [line.partition(": ")[2] for line in lines if line.startswith("emberkeep.errors.")]
@@ -198,8 +230,8 @@ def joined_ray(config: Config) -> Iterator[None]:
     address = config.cluster_address or _noted(config.data_dir)
     if address is None:
         raise EmberkeepError(
-            f"No cluster runs on {config.data_dir}: start one with `emberkeep cluster serve`, or name its Ray with "
-            "--cluster-address."
+            f"No cluster runs on {config.data_dir}: start one with `emberkeep cluster serve`, or name its Ray "
+            "with --cluster-address."
         )
     with _connected(address):
         yield

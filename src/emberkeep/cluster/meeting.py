@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from emberkeep.routing import RouteKeys
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    routing: str = "affinity"
+    slots: int = 1
+    """Requests that a replica works on at a time."""
+
 
 Present = Callable[[frozenset[str]], None]
 
@@ -26,6 +35,8 @@ class Board:
         self._router: Learning | None = None
         self._watcher: Present = lambda present: None
         self._present: frozenset[str] = frozenset()
+        self.policy = Policy()
+        """What the router goes by; set before there is one."""
 
     def attach(self, router: Learning) -> None:
         with self._lock:

@@ -19,7 +19,6 @@ from emberkeep.cluster.slots import config_of_replica, take_slot
 from emberkeep.config import Config
 from emberkeep.library.arguments import declared_prefixes
 from emberkeep.routing import RouteKeys
-from emberkeep.runtime import open_models
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import warmup
 from emberkeep.server.middleware import AccessLog
@@ -32,13 +31,14 @@ Opening = Callable[[Config], Models]
 class ReplicaServer:
     """Ray Serve makes it, asks it and ends it, all on one event loop."""
 
-    async def __init__(self, config: Config, replicas: int, opening: Opening = open_models) -> None:  # type: ignore[misc]
-        """Blocks until the model is loaded. `replicas`: how many there may be. Raises EmberkeepError, OSError."""
+    async def __init__(self, config: Config, version: str, opening: Opening) -> None:  # type: ignore[misc]
+        """Blocks until the model is loaded. Raises EmberkeepError, OSError."""
         logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
         self._id = serve.get_replica_context().replica_id.unique_id
         self._slot = take_slot(config.data_dir)
         self._home = f"{ray.get_runtime_context().get_node_id()}/{self._slot.name}"
-        own = config_of_replica(config, self._slot, replicas, os.cpu_count() or 1)
+        self._version = version
+        own = config_of_replica(config, self._slot, os.cpu_count() or 1)
         self._models = opening(own)
         keep_warm(self._models.default, declared_prefixes(own))
         app = create_app(self._models, own)
@@ -70,6 +70,7 @@ class ReplicaServer:
         """For `emberkeep cluster status`."""
         return {
             "replica": self._slot.name,
+            "version": self._version,
             "pid": os.getpid(),
             "node": ray.get_runtime_context().get_node_id(),
             "data": str(self._slot.folder),

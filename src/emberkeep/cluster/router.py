@@ -1,7 +1,7 @@
 """Ray Serve's router of the replicas, with Emberkeep's policy in it.
 
-Ray makes the router by itself, in the gateway's process and on a thread of its own, from a copy of this module: what
-the gateway has to tell it, and to hear from it, goes over `meeting`, a module of which there is one.
+Ray makes the router by itself, in the gateway's process and on a thread of its own, from a copy of this module:
+what the gateway has to tell it, and to hear from it, goes over `meeting`, a module of which there is one.
 """
 
 from __future__ import annotations
@@ -12,19 +12,15 @@ from collections import Counter
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
 from emberkeep.cluster import meeting
-from emberkeep.routing import Replica, RouteKeys, Routing, new_routing
+from emberkeep.routing import Replica, RouteKeys, new_routing
 
 
 class ReplicaRouter(RequestRouter):
     """Belongs to the thread of its event loop."""
 
-    _routing: Routing
-    _slots: int
-
-    def initialize_state(self, routing: str, slots: int) -> None:
-        """`slots`: requests that a replica works on at a time. Raises KeyError."""
-        self._routing = new_routing(routing)
-        self._slots = slots
+    def initialize_state(self) -> None:
+        policy = meeting.board.policy
+        self._routing, self._slots = new_routing(policy.routing), policy.slots
         self._running: Counter[ReplicaID] = Counter()
         self._loop: asyncio.AbstractEventLoop | None = None
         meeting.board.attach(self)

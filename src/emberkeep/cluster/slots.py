@@ -48,9 +48,14 @@ def take_slot(data_dir: Path) -> Slot:
     raise AssertionError
 
 
-def config_of_replica(config: Config, slot: Slot, replicas: int, cores: int) -> Config:
-    """The settings of one of so many replicas: what is said of all of them together is shared out, and what the
-    gateway looks after is not looked after twice. Raises ConfigError."""
+def most_replicas(config: Config) -> int:
+    return max(config.cluster_replicas, config.cluster_max_replicas or 0)
+
+
+def config_of_replica(config: Config, slot: Slot, cores: int) -> Config:
+    """The settings of one replica: what is said of all of them together is shared out, and what the gateway looks
+    after is not looked after twice. Raises ConfigError."""
+    replicas = most_replicas(config)
     return replace(
         config,
         data_dir=slot.folder,

@@ -1,4 +1,4 @@
-"""The application in front of several servers: their checks and limits, once for all, and nothing of their routes."""
+"""The application in front of several servers: their checks and limits, once for all, and none of their routes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from emberkeep.server.middleware import (
 def create_front(answer: ASGIApp, config: Config) -> FastAPI:
     """`answer` gets what passes, and may raise EmberkeepError before it has sent anything.
 
-    `app.state` is that of `create_app`, and has `read_metrics`, which gives its own figures as Prometheus reads them.
+    `app.state` is that of `create_app`, and has `read_metrics`: its own figures, as Prometheus reads them.
     """
     drain, registry = Drain(), CollectorRegistry()
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
