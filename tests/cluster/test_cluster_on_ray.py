@@ -104,7 +104,8 @@ def test_an_answer_streams_through_the_gateway_as_it_is_written(cluster: Cluster
 def test_the_engine_stops_when_the_client_leaves(cluster: Cluster) -> None:
     body = {"messages": [say("user", "Tell all.")], "max_tokens": 3000, "stream": True, "ignore_eos": True}
     with cluster.http.stream("POST", f"{cluster.url}/v1/chat/completions", json=body) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        assert next(lines)
         assert eventually(lambda: cluster.active() == 1, 5)
     left = time.monotonic()
     assert eventually(lambda: cluster.active() == 0, 10)
@@ -112,8 +113,8 @@ def test_the_engine_stops_when_the_client_leaves(cluster: Cluster) -> None:
 
 
 def turns_reused(cluster: Cluster, name: str) -> float:
-    """Of the prompt tokens of later turns, in several conversations that go on at the same time; taking turns would
-    bring none of them back to its replica."""
+    """Of the prompt tokens of later turns, in conversations that go on at the same time: so many that none of them
+    comes back to its replica where these take turns."""
     chats: dict[int, list[Json]] = {
         number: [say("system", f"{name} {number}. {RULES}"), say("user", "Begin.")] for number in range(5)
     }

@@ -69,7 +69,6 @@ class _Exchange:
     request_id: str
     send: Send
     replica: str = ""
-    answering: Answering | None = None
     has_head: bool = False
     has_body: bool = False
     is_stream: bool = False
@@ -145,8 +144,6 @@ class Gateway:
                 await _stop(passing)
                 await _break_off(exchange, _stopped())
         finally:
-            if exchange.answering is not None and not passing.done():
-                exchange.answering.cancel()
             for task in waiting:
                 await _stop(task)
         if not passing.cancelled():
@@ -155,11 +152,14 @@ class Gateway:
     async def _pass_on(self, exchange: _Exchange) -> None:
         """Raises Overloaded where nothing was sent yet."""
         for _ in range(_MOST_TRIES):
-            exchange.answering = self._replicas.ask(exchange.asked, exchange.route.keys)
+            answering = self._replicas.ask(exchange.asked, exchange.route.keys)
             try:
-                async for part in exchange.answering:
+                async for part in answering:
                     await self._send_part(exchange, part)
                 return
+            except asyncio.CancelledError:
+                answering.cancel()
+                raise
             except ReplicaLost:
                 if exchange.has_body:
                     await _break_off(exchange, _lost())

@@ -65,8 +65,8 @@ class Status:
 
 
 def serve_cluster(config: Config, *, install: Callable[[Config], None]) -> None:
-    """Blocks until SIGINT, SIGTERM or SIGHUP where it has started a Ray of its own; returns where it has joined one.
-    Raises EmberkeepError.
+    """On a Ray of its own it blocks until SIGINT, SIGTERM or SIGHUP; on one that it has joined, until all replicas
+    answer. Raises EmberkeepError.
 
     `install` makes sure that the model is here.
     """
@@ -122,8 +122,8 @@ def banner(config: Config, url: str) -> str:
 
 
 def deploy(config: Config, opening: Opening = open_models) -> str:
-    """Replaces what these settings change, one replica after the other, and leaves the rest alone. Blocks until every
-    replica answers. The gateway's URL. Raises EmberkeepError."""
+    """Replaces what these settings change, one replica after the other, and leaves the rest as it is. Blocks until
+    every replica answers. The gateway's URL. Raises EmberkeepError."""
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
     if {about["version"] for about in _replicas()} != {version_of_replicas(config)}:
