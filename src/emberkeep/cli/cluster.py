@@ -44,7 +44,7 @@ def serve(config: Config) -> None:
 
     On a Ray of its own it runs until it is stopped; on one that runs already it returns once all replicas answer.
     """
-    _require_ray()
+    _prepare_ray(config)
     from emberkeep.cluster.lifecycle import serve_cluster
 
     serve_cluster(config, install=install_model)
@@ -57,7 +57,7 @@ def update(config: Config) -> None:
 
     Its replicas are replaced one after the other, and no request is lost.
     """
-    _require_ray()
+    _prepare_ray(config)
     from emberkeep.cluster.lifecycle import update_cluster
 
     print(f"All replicas at {update_cluster(config)} have the new settings.")
@@ -67,7 +67,7 @@ def update(config: Config) -> None:
 @with_settings("data_dir", "cluster_address", "config")
 def status(config: Config, as_json: JsonFlag = False) -> None:
     """What runs, and where."""
-    _require_ray()
+    _prepare_ray(config)
     from emberkeep.cluster.lifecycle import cluster_status
 
     found = cluster_status(config)
@@ -78,7 +78,7 @@ def status(config: Config, as_json: JsonFlag = False) -> None:
 @with_settings("data_dir", "cluster_address", "config")
 def stop(config: Config) -> None:
     """End the cluster, when the requests that run have ended or their time has."""
-    _require_ray()
+    _prepare_ray(config)
     from emberkeep.cluster.lifecycle import stop_cluster
 
     stop_cluster(config)
@@ -96,7 +96,10 @@ def _lines(status: Status) -> list[str]:
     return [head, *why, *replicas]
 
 
-def _require_ray() -> None:
-    """Raises EmberkeepError."""
+def _prepare_ray(config: Config) -> None:
+    """Call it before anything imports Ray. Raises EmberkeepError."""
     if importlib.util.find_spec("ray") is None:
         raise EmberkeepError("Clusters need Ray: install it with `pip install emberkeep[cluster]`.")
+    from emberkeep.cluster.environment import prepare_join
+
+    prepare_join(config)

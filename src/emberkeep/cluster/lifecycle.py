@@ -5,20 +5,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from emberkeep.cluster.deployment import (
@@ -31,27 +29,26 @@ from emberkeep.cluster.deployment import (
     version_of_gateway,
     version_of_replicas,
 )
+from emberkeep.cluster.environment import alone_on, forget_address, note_address, noted_address, prepare_start
 from emberkeep.cluster.replica import Opening
 from emberkeep.config import Config, check_exposure
 from emberkeep.errors import EmberkeepError
-from emberkeep.files import private_folder, replace_file
 from emberkeep.library.arguments import declared_prefixes
 from emberkeep.runtime import open_models
 from emberkeep.server.lifecycle import bind
 from emberkeep.server.presence import announce
 from emberkeep.signals import ending_signals
 
-_FILE = "cluster.json"
+log = logging.getLogger("emberkeep.cluster")
+logging.getLogger("ray.serve").setLevel(logging.ERROR)
+
 _NAMESPACE = "emberkeep"
 _OBJECT_STORE_BYTES = 200 << 20
 """Nothing but requests and answers passes through it."""
 _ASK_S = 30.0
-_QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DEDUP_LOGS": "0",
-    "RAY_SERVE_LOG_TO_STDERR": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
-}
+_LOOK_S = 1.0
+_LOOPBACK = "127.0.0.2" if sys.platform == "linux" else None
+"""Ray would take another address than 127.0.0.1; elsewhere it stays on loopback by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +76,8 @@ def serve_cluster(config: Config, *, install: Callable[[Config], None]) -> None:
         print(banner(config, url), file=sys.stderr, flush=True)
         if config.cluster_address is None:
             with announce(config.data_dir, url):
-                _wait_for_signal()
-            end()
+                _wait_for_end()
+            _end_in_order()
 
 
 def update_cluster(config: Config) -> str:
@@ -124,7 +121,6 @@ def banner(config: Config, url: str) -> str:
 def deploy(config: Config, opening: Opening = open_models) -> str:
     """Replaces what these settings change, one replica after the other, and leaves the rest as it is. Blocks until
     every replica answers. The gateway's URL. Raises EmberkeepError."""
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
     if {about["version"] for about in _replicas()} != {version_of_replicas(config)}:
         _run(REPLICAS_APP, replicas_app(config, opening))
@@ -152,6 +148,14 @@ def end() -> None:
         serve.delete(GATEWAY_APP)
     if REPLICAS_APP in running:
         serve.delete(REPLICAS_APP)
+
+
+def _end_in_order() -> None:
+    """What ends all processes of a group at once, such as a supervisor, may have ended Ray's before."""
+    try:
+        end()
+    except (RayError, RayServeException):
+        log.warning("Ray has ended before the replicas: what they had not written is evaluated again.")
 
 
 def _run(name: str, app: serve.Application) -> None:
@@ -203,31 +207,31 @@ def started_ray(config: Config) -> Iterator[None]:
     EmberkeepError."""
     if config.cluster_address is not None:
         with _connected(config.cluster_address):
-            _note(config.data_dir, config.cluster_address)
             yield
         return
-    os.environ.update(_QUIET)
-    ray.init(
-        address="local",
-        namespace=_NAMESPACE,
-        include_dashboard=False,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        _node_ip_address="127.0.0.1",
-    )
-    try:
-        _note(config.data_dir, ray.get_runtime_context().gcs_address)
-        yield
-    finally:
-        (config.data_dir / _FILE).unlink(missing_ok=True)
-        ray.shutdown()
+    with alone_on(config.data_dir):
+        prepare_start(config)
+        ray.init(
+            address="local",
+            namespace=_NAMESPACE,
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _node_ip_address=_LOOPBACK,
+        )
+        try:
+            note_address(config.data_dir, ray.get_runtime_context().gcs_address)
+            yield
+        finally:
+            forget_address(config.data_dir)
+            ray.shutdown()
 
 
 @contextmanager
 def joined_ray(config: Config) -> Iterator[None]:
-    """The one on which the cluster of this data folder runs. Raises EmberkeepError."""
-    address = config.cluster_address or _noted(config.data_dir)
+    """The one that the configuration names, else the one of this data folder. Raises EmberkeepError."""
+    address = config.cluster_address or noted_address(config.data_dir)
     if address is None:
         raise EmberkeepError(
             f"No cluster runs on {config.data_dir}: start one with `emberkeep cluster serve`, or name its Ray "
@@ -239,7 +243,6 @@ def joined_ray(config: Config) -> Iterator[None]:
 
 @contextmanager
 def _connected(address: str) -> Iterator[None]:
-    os.environ.update(_QUIET)
     try:
         ray.init(address=address, namespace=_NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -250,23 +253,15 @@ def _connected(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def _note(data_dir: Path, address: str) -> None:
-    replace_file(private_folder(data_dir) / _FILE, json.dumps({"address": address}).encode())
-
-
-def _noted(data_dir: Path) -> str | None:
-    try:
-        return str(json.loads((data_dir / _FILE).read_text())["address"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _wait_for_signal() -> None:
+def _wait_for_end() -> None:
+    """Until a signal comes, or `emberkeep cluster stop` has ended what runs."""
     told = threading.Event()
     before = {number: signal.signal(number, lambda *_: told.set()) for number in ending_signals()}
     try:
-        while not told.wait(0.2):  # a wait without end would not let signals in
+        while not told.wait(_LOOK_S) and GATEWAY_APP in serve.status().applications:
             pass
+    except RayError as error:
+        raise EmberkeepError("Ray has ended, and the cluster with it: start it again.") from error
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
