@@ -16,8 +16,9 @@ import openai
 import pytest
 
 from emberkeep.config import Config
-from emberkeep.types import Json
+from emberkeep.types import Json, RemoteModel
 from helpers.cluster_models import slow_models
+from helpers.vendors.node_server import NodeServer, running
 from helpers.waiting import eventually
 
 pytest.importorskip("ray", reason="needs the extra emberkeep[cluster]")
@@ -297,6 +298,26 @@ def test_a_rolling_update_loses_no_request_and_keeps_what_was_stored(cluster: Cl
     assert not load.failed
     assert not load.broken
     assert cached(cluster.chat(messages, max_tokens=4, conversation_id="kept")) > len(RULES) // 2
+
+
+def test_servers_of_whole_nodes_are_routed_to_by_what_they_have_cached(cluster: Cluster) -> None:
+    from emberkeep.cluster.lifecycle import deploy
+
+    nodes = [NodeServer(kind) for kind in ("vllm", "sglang", "trtllm")]
+    with running(nodes):
+        config = replace(
+            cluster.config,
+            backends=tuple(
+                RemoteModel(f"node-{node.kind}", "trtllm" if node.kind == "trtllm" else "compatible", "", node.url)
+                for node in nodes
+            ),
+            cluster_backends=tuple(f"node-{node.kind}" for node in nodes),
+        )
+        over_nodes = replace(cluster, url=deploy(config))
+        assert turns_reused(over_nodes, "nodes") > 0.9
+        assert all(node.answered for node in nodes)
+        told = over_nodes.chat([say("user", "Think.")])["choices"][0]["message"]
+        assert (told["content"], told["reasoning_content"]) == ("A ship.", "Hm.")
 
 
 def test_round_robin_reuses_less(cluster: Cluster) -> None:

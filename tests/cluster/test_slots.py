@@ -43,3 +43,9 @@ def test_what_is_for_all_replicas_is_shared_out(tmp_path: Path) -> None:
     assert (own.ram_budget, own.disk_budget, own.threads) == (1 << 30, 2 << 30, 4)
     assert own.max_concurrent_per_user is None  # the gateway counts
     assert own.data_dir == tmp_path / "replicas" / "0"
+
+
+def test_each_slot_has_a_backend_of_its_own_where_several_are_named(tmp_path: Path) -> None:
+    config = Config(data_dir=tmp_path, cluster_backends=("a", "b"))
+    given = [config_of_replica(config, take_slot(tmp_path), cores=1).backend for _ in range(3)]
+    assert given == ["a", "b", "a"]

@@ -45,6 +45,8 @@ _FLUSH_S = 60.0
 _SIDE_REQUESTS = 64
 """That a replica takes besides those it answers or lets wait: statistics, lists, refusals."""
 _STATS_S = 1.0
+_STARTS = 3
+"""How often a replica is started that cannot: what is wrong is told after that."""
 _ALL_S = 600.0
 """For an answer of all replicas: loading a model is one."""
 _HEAD_NODE = {"node:__internal_head__": 0.001}
@@ -197,6 +199,7 @@ def _replicas(config: Config) -> serve.Deployment:
         name=REPLICAS,
         **scale,
         ray_actor_options={"num_cpus": config.cluster_cpus or 0, "num_gpus": config.cluster_gpus},
+        max_constructor_retry_count=_STARTS,
         max_ongoing_requests=config.parallel + config.queue + _SIDE_REQUESTS,
         graceful_shutdown_timeout_s=config.drain_s + _FLUSH_S,
         graceful_shutdown_wait_loop_s=0.1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
@@ -39,7 +40,8 @@ class ReplicaServer:
         self._home = f"{ray.get_runtime_context().get_node_id()}/{self._slot.name}"
         self._version = version
         own = config_of_replica(config, self._slot, os.cpu_count() or 1)
-        self._models = opening(own)
+        # A thread: what asks a remote service at once runs a loop of its own.
+        self._models = await asyncio.to_thread(opening, own)
         keep_warm(self._models.default, declared_prefixes(own))
         app = create_app(self._models, own)
         self._app = AccessLog(app, app.state.metrics.observe)

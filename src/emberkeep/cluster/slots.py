@@ -60,11 +60,18 @@ def config_of_replica(config: Config, slot: Slot, cores: int) -> Config:
         config,
         data_dir=slot.folder,
         backends=Remotes(config).list(),
+        backend=_backend(config, int(slot.name)),
         ram_budget=config.ram_budget // replicas,
         disk_budget=config.disk_budget // replicas,
         threads=config.threads or max(1, int(config.cluster_cpus or cores // replicas)),
         max_concurrent_per_user=None,
     )
+
+
+def _backend(config: Config, slot: int) -> str:
+    """The same for a slot, whichever replica has it: that service has the prompts of its conversations cached."""
+    named = config.cluster_backends
+    return named[slot % len(named)] if named else config.backend
 
 
 def _link_shared(data_dir: Path, folder: Path) -> None:

@@ -365,6 +365,11 @@ class Config:
         "Cores that Ray keeps for each replica; auto: none are kept, and replicas share those of their machine.",
     )
     cluster_gpus: float = _setting(0.0, share(0, 64), "GPUs that Ray gives to each replica, which sees no others.")
+    cluster_backends: tuple[str, ...] = _setting(
+        (),
+        NAMES,
+        "Backends of `emberkeep api list`, one for each replica in turn; none: all have the same backend.",
+    )
     cluster_address: str | None = _setting(
         None,
         or_word(TEXT, "none"),
