@@ -22,11 +22,7 @@ from helpers.vendors.node_server import NodeServer, running
 from helpers.waiting import eventually
 
 pytest.importorskip("ray", reason="needs the extra emberkeep[cluster]")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.serial,
-    pytest.mark.timeout(300),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
 STEP_S = 0.005
 REPLICAS = 3
@@ -300,6 +296,15 @@ def test_a_rolling_update_loses_no_request_and_keeps_what_was_stored(cluster: Cl
     assert cached(cluster.chat(messages, max_tokens=4, conversation_id="kept")) > len(RULES) // 2
 
 
+def test_round_robin_reuses_less(cluster: Cluster) -> None:
+    from emberkeep.cluster.lifecycle import deploy, status
+
+    before = {about["pid"] for about in status().replicas}
+    url = deploy(replace(cluster.config, queue=50, routing="round_robin"), slow_models(STEP_S))
+    assert before == {about["pid"] for about in status().replicas}  # only the gateway is another
+    assert turns_reused(replace(cluster, url=url), "round robin") < 0.7
+
+
 def test_servers_of_whole_nodes_are_routed_to_by_what_they_have_cached(cluster: Cluster) -> None:
     from emberkeep.cluster.lifecycle import deploy
 
@@ -318,12 +323,3 @@ def test_servers_of_whole_nodes_are_routed_to_by_what_they_have_cached(cluster: 
         assert all(node.answered for node in nodes)
         told = over_nodes.chat([say("user", "Think.")])["choices"][0]["message"]
         assert (told["content"], told["reasoning_content"]) == ("A ship.", "Hm.")
-
-
-def test_round_robin_reuses_less(cluster: Cluster) -> None:
-    from emberkeep.cluster.lifecycle import deploy, status
-
-    before = {about["pid"] for about in status().replicas}
-    url = deploy(replace(cluster.config, queue=50, routing="round_robin"), slow_models(STEP_S))
-    assert before == {about["pid"] for about in status().replicas}  # only the gateway is another
-    assert turns_reused(replace(cluster, url=url), "round robin") < 0.7

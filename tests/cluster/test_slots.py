@@ -37,11 +37,9 @@ def test_what_is_for_all_replicas_is_shared_out(tmp_path: Path) -> None:
         cluster_max_replicas=4,
         ram_budget=4 << 30,
         disk_budget=8 << 30,
-        max_concurrent_per_user=3,
     )
     own = config_of_replica(config, take_slot(tmp_path), cores=16)
     assert (own.ram_budget, own.disk_budget, own.threads) == (1 << 30, 2 << 30, 4)
-    assert own.max_concurrent_per_user is None  # the gateway counts
     assert own.data_dir == tmp_path / "replicas" / "0"
 
 

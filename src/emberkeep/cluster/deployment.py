@@ -56,7 +56,7 @@ _OF_GATEWAY = (
     *("routing", "parallel", "max_concurrent_per_user", "drain_s"),
 )
 """Settings whose change makes a new gateway."""
-_NOT_OF_REPLICAS = frozenset({"port", "routing", "cluster_address", "connections", "max_concurrent_per_user"})
+_NOT_OF_REPLICAS = frozenset({"port", "routing", "cluster_address", "connections"})
 """Settings whose change makes no new replicas."""
 
 

@@ -53,8 +53,7 @@ def most_replicas(config: Config) -> int:
 
 
 def config_of_replica(config: Config, slot: Slot, cores: int) -> Config:
-    """The settings of one replica: what is said of all of them together is shared out, and what the gateway looks
-    after is not looked after twice. Raises ConfigError."""
+    """The settings of one replica, with its share of what is said of all of them together. Raises ConfigError."""
     replicas = most_replicas(config)
     return replace(
         config,
@@ -64,7 +63,6 @@ def config_of_replica(config: Config, slot: Slot, cores: int) -> Config:
         ram_budget=config.ram_budget // replicas,
         disk_budget=config.disk_budget // replicas,
         threads=config.threads or max(1, int(config.cluster_cpus or cores // replicas)),
-        max_concurrent_per_user=None,
     )
 
 
