@@ -16,6 +16,7 @@ from emberkeep.cli.bench import app as bench_app
 from emberkeep.cli.cache import app as cache_app
 from emberkeep.cli.chat import EXAMPLES as CHAT_EXAMPLES
 from emberkeep.cli.chat import ChatCommand, chat
+from emberkeep.cli.cluster import app as cluster_app
 from emberkeep.cli.console import complain
 from emberkeep.cli.doctor import doctor
 from emberkeep.cli.flags import ConfigFlag, JsonFlag, with_settings
@@ -47,6 +48,7 @@ Examples:
   emberkeep tools list                         what a model can do here
   emberkeep mcp list                           MCP servers of the settings, and whether they work
   emberkeep api add gpt openai                 a model that runs elsewhere, for `chat --backend gpt`
+  emberkeep cluster serve --cluster-replicas 3 several servers as one, on Ray Serve
   emberkeep doctor                             is everything in place?
   emberkeep config show                        every setting and where its value came from
 
@@ -162,6 +164,7 @@ app.add_typer(memory_app, name="memory")
 app.add_typer(api_app, name="api")
 app.add_typer(tools_app, name="tools")
 app.add_typer(mcp_app, name="mcp")
+app.add_typer(cluster_app, name="cluster")
 app.command()(ps)
 app.command()(stop)
 app.command()(doctor)

@@ -363,6 +363,40 @@ class Config:
     allowed_origins: tuple[str, ...] = _setting(
         (), NAMES, "Origins of web pages, such as http://localhost:3000, that may call the server."
     )
+    cluster_replicas: int = _setting(
+        2,
+        whole(1, 1000),
+        "Servers that `emberkeep cluster serve` keeps running; the fewest, with cluster_max_replicas.",
+    )
+    cluster_max_replicas: int | None = _setting(
+        None, or_word(whole(1, 1000), "none"), "The most; none: always as many as cluster_replicas says."
+    )
+    cluster_target: float | None = _setting(
+        None,
+        or_word(share(0.1, 10_000), "auto"),
+        "Requests per replica beyond which another one is started; auto: as many as parallel says.",
+    )
+    cluster_cpus: float | None = _setting(
+        None,
+        or_word(share(0.1, 1024), "auto"),
+        "Cores that Ray keeps for each replica; auto: none are kept, and replicas share those of their machine.",
+    )
+    cluster_gpus: float = _setting(0.0, share(0, 64), "GPUs that Ray gives to each replica, which sees no others.")
+    cluster_backends: tuple[str, ...] = _setting(
+        (),
+        NAMES,
+        "Backends of `emberkeep api list`, one for each replica in turn; none: all have the same backend.",
+    )
+    cluster_address: str | None = _setting(
+        None,
+        or_word(TEXT, "none"),
+        "Address of a Ray that runs already, such as 10.0.0.1:6379; none: one is started for this machine alone.",
+    )
+    routing: str = _setting(
+        "affinity",
+        one_of("affinity", "round_robin", "least_loaded"),
+        "Which replica answers: the one that knows the prompt, each in turn, or the one with the least to do.",
+    )
     log_level: str = _setting("info", one_of("debug", "info", "warning", "error"), "How much is logged.")
 
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ import logging
 import socket
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -149,11 +149,14 @@ async def warmup(app: ASGIApp, config: Config) -> None:
         "client": ("127.0.0.1", 0),
         "server": ("127.0.0.1", config.port),
     }
-    await app(scope, _body, _nowhere)
+    received: Iterator[Message] = iter(
+        [{"type": "http.request", "body": b'{"messages": []}', "more_body": False}, {"type": "http.disconnect"}]
+    )
 
+    async def receive() -> Message:
+        return next(received)
 
-async def _body() -> Message:
-    return {"type": "http.request", "body": b'{"messages": []}', "more_body": False}
+    await app(scope, receive, _nowhere)
 
 
 async def _nowhere(message: Message) -> None:

@@ -1,0 +1,1 @@
+"""Several servers as one: replicas on Ray Serve, behind a gateway that sends each request to what knows it."""

@@ -1,0 +1,178 @@
+"""What a request is routed by, read from its path and body: its user, its conversation, and how its prompt begins.
+
+Bodies are not checked here: what is wrong with one, the replica says that gets it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, unquote
+
+import xxhash
+
+from emberkeep.api.anthropic import user_of_metadata
+from emberkeep.api.body import parse_object, validate
+from emberkeep.api.request import UserFields
+from emberkeep.errors import RequestError
+from emberkeep.routing import RouteKeys
+from emberkeep.types import Json, private_namespace
+
+BLOCK_BYTES = 512
+"""Of a prompt: about a chunk of stored state."""
+_MOST_BLOCKS = 2048
+"""Beyond a megabyte, what follows makes no difference to where a request goes."""
+
+_PROMPT_FIELDS = (
+    *("tools", "functions", "system", "instructions"),
+    *("messages", "prompt", "input", "input_extra", "input_prefix", "input_suffix"),
+)
+"""In the order in which templates write them."""
+_VOLATILE = frozenset({"cache_control", "id", "status"})
+"""Keys of messages and items that change from turn to turn, though the prompt does not."""
+
+_ANSWERS = re.compile(
+    r"(/v1)?/(chat/completions|completions|responses|messages|embeddings|rerank)"
+    r"|/(completion|infill|embedding|reranking)|/api/(chat|generate|embed|embeddings)"
+)
+"""Paths of what a model answers, and users are limited in."""
+_NAMED = re.compile(r"(?:/v1)?/(?:responses|conversations)/([^/]+)")
+"""Paths that name a response or a conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One HTTP request, whole."""
+
+    method: str
+    path: str
+    query: bytes = b""
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    body: bytes = b""
+    raw_path: bytes = b""
+    server: tuple[str, int | None] | None = None
+    """The address that the client has dialled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    user: str
+    """Whose request it is; empty where it names nobody."""
+    owner: str
+    """The namespace of what is stored for them."""
+    keys: RouteKeys
+    is_answer: bool
+    """A model answers it, so that it may be asked again where it was lost."""
+
+
+def route_of(asked: Asked) -> Route:
+    """Pure."""
+    path = asked.path.rstrip("/")
+    fields = {**_query(asked.query), **_fields(asked)}
+    user, session = _whose(path, fields)
+    owner = private_namespace(user, _text(fields.get("cache_salt")))
+    is_answer = asked.method == "POST" and _ANSWERS.fullmatch(path) is not None
+    named = _NAMED.fullmatch(path.removesuffix("/cancel").removesuffix("/input_items"))
+    conversation = unquote(named[1]) if named else _conversation(fields) or session
+    model = _text(fields.get("model"))
+    beginnings = hash_chain(prompt_text(fields), f"{model}\n{owner}")
+    keys = RouteKeys(conversation_key(owner, conversation), beginnings)
+    return Route(user, owner, keys, is_answer)
+
+
+def conversation_key(owner: str, conversation: str) -> str:
+    """No two owners' conversations have the same."""
+    return json.dumps([owner, conversation]) if conversation else ""
+
+
+def hash_chain(text: Iterable[bytes], seed: str) -> tuple[int, ...]:
+    """One hash for each whole block, of all text up to its end."""
+    value, rest, chain = xxhash.xxh3_64_intdigest(seed.encode()), b"", []
+    for part in text:
+        rest += part
+        whole = len(rest) - len(rest) % BLOCK_BYTES
+        for begin in range(0, whole, BLOCK_BYTES):
+            value = xxhash.xxh3_64_intdigest(rest[begin : begin + BLOCK_BYTES], seed=value)
+            chain.append(value)
+            if len(chain) == _MOST_BLOCKS:
+                return tuple(chain)
+        rest = rest[whole:]
+    return tuple(chain)
+
+
+def prompt_text(fields: Mapping[str, Json]) -> Iterator[bytes]:
+    """What becomes the prompt, so that equal prompts have equal texts however a client writes them, and one that
+    goes on begins with the text of the one before."""
+    for name in _PROMPT_FIELDS:
+        value = fields.get(name)
+        if value is None or value == []:
+            continue
+        yield f"{name}\n".encode()
+        parts = value if isinstance(value, list) else [value]
+        for part in parts:
+            yield _normal(part)
+
+
+def _normal(part: Json) -> bytes:
+    if isinstance(part, str):
+        return part.encode()
+    return json.dumps(_plain(part), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+
+
+def _plain(value: Json) -> Json:
+    """Without what is empty or does not reach the prompt; a text in one block is a text."""
+    if isinstance(value, Mapping):
+        kept = {
+            key: _plain(inner)
+            for key, inner in value.items()
+            if key not in _VOLATILE and inner is not None and inner != []
+        }
+        return kept["text"] if set(kept) == {"type", "text"} else kept
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        listed = [_plain(inner) for inner in value]
+        return listed[0] if len(listed) == 1 and isinstance(listed[0], str) else listed
+    return value
+
+
+def _fields(asked: Asked) -> Mapping[str, Json]:
+    """Empty where the body is no object."""
+    if asked.method not in ("POST", "PUT") or not asked.body:
+        return {}
+    try:
+        return parse_object(asked.body)
+    except RequestError:
+        return {}
+
+
+def _query(query: bytes) -> dict[str, Json]:
+    return dict(parse_qsl(query.decode("latin-1")))
+
+
+def _whose(path: str, fields: Mapping[str, Json]) -> tuple[str, str]:
+    """The user, as the server finds it, and the session that an agent of Anthropic's names."""
+    try:
+        user = validate(UserFields, fields).to_user()
+    except RequestError:
+        return "", ""
+    metadata = fields.get("metadata")
+    if not path.endswith("/messages") or not isinstance(metadata, Mapping):
+        return user, ""
+    told, session = user_of_metadata(_text(metadata.get("user_id")))
+    return user or told, session
+
+
+def _conversation(fields: Mapping[str, Json]) -> str:
+    named = fields.get("conversation")
+    known = (
+        fields.get("conversation_id"),
+        named.get("id") if isinstance(named, Mapping) else named,
+        fields.get("previous_response_id"),
+        fields.get("prompt_cache_key"),
+    )
+    return next((name for name in known if isinstance(name, str) and name), "")
+
+
+def _text(value: Json) -> str:
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,96 @@
+"""A replica: the whole server application, in a process of its own, without a port."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import ray
+from ray import serve
+
+from emberkeep.backend.capabilities import keep_warm
+from emberkeep.backend.models import Models
+from emberkeep.cluster.exchange import answers
+from emberkeep.cluster.keys import Asked
+from emberkeep.cluster.replica_answer import Part, Whole
+from emberkeep.cluster.slots import config_of_replica, take_slot
+from emberkeep.config import Config
+from emberkeep.library.arguments import declared_prefixes
+from emberkeep.routing import RouteKeys
+from emberkeep.server.app import create_app
+from emberkeep.server.http_server import warmup
+from emberkeep.server.middleware import AccessLog
+
+log = logging.getLogger("emberkeep.cluster")
+
+Opening = Callable[[Config], Models]
+
+
+class ReplicaServer:
+    """Ray Serve makes it, asks it and ends it, all on one event loop."""
+
+    async def __init__(self, config: Config, version: str, opening: Opening) -> None:  # type: ignore[misc]
+        """Blocks until the model is loaded. Raises EmberkeepError, OSError."""
+        logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+        self._id = serve.get_replica_context().replica_id.unique_id
+        self._slot = take_slot(config.data_dir)
+        self._home = f"{ray.get_runtime_context().get_node_id()}/{self._slot.name}"
+        self._version = version
+        own = config_of_replica(config, self._slot, os.cpu_count() or 1)
+        # A thread: what asks a remote service at once runs a loop of its own.
+        self._models = await asyncio.to_thread(opening, own)
+        keep_warm(self._models.default, declared_prefixes(own))
+        app = create_app(self._models, own)
+        self._app = AccessLog(app, app.state.metrics.observe)
+        await self._models.start()
+        await warmup(app, own)
+        log.info("Replica %s is ready in %s.", self._slot.name, self._slot.folder)
+
+    async def answer(self, asked: Asked, keys: RouteKeys) -> AsyncIterator[Part]:
+        """Ends the request when it is cancelled. `keys` are for the router, which sees what is sent."""
+        batches = answers(self._app, asked)
+        try:
+            async for messages in batches:
+                yield Part(self._id, messages)
+        finally:
+            await batches.aclose()
+
+    async def answer_whole(self, asked: Asked) -> Whole:
+        status, headers, body = 500, (), b""
+        async for messages in answers(self._app, asked):
+            for message in messages:
+                if message["type"] == "http.response.start":
+                    status, headers = message["status"], tuple(message["headers"])
+                else:
+                    body += message.get("body", b"")
+        return Whole(self._slot.name, status, headers, body)
+
+    async def about(self) -> dict[str, Any]:
+        """For `emberkeep cluster status`."""
+        return {
+            "replica": self._slot.name,
+            "version": self._version,
+            "pid": os.getpid(),
+            "node": ray.get_runtime_context().get_node_id(),
+            "data": str(self._slot.folder),
+            "model": self._models.default.card.id,
+            "active": self._models.default.stats().get("scheduler", {}).get("active"),
+        }
+
+    def record_routing_stats(self) -> dict[str, str]:
+        """Asked by Ray now and then, for the router."""
+        return {"home": self._home}
+
+    def check_health(self) -> None:
+        """Raises why there can never be an answer again, whereupon Ray starts another replica."""
+        if failure := self._models.failure():
+            raise failure
+
+    async def __del__(self) -> None:
+        """Called by Ray once no request is left: everything is on disk then."""
+        models, self._models = getattr(self, "_models", None), None  # type: ignore[assignment]
+        if models is not None:
+            await models.close()

@@ -1,0 +1,80 @@
+"""The data folder of a replica: one of its own below the configured one, for as long as its process lives.
+
+    <data_dir>/replicas/<slot>/    stored state, which the next replica that gets this slot goes on with
+                        lock       held by the replica that has it
+                        models     -> <data_dir>/models
+                        memory.sqlite3 -> <data_dir>/memory.sqlite3, which several processes may use
+
+A lock dies with its owner, so that two replicas never have the same slot, and none is lost with a replica.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+
+from emberkeep.config import Config
+from emberkeep.files import private_folder
+from emberkeep.models.remotes import Remotes
+
+_FOLDER = "replicas"
+_LOCK = "lock"
+_SHARED = ("models", "memory.sqlite3")
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    name: str
+    folder: Path
+    lock: int
+    """A descriptor; it is never closed, but by the end of the process."""
+
+
+def take_slot(data_dir: Path) -> Slot:
+    """The first that is free: those with the lowest numbers have the most stored. Raises OSError."""
+    for number in count():
+        folder = private_folder(data_dir / _FOLDER / str(number))
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            continue
+        _link_shared(data_dir, folder)
+        return Slot(str(number), folder, lock)
+    raise AssertionError
+
+
+def most_replicas(config: Config) -> int:
+    return max(config.cluster_replicas, config.cluster_max_replicas or 0)
+
+
+def config_of_replica(config: Config, slot: Slot, cores: int) -> Config:
+    """The settings of one replica, with its share of what is said of all of them together. Raises ConfigError."""
+    replicas = most_replicas(config)
+    return replace(
+        config,
+        data_dir=slot.folder,
+        backends=Remotes(config).list(),
+        backend=_backend(config, int(slot.name)),
+        ram_budget=config.ram_budget // replicas,
+        disk_budget=config.disk_budget // replicas,
+        threads=config.threads or max(1, int(config.cluster_cpus or cores // replicas)),
+    )
+
+
+def _backend(config: Config, slot: int) -> str:
+    """The same for a slot, whichever replica has it: that service has the prompts of its conversations cached."""
+    named = config.cluster_backends
+    return named[slot % len(named)] if named else config.backend
+
+
+def _link_shared(data_dir: Path, folder: Path) -> None:
+    private_folder(data_dir / "models")
+    for name in _SHARED:
+        link = folder / name
+        if not link.is_symlink():
+            link.symlink_to(Path("..", "..", name))

@@ -1,0 +1,55 @@
+"""The application in front of several servers: their checks and limits, once for all, and none of their routes."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, generate_latest
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from emberkeep.api.errors import failure_of
+from emberkeep.config import Config
+from emberkeep.errors import EmberkeepError
+from emberkeep.server.limits import Limits, affordable
+from emberkeep.server.metrics import RequestMetrics
+from emberkeep.server.middleware import (
+    BodyBounds,
+    Drain,
+    DrainMiddleware,
+    LastResort,
+    RequestId,
+    SecurityMiddleware,
+    failure_response,
+)
+
+
+def create_front(answer: ASGIApp, config: Config) -> FastAPI:
+    """`answer` gets what passes, and may raise EmberkeepError before it has sent anything.
+
+    `app.state` is that of `create_app`, and has `read_metrics`: its own figures, as Prometheus reads them.
+    """
+    drain, registry = Drain(), CollectorRegistry()
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.drain = drain
+    app.state.limits = Limits(connections=affordable(config.connections))
+    app.state.metrics = RequestMetrics(registry)
+    app.state.read_metrics = lambda: generate_latest(registry)
+    app.add_middleware(_Instead, answer=answer)
+    app.add_middleware(BodyBounds, drain=drain, limits=app.state.limits)
+    app.add_middleware(LastResort)
+    app.add_middleware(DrainMiddleware, drain=drain)
+    app.add_middleware(SecurityMiddleware, config=config)
+    app.add_middleware(RequestId)  # added last, it comes first
+    return app
+
+
+class _Instead:
+    """ASGI. In place of the routes that there are not."""
+
+    def __init__(self, app: ASGIApp, answer: ASGIApp) -> None:
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._answer(scope, receive, send)
+        except EmberkeepError as error:
+            await failure_response(failure_of(error))(scope, receive, send)

@@ -1,0 +1,325 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+
+import httpx
+import openai
+import pytest
+
+from emberkeep.config import Config
+from emberkeep.types import Json, RemoteModel
+from helpers.cluster_models import slow_models
+from helpers.vendors.node_server import NodeServer, running
+from helpers.waiting import eventually
+
+pytest.importorskip("ray", reason="needs the extra emberkeep[cluster]")
+pytestmark = [pytest.mark.slow, pytest.mark.serial]
+
+STEP_S = 0.005
+REPLICAS = 3
+PER_USER = 8
+RULES = "You keep the harbour's book, and write down every ship with its cargo, its pier and its captain. " * 8
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    url: str
+    config: Config
+    http: httpx.Client
+
+    def chat(self, messages: list[Json], **fields: Json) -> Json:
+        response = self.http.post(
+            f"{self.url}/v1/chat/completions", json={"messages": messages, "temperature": 0, **fields}
+        )
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def stats(self) -> dict[str, Json]:
+        told = self.http.get(f"{self.url}/v1/stats").json()["replicas"]
+        return {one["replica"]: one["data"] for one in told}
+
+    def active(self) -> int:
+        return sum(stats["scheduler"]["active"] for stats in self.stats().values())
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    from emberkeep.cluster.lifecycle import deploy, end, started_ray
+
+    config = Config(
+        model="fake",
+        port=0,
+        data_dir=tmp_path_factory.mktemp("cluster"),
+        cluster_replicas=REPLICAS,
+        max_concurrent_per_user=PER_USER,
+        ram_budget=96 << 20,
+        drain_s=10.0,
+        log_level="warning",
+    )
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    with started_ray(config), httpx.Client(timeout=60, verify=False) as http:
+        yield Cluster(deploy(config, slow_models(STEP_S)), config, http)
+        end()
+
+
+def say(role: str, text: str) -> Json:
+    return {"role": role, "content": text}
+
+
+def cached(answer: Json) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_an_answer_streams_through_the_gateway_as_it_is_written(cluster: Cluster) -> None:
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+        came, text = [], ""
+        chunks = client.chat.completions.create(
+            model="fake",
+            messages=[{"role": "user", "content": "Which ships are here?"}],
+            max_tokens=100,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        for chunk in chunks:
+            came.append(time.monotonic())
+            text += chunk.choices[0].delta.content or "" if chunk.choices else ""
+    assert text
+    assert len(came) > 20
+    assert came[-1] - came[0] > 50 * STEP_S  # not all at once
+
+
+def test_the_engine_stops_when_the_client_leaves(cluster: Cluster) -> None:
+    body = {"messages": [say("user", "Tell all.")], "max_tokens": 3000, "stream": True, "ignore_eos": True}
+    with cluster.http.stream("POST", f"{cluster.url}/v1/chat/completions", json=body) as response:
+        lines = response.iter_lines()
+        assert next(lines)
+        assert eventually(lambda: cluster.active() == 1, 5)
+    left = time.monotonic()
+    assert eventually(lambda: cluster.active() == 0, 10)
+    assert time.monotonic() - left < 3000 * STEP_S / 3
+
+
+def turns_reused(cluster: Cluster, name: str) -> float:
+    """Of the prompt tokens of later turns, in conversations that go on at the same time: so many that none of them
+    comes back to its replica where these take turns."""
+    chats: dict[int, list[Json]] = {
+        number: [say("system", f"{name} {number}. {RULES}"), say("user", "Begin.")] for number in range(5)
+    }
+    reused = asked = 0
+    for turn in range(3):
+        for messages in chats.values():
+            answer = cluster.chat(messages, max_tokens=8)
+            if turn:
+                reused += cached(answer)
+                asked += answer["usage"]["prompt_tokens"]
+            messages += [answer["choices"][0]["message"], say("user", f"And ship {turn}?")]
+    return reused / asked
+
+
+def test_a_conversation_stays_where_it_is_known(cluster: Cluster) -> None:
+    before = {name: stats["scheduler"]["prompt_tokens"] for name, stats in cluster.stats().items()}
+    assert turns_reused(cluster, "affinity") > 0.9
+    after = {name: stats["scheduler"]["prompt_tokens"] for name, stats in cluster.stats().items()}
+    assert all(after[name] > before[name] for name in after)  # and all replicas have work
+
+
+def test_two_users_never_share_state(cluster: Cluster) -> None:
+    messages = [say("system", f"Private. {RULES}"), say("user", "Who is here?")]
+    first = [cached(cluster.chat(messages, user="ann", max_tokens=4)) for _ in range(2)]
+    assert first[0] == 0
+    assert first[1] > 0
+    for _ in range(REPLICAS):
+        other = cluster.chat([*messages, say("user", os.urandom(4).hex())], user=os.urandom(4).hex(), max_tokens=4)
+        assert cached(other) == 0
+
+
+def test_a_user_is_limited_over_all_replicas_together(cluster: Cluster) -> None:
+    body = {"messages": [say("user", "Tell all.")], "max_tokens": 3000, "stream": True, "ignore_eos": True}
+    with ExitStack() as open_streams:
+        for _ in range(PER_USER):
+            answer = cluster.http.stream(
+                "POST", f"{cluster.url}/v1/chat/completions", json={**body, "user": "cat"}
+            )
+            assert open_streams.enter_context(answer).status_code == 200
+        one_more = cluster.http.post(f"{cluster.url}/v1/chat/completions", json={**body, "user": "cat"})
+        assert one_more.status_code == 429
+        assert "limited to 8" in one_more.json()["error"]["message"]
+        cluster.chat([say("user", "And me?")], user="dog", max_tokens=2)
+        busy = [stats["scheduler"]["active"] for stats in cluster.stats().values()]
+        assert min(busy) >= 1
+    assert eventually(lambda: cluster.active() == 0, 10)
+    cluster.chat([say("user", "Now?")], user="cat", max_tokens=2)
+
+
+def test_one_scrape_tells_the_figures_of_every_replica(cluster: Cluster) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    text = cluster.http.get(f"{cluster.url}/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    evaluated = families["emberkeep_evaluated_tokens"].samples
+    assert {sample.labels["replica"] for sample in evaluated} == {"0", "1", "2"}
+    refused = families["emberkeep_requests_refused"].samples
+    assert [sample.value for sample in refused if sample.labels["replica"] == "gateway"] == [1.0]
+
+
+def test_what_is_forgotten_is_forgotten_everywhere(cluster: Cluster) -> None:
+    with ThreadPoolExecutor(6) as pool:  # at the same time, so that all replicas get some
+        asking = [
+            pool.submit(cluster.chat, [say("user", f"{n} {RULES}")], user="eve", max_tokens=30, ignore_eos=True)
+            for n in range(6)
+        ]
+        assert all(asked.result() for asked in asking)
+    kept = cluster.http.get(f"{cluster.url}/v1/cache", params={"user_id": "eve"}).json()
+    assert len({entry["replica"] for entry in kept["data"]}) > 1
+    removed = cluster.http.delete(f"{cluster.url}/v1/cache", params={"user_id": "eve"}).json()["removed"]
+    assert removed["entries"] >= 6
+    assert not cluster.http.get(f"{cluster.url}/v1/cache", params={"user_id": "eve"}).json()["data"]
+
+
+def test_a_response_is_continued_and_cancelled_by_its_id(cluster: Cluster) -> None:
+    def respond(**body: Json) -> Json:
+        return cluster.http.post(f"{cluster.url}/v1/responses", json={"max_output_tokens": 6, **body}).json()
+
+    first = respond(input=f"Response. {RULES}", user="fox")
+    second = respond(input="And then?", previous_response_id=first["id"], user="fox")
+    assert second["usage"]["input_tokens_details"]["cached_tokens"] > len(RULES) // 2
+    assert cluster.http.get(f"{cluster.url}/v1/responses/{first['id']}", params={"user": "ann"}).status_code == 404
+
+    running = respond(input="Tell all.", background=True, max_output_tokens=3000)
+    of_it = f"{cluster.url}/v1/responses/{running['id']}"
+    assert cluster.http.get(of_it).json()["status"] in ("queued", "in_progress")
+    assert cluster.http.post(f"{of_it}/cancel").json()["status"] == "cancelled"
+    assert eventually(lambda: cluster.active() == 0, 10)
+
+
+# ── replicas that go ──
+
+
+@dataclass(slots=True)
+class Load:
+    """Clients that ask one request after the other."""
+
+    answered: int = 0
+    broken: list[str] = field(default_factory=list)
+    """Streams that had begun, by how they ended."""
+    failed: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+@contextmanager
+def under_load(cluster: Cluster, clients: int = 4) -> Iterator[Load]:
+    load, over = Load(), threading.Event()
+
+    def ask(client: int) -> None:
+        with httpx.Client(timeout=60, verify=False) as http:
+            for number in range(10_000):
+                if over.is_set():
+                    return
+                body = {
+                    "messages": [say("user", f"client {client}, request {number}")],
+                    "max_tokens": 40,
+                    "ignore_eos": True,
+                    "stream": bool(client % 2),
+                    "user": f"client {client}",
+                }
+                outcome = _outcome(http, cluster.url, body)
+                with load.lock:
+                    if outcome == "whole":
+                        load.answered += 1
+                    else:
+                        (load.broken if outcome.startswith("broken") else load.failed).append(outcome)
+
+    with ThreadPoolExecutor(clients) as pool:
+        asking = [pool.submit(ask, client) for client in range(clients)]
+        try:
+            yield load
+        finally:
+            over.set()
+        for one in asking:
+            one.result()
+
+
+def _outcome(http: httpx.Client, url: str, body: Json) -> str:
+    """`whole`; `broken` where a stream that had begun said that it ended early; else what went wrong."""
+    try:
+        with http.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
+            lines = list(response.iter_lines())
+    except httpx.HTTPError as error:
+        return repr(error)
+    if response.status_code != 200:
+        return "\n".join(lines)
+    if not body["stream"]:
+        return "whole" if json.loads("".join(lines))["usage"]["completion_tokens"] == 40 else "cut short"
+    if "data: [DONE]" in lines:
+        return "whole"
+    return f"broken: {lines[-2]}" if '"error"' in "".join(lines[-3:]) else "silently cut off"
+
+
+def test_a_replica_that_is_killed_costs_no_request_that_had_not_begun_to_stream(cluster: Cluster) -> None:
+    from emberkeep.cluster.lifecycle import status
+
+    with under_load(cluster) as load:
+        assert eventually(lambda: load.answered > 10)
+        os.kill(status().replicas[1]["pid"], signal.SIGKILL)
+        seen = load.answered
+        assert eventually(lambda: load.answered > seen + 20)
+        assert eventually(lambda: len(status().replicas) == REPLICAS)
+    assert not load.failed
+    assert len(load.broken) <= 2  # clients that were reading from it
+    assert all("ask again" in how for how in load.broken)
+    assert sorted(about["replica"] for about in status().replicas) == ["0", "1", "2"]  # its folder is used again
+
+
+def test_a_rolling_update_loses_no_request_and_keeps_what_was_stored(cluster: Cluster) -> None:
+    from emberkeep.cluster.lifecycle import deploy, status
+
+    messages = [say("system", f"Update. {RULES}"), say("user", "Begin.")]
+    cluster.chat(messages, max_tokens=4, conversation_id="kept")
+    before = {about["pid"] for about in status().replicas}
+    with under_load(cluster) as load:
+        assert eventually(lambda: load.answered > 10)
+        url = deploy(replace(cluster.config, queue=50), slow_models(STEP_S))
+    assert url == cluster.url
+    assert not before & {about["pid"] for about in status().replicas}
+    assert not load.failed
+    assert not load.broken
+    assert cached(cluster.chat(messages, max_tokens=4, conversation_id="kept")) > len(RULES) // 2
+
+
+def test_round_robin_reuses_less(cluster: Cluster) -> None:
+    from emberkeep.cluster.lifecycle import deploy, status
+
+    before = {about["pid"] for about in status().replicas}
+    url = deploy(replace(cluster.config, queue=50, routing="round_robin"), slow_models(STEP_S))
+    assert before == {about["pid"] for about in status().replicas}  # only the gateway is another
+    assert turns_reused(replace(cluster, url=url), "round robin") < 0.7
+
+
+def test_servers_of_whole_nodes_are_routed_to_by_what_they_have_cached(cluster: Cluster) -> None:
+    from emberkeep.cluster.lifecycle import deploy
+
+    nodes = [NodeServer(kind) for kind in ("vllm", "sglang", "trtllm")]
+    with running(nodes):
+        config = replace(
+            cluster.config,
+            backends=tuple(
+                RemoteModel(f"node-{node.kind}", "trtllm" if node.kind == "trtllm" else "compatible", "", node.url)
+                for node in nodes
+            ),
+            cluster_backends=tuple(f"node-{node.kind}" for node in nodes),
+        )
+        over_nodes = replace(cluster, url=deploy(config))
+        assert turns_reused(over_nodes, "nodes") > 0.9
+        assert all(node.answered for node in nodes)
+        told = over_nodes.chat([say("user", "Think.")])["choices"][0]["message"]
+        assert (told["content"], told["reasoning_content"]) == ("A ship.", "Hm.")

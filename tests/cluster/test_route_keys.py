@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from emberkeep.cluster.keys import BLOCK_BYTES, Asked, Route, route_of
+from emberkeep.types import Json
+
+LONG = "The tide comes in twice a day, and the ships wait for it. " * 60
+
+
+def ask(path: str, body: Json, method: str = "POST", query: bytes = b"") -> Route:
+    return route_of(Asked(method, path, query, body=json.dumps(body).encode()))
+
+
+def user(text: str) -> Json:
+    return {"role": "user", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [user(LONG)]}),
+        ("/chat/completions/", {"messages": [user(LONG)]}),
+        ("/v1/completions", {"prompt": LONG}),
+        ("/completion", {"prompt": LONG}),
+        ("/infill", {"input_prefix": LONG}),
+        ("/v1/responses", {"instructions": LONG, "input": "hello"}),
+        ("/v1/messages", {"system": [{"type": "text", "text": LONG}], "messages": [user("hello")]}),
+        ("/api/chat", {"messages": [user(LONG)]}),
+        ("/api/generate", {"system": LONG, "prompt": "hello"}),
+    ],
+)
+def test_every_door_is_routed_by_how_its_prompt_begins(path: str, body: Json) -> None:
+    route = ask(path, body)
+    assert route.is_answer
+    assert len(route.keys.beginnings) == pytest.approx(len(LONG) // BLOCK_BYTES, abs=1)
+
+
+def test_a_conversation_that_goes_on_begins_with_all_blocks_of_its_earlier_turn() -> None:
+    first = [{"role": "system", "content": LONG}, user(LONG)]
+    longer = [*first, {"role": "assistant", "content": LONG}, user("And then?")]
+    before = ask("/v1/chat/completions", {"messages": first}).keys.beginnings
+    after = ask("/v1/chat/completions", {"messages": longer, "temperature": 1}).keys.beginnings
+    assert after[: len(before)] == before
+    assert len(after) > len(before)
+
+
+def test_a_changed_word_changes_the_block_that_it_is_in_and_all_after_it() -> None:
+    at = 3 * BLOCK_BYTES + 10
+    changed = f"{LONG[:at]}!{LONG[at + 1 :]}"
+    one, other = (ask("/v1/completions", {"prompt": text}).keys.beginnings for text in (LONG, changed))
+    assert one[:3] == other[:3]
+    assert not set(one[3:]) & set(other)
+
+
+def test_how_a_client_writes_a_message_makes_no_difference() -> None:
+    plain = {"messages": [user(LONG), {"role": "assistant", "content": "Aye."}, user("And then?")]}
+    in_blocks = {
+        "messages": [
+            {"content": [{"type": "text", "text": LONG, "cache_control": {"type": "ephemeral"}}], "role": "user"},
+            {"role": "assistant", "content": "Aye.", "tool_calls": None, "refusal": None},
+            user("And then?"),
+        ]
+    }
+    assert ask("/v1/messages", plain).keys == ask("/v1/messages", in_blocks).keys
+
+
+def test_two_users_share_no_key() -> None:
+    body = {"messages": [user(LONG)], "conversation_id": "boat"}
+    routes = [ask("/v1/chat/completions", {**body, "user": name}) for name in ("ann", "bob", "")]
+    routes.append(ask("/v1/chat/completions", {**body, "user": "ann", "cache_salt": "x"}))
+    assert len({route.keys.conversation for route in routes}) == 4
+    assert len({beginning for route in routes for beginning in route.keys.beginnings}) == 4 * len(
+        routes[0].keys.beginnings
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"user_id": "ann"}),
+        ("/v1/chat/completions", {"safety_identifier": "ann"}),
+        ("/v1/chat/completions", {"llama_user_id": "ann"}),
+        ("/v1/messages", {"metadata": {"user_id": "ann"}}),
+        ("/v1/messages", {"metadata": {"user_id": "ann_session_1"}}),
+    ],
+)
+def test_a_user_is_found_wherever_the_server_finds_one(path: str, body: Json) -> None:
+    assert ask(path, {"messages": [user("hello")], **body}).user == "ann"
+
+
+def test_a_user_is_found_in_the_query() -> None:
+    assert ask("/v1/responses/resp_1", {}, "GET", b"user=ann").user == "ann"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"conversation_id": "boat"}),
+        ("/v1/chat/completions", {"prompt_cache_key": "boat"}),
+        ("/v1/responses", {"conversation": "boat"}),
+        ("/v1/responses", {"conversation": {"id": "boat"}}),
+        ("/v1/responses", {"previous_response_id": "boat"}),
+        ("/v1/responses/boat", {}),
+        ("/v1/responses/boat/cancel", {}),
+        ("/v1/conversations/boat", {}),
+        ("/v1/messages", {"metadata": {"user_id": "_session_boat"}, "user": ""}),
+    ],
+)
+def test_a_conversation_is_found_wherever_it_is_named(path: str, body: Json) -> None:
+    named = json.loads(ask(path, body).keys.conversation)
+    assert named[1] == "boat"
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[1]", b'"text"', b'{"messages": 3, "user": 5, "tools": "x"}', b"\xff"]
+)
+def test_what_is_no_good_is_routed_all_the_same(body: bytes) -> None:
+    route = route_of(Asked("POST", "/v1/chat/completions", body=body))
+    assert route.is_answer
+    assert not route.user
+
+
+def test_reading_is_no_answer_of_a_model() -> None:
+    assert not ask("/v1/models", {}, "GET").is_answer
+    assert not ask("/v1/responses/resp_1/cancel", {}).is_answer
+    assert not ask("/v1/cache/explain", {"messages": [user("hello")]}).is_answer
+
+
+def test_of_a_very_long_prompt_the_beginning_counts() -> None:
+    assert len(ask("/v1/completions", {"prompt": "x" * (4 << 20)}).keys.beginnings) == 2048

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from emberkeep.cluster.slots import config_of_replica, take_slot
+from emberkeep.config import Config
+from emberkeep.memory.memory import Memory
+
+
+def test_replicas_never_have_the_same_folder_and_one_that_is_free_is_used_again(tmp_path: Path) -> None:
+    first, second = take_slot(tmp_path), take_slot(tmp_path)
+    assert first.folder != second.folder
+    os.close(first.lock)  # as the end of its process does
+    assert take_slot(tmp_path).folder == first.folder
+    assert take_slot(tmp_path).name == "2"
+
+
+def test_models_and_memory_are_shared_and_stored_state_is_not(tmp_path: Path) -> None:
+    slots = [take_slot(tmp_path) for _ in range(2)]
+    (tmp_path / "models" / "a.gguf").touch()
+    assert all((slot.folder / "models" / "a.gguf").exists() for slot in slots)
+    memories = [Memory(slot.folder / "memory.sqlite3", limit_bytes=1 << 30) for slot in slots]
+    memories[0].set_fact("ann", "boat", "blue")
+    fact = memories[1].fact("ann", "boat")
+    assert fact is not None
+    assert fact.value == "blue"
+    for memory in memories:
+        memory.close()
+    assert (tmp_path / "memory.sqlite3").is_file()
+
+
+def test_what_is_for_all_replicas_is_shared_out(tmp_path: Path) -> None:
+    config = Config(
+        data_dir=tmp_path,
+        cluster_replicas=2,
+        cluster_max_replicas=4,
+        ram_budget=4 << 30,
+        disk_budget=8 << 30,
+    )
+    own = config_of_replica(config, take_slot(tmp_path), cores=16)
+    assert (own.ram_budget, own.disk_budget, own.threads) == (1 << 30, 2 << 30, 4)
+    assert own.data_dir == tmp_path / "replicas" / "0"
+
+
+def test_each_slot_has_a_backend_of_its_own_where_several_are_named(tmp_path: Path) -> None:
+    config = Config(data_dir=tmp_path, cluster_backends=("a", "b"))
+    given = [config_of_replica(config, take_slot(tmp_path), cores=1).backend for _ in range(3)]
+    assert given == ["a", "b", "a"]
