@@ -59,7 +59,7 @@ clean: ## remove what was installed and cached here (models and stored state sta
 
 # Running needs no torch; who wants the Hugging Face engine adds it: .venv/bin/pip install -e '.[hf]'
 $(RUNNING): WHAT := .
-$(DEVELOPING): WHAT := .[dev,hf,embeddings,remote]
+$(DEVELOPING): WHAT := .[dev,hf,embeddings,remote,cluster]
 $(DEVELOPING): ALSO := $(RUNNING)
 $(RUNNING) $(DEVELOPING): pyproject.toml | $(BIN)/python
 	@echo "Installing Emberkeep into .venv."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +17,9 @@ FAULTS: tuple[Fault, ...] = ("garbage", "flipped", "cut", "stalled", "drip")
 
 
 class FaultyProxy:
-    def __init__(self, port: int) -> None:
-        """`port`: of the server on loopback to which it leads."""
+    def __init__(self, port: int, tls: ssl.SSLContext | None = None) -> None:
+        """`port`: of the server on loopback to which it leads. `tls`: how clients are spoken to."""
+        self._tls = tls
         self.fault: Fault = "none"
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -38,6 +40,7 @@ class FaultyProxy:
             while True:
                 client, _ = self._listener.accept()
                 try:
+                    client = self._tls.wrap_socket(client, server_side=True) if self._tls else client
                     server = socket.create_connection(("127.0.0.1", self._target))
                 except OSError:
                     client.close()
@@ -77,8 +80,8 @@ class FaultyProxy:
 
 
 @contextmanager
-def faulty_proxy(port: int) -> Iterator[FaultyProxy]:
-    proxy = FaultyProxy(port)
+def faulty_proxy(port: int, tls: ssl.SSLContext | None = None) -> Iterator[FaultyProxy]:
+    proxy = FaultyProxy(port, tls)
     try:
         yield proxy
     finally:

@@ -62,6 +62,8 @@ class ValkeyServer:
     def _answers(self) -> bool:
         try:
             return bool(self.client.ping())
+        except valkey.exceptions.AuthenticationError:
+            return True
         except valkey.exceptions.ConnectionError:
             return False
 

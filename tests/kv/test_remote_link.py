@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+from emberkeep.errors import ConfigError
+from emberkeep.kv.chunkfile import Damaged
+from emberkeep.kv.remote_link import Breaker, KeySeal, OpenSeal, RemoteLink, RemoteSettings, Unreachable
+from helpers.faulty_proxy import faulty_proxy
+from helpers.valkey_server import ValkeyServer, running_valkey
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    with running_valkey(tmp_path_factory.mktemp("valkey"), "--requirepass", "swordfish") as running:
+        yield running
+
+
+# ── sealing ──
+
+
+def test_what_was_sealed_opens_with_the_key_and_under_its_name() -> None:
+    sealed = KeySeal("secret").close(b"name", [b"some ", memoryview(b"bytes")])
+    assert KeySeal("secret").open(b"name", sealed) == b"some bytes"
+    assert b"some" not in sealed
+    assert KeySeal("secret").close(b"name", [b"some bytes"]) != sealed
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda s: s[:-1], lambda s: s[:12], lambda s: b"", lambda s: s + b"x", lambda s: s[1:]]
+)
+def test_what_was_spoiled_does_not_open(spoil) -> None:
+    with pytest.raises(Damaged):
+        KeySeal("secret").open(b"name", spoil(KeySeal("secret").close(b"name", [b"bytes"])))
+
+
+def test_another_key_or_another_name_does_not_open_it() -> None:
+    sealed = KeySeal("secret").close(b"name", [b"bytes"])
+    for seal, name in ((KeySeal("other"), b"name"), (KeySeal("secret"), b"other")):
+        with pytest.raises(Damaged):
+            seal.open(name, sealed)
+
+
+def test_names_cannot_be_guessed_without_the_key() -> None:
+    digests = {seal.digest(b"tokens", 16) for seal in (OpenSeal(), KeySeal("a"), KeySeal("b"))}
+    assert len(digests) == 3
+
+
+# ── the breaker ──
+
+
+def test_a_failure_opens_it_and_a_probe_closes_it() -> None:
+    clock = Clock()
+    breaker = Breaker(clock)
+    breaker.trip("gone")
+    assert breaker.is_open and not breaker.wants_probe
+    clock.now += 1.01
+    assert breaker.wants_probe
+    breaker.mend()
+    assert not breaker.is_open
+
+
+def test_it_waits_longer_each_time_until_all_went_well_for_as_long() -> None:
+    clock = Clock()
+    breaker = Breaker(clock)
+    pauses = []
+    for _ in range(7):
+        breaker.trip("gone")
+        begin = clock.now
+        while not breaker.wants_probe:
+            clock.now += 0.25
+        pauses.append(clock.now - begin)
+    assert pauses == [1, 2, 4, 8, 15, 15, 15]
+    breaker.mend()
+    clock.now += 60
+    breaker.trip("gone again")
+    clock.now += 1
+    assert breaker.wants_probe
+
+
+def test_many_failures_at_once_are_one() -> None:
+    clock = Clock()
+    breaker = Breaker(clock)
+    for _ in range(10):
+        breaker.trip("gone")
+    clock.now += 1
+    assert breaker.wants_probe and breaker.opened == 1
+
+
+def test_damage_opens_it_only_if_nothing_is_whole() -> None:
+    breaker = Breaker(Clock())
+    for _ in range(5):
+        breaker.damaged("bad")
+        breaker.damaged("bad")
+        breaker.whole()
+    assert not breaker.is_open
+    for _ in range(3):
+        breaker.damaged("bad")
+    assert breaker.is_open
+
+
+# ── the line ──
+
+
+def test_it_logs_in_and_a_wrong_password_is_told(server: ValkeyServer) -> None:
+    link = RemoteLink(server.settings(password="swordfish"))
+    link.ping()
+    assert link.about()["server_name"] == "valkey"
+    link.close()
+    for password in ("wrong", None):
+        link = RemoteLink(server.settings(password=password))
+        with pytest.raises(Unreachable, match=r"(?i)auth|password"):
+            link.ping()
+        assert link.breaker.is_open
+        link.close()
+
+
+def test_while_it_is_open_nothing_is_asked(server: ValkeyServer) -> None:
+    link = RemoteLink(server.settings(password="swordfish"))
+    link.breaker.trip("gone")
+    before = link.counters.requests
+    with pytest.raises(Unreachable):
+        link.run(lambda pipe: pipe.get("x"))
+    assert link.counters.requests == before
+    link.ping()
+    assert link.run(lambda pipe: pipe.get("x")) == [None]
+    link.close()
+
+
+def test_what_a_server_does_not_want_is_not_taken_for_its_death(server: ValkeyServer) -> None:
+    link = RemoteLink(server.settings(password="swordfish"))
+    link.run(lambda pipe: pipe.set("x", "a"))
+    with pytest.raises(Unreachable):
+        link.run(lambda pipe: pipe.hvals("x"))
+    assert not link.breaker.is_open
+    link.close()
+
+
+def test_tls_wants_a_certificate_that_it_knows(server: ValkeyServer, tmp_path: Path) -> None:
+    context, authority = certificate_for_loopback(tmp_path)
+    with faulty_proxy(server.port, tls=context) as secure:
+        url = f"rediss://127.0.0.1:{secure.port}"
+        known = RemoteLink(RemoteSettings(f"{url}?ssl_ca_certs={authority}", password="swordfish", deadline_s=5))
+        known.ping()
+        known.close()
+        unknown = RemoteLink(RemoteSettings(url, password="swordfish", deadline_s=5))
+        with pytest.raises(Unreachable, match=r"(?i)certificate"):
+            unknown.ping()
+        unknown.close()
+
+
+def certificate_for_loopback(folder: Path) -> tuple[ssl.SSLContext, Path]:
+    """For a server, and the file by which clients know it."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "loopback")])
+    now = datetime.now(UTC)
+    made = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    made = made.not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
+    address = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
+    signed = made.add_extension(address, critical=False).sign(key, hashes.SHA256())
+    file, secret = folder / "certificate.pem", folder / "key.pem"
+    file.write_bytes(signed.public_bytes(Encoding.PEM))
+    secret.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(file, secret)
+    return context, file
+
+
+def test_an_address_that_is_none_is_said_so() -> None:
+    with pytest.raises(ConfigError, match="remote"):
+        RemoteLink(RemoteSettings("http://somewhere"))
+
+
+def test_without_a_remote_nothing_of_it_is_imported() -> None:
+    asked = "[name for name in ('valkey', 'ray', 'cryptography') if name in sys.modules]"
+    code = f"import sys, emberkeep.runtime, emberkeep.cli.main; print({asked})"
+    env = {"PYTHONPATH": ":".join(path for path in sys.path if path)}
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert printed.stdout.strip() == "[]"
