@@ -26,10 +26,12 @@ class SlowDisk:
         self.begun, self.may_open = threading.Event(), threading.Event()
         patch.setattr(parts, "open_store", self._open)
 
-    def _open(self, config: Config, fingerprint: bytes, about: Mapping[str, str], share: float) -> KvStore:
+    def _open(
+        self, config: Config, fingerprint: bytes, about: Mapping[str, str], share: float, *, is_draft: bool
+    ) -> KvStore:
         self.begun.set()
         assert self.may_open.wait(WAIT_S)
-        return open_store(config, fingerprint, about, share)
+        return open_store(config, fingerprint, about, share, is_draft=is_draft)
 
 
 def test_who_asks_for_the_memory_does_not_wait_for_a_store(
