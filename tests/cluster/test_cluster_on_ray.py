@@ -6,18 +6,21 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
 from emberkeep.config import Config
+from emberkeep.kv.remote_link import RemoteLink
 from emberkeep.types import Json, RemoteModel
 from helpers.cluster_models import slow_models
+from helpers.valkey_server import running_valkey
 from helpers.vendors.node_server import NodeServer, running
 from helpers.waiting import eventually
 
@@ -109,9 +112,9 @@ def test_the_engine_stops_when_the_client_leaves(cluster: Cluster) -> None:
     assert time.monotonic() - left < 3000 * STEP_S / 3
 
 
-def turns_reused(cluster: Cluster, name: str) -> float:
+def turns_reused(cluster: Cluster, name: str, settle: Callable[[], object] = lambda: None) -> float:
     """Of the prompt tokens of later turns, in conversations that go on at the same time: so many that none of them
-    comes back to its replica where these take turns."""
+    comes back to its replica where these take turns. `settle` is called after every turn."""
     chats: dict[int, list[Json]] = {
         number: [say("system", f"{name} {number}. {RULES}"), say("user", "Begin.")] for number in range(5)
     }
@@ -123,6 +126,7 @@ def turns_reused(cluster: Cluster, name: str) -> float:
                 reused += cached(answer)
                 asked += answer["usage"]["prompt_tokens"]
             messages += [answer["choices"][0]["message"], say("user", f"And ship {turn}?")]
+        settle()
     return reused / asked
 
 
@@ -303,6 +307,34 @@ def test_round_robin_reuses_less(cluster: Cluster) -> None:
     url = deploy(replace(cluster.config, queue=50, routing="round_robin"), slow_models(STEP_S))
     assert before == {about["pid"] for about in status().replicas}  # only the gateway is another
     assert turns_reused(replace(cluster, url=url), "round robin") < 0.7
+
+
+def test_with_a_shared_server_replicas_go_on_with_what_others_computed(cluster: Cluster, tmp_path: Path) -> None:
+    """Even where they take turns."""
+    from emberkeep.cluster.lifecycle import deploy
+
+    with running_valkey(tmp_path) as valkey:
+        config = replace(cluster.config, queue=50, routing="round_robin", remote=valkey.url, remote_deadline_s=5.0)
+        shared = replace(cluster, url=deploy(config, slow_models(STEP_S)))
+
+        def is_written() -> bool:
+            stats = shared.stats().values()
+            return not any(one["scheduler"]["active"] or one["store"]["remote"]["pending_chunks"] for one in stats)
+
+        assert turns_reused(shared, "shared", lambda: eventually(is_written)) > 0.9
+        secret = [say("system", f"Private canary. {RULES}"), say("user", "Who is here?")]
+        for _ in range(2 * REPLICAS):
+            shared.chat(secret, user="ann", max_tokens=4)
+            assert eventually(is_written)
+            assert cached(shared.chat([*secret, say("user", "?")], user=os.urandom(4).hex(), max_tokens=4)) == 0
+        of_ann = f"*:{RemoteLink(valkey.settings()).tag('ann')}:*"
+        assert valkey.names(of_ann)
+        removed = shared.http.delete(f"{shared.url}/v1/cache", params={"user_id": "ann"})
+        assert removed.status_code == 200
+        assert not valkey.names(of_ann)
+        for _ in range(REPLICAS):
+            assert cached(shared.chat([*secret, say("user", os.urandom(4).hex())], user="ann", max_tokens=4)) == 0
+            shared.http.delete(f"{shared.url}/v1/cache", params={"user_id": "ann"})
 
 
 def test_servers_of_whole_nodes_are_routed_to_by_what_they_have_cached(cluster: Cluster) -> None:

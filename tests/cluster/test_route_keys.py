@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from emberkeep.cluster.keys import BLOCK_BYTES, Asked, Route, route_of
+from emberkeep.cluster.keys import BLOCK_BYTES, Asked, Route, forgotten_user, route_of
 from emberkeep.types import Json
 
 LONG = "The tide comes in twice a day, and the ships wait for it. " * 60
@@ -131,3 +131,10 @@ def test_reading_is_no_answer_of_a_model() -> None:
 
 def test_of_a_very_long_prompt_the_beginning_counts() -> None:
     assert len(ask("/v1/completions", {"prompt": "x" * (4 << 20)}).keys.beginnings) == 2048
+
+
+def test_who_is_to_be_forgotten_is_read_from_the_address() -> None:
+    assert forgotten_user(Asked("DELETE", "/v1/cache", b"user_id=ann%20b")) == "ann b"
+    assert forgotten_user(Asked("DELETE", "/v1/cache/", b"user_id=")) == ""
+    assert forgotten_user(Asked("DELETE", "/v1/cache/abc", b"user_id=ann")) is None
+    assert forgotten_user(Asked("GET", "/v1/cache", b"user_id=ann")) is None

@@ -68,6 +68,7 @@ def test_one_that_has_it_is_enough_and_a_real_failure_says_more_than_an_absence(
     assert merge(Merge.SUM, absent, there) == (200, {"id": 1})
     assert merge(Merge.ANY, absent, broken) == (500, {"error": 1})
     assert merge(Merge.SUM, absent, absent)[0] == 404
+    assert merge(Merge.SUM, absent, there, broken)[0] == 500
 
 
 def test_metrics_have_the_label_of_their_replica_and_one_head_for_each_name() -> None:

@@ -3,9 +3,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from emberkeep.cluster.slots import config_of_replica, take_slot
-from emberkeep.config import Config
+import pytest
+
+from emberkeep.cluster.slots import config_of_replica, forget_at_rest, take_slot
+from emberkeep.config import Config, ttls
+from emberkeep.kv.chunk_files import ChunkFiles
+from emberkeep.kv.store import Budgets, KvStore
+from emberkeep.library.stores import ClosedStore, store_folders
 from emberkeep.memory.memory import Memory
+from emberkeep.types import private_namespace
+from helpers.kv_building import FINGERPRINT, LONG, put
 
 
 def test_replicas_never_have_the_same_folder_and_one_that_is_free_is_used_again(tmp_path: Path) -> None:
@@ -28,6 +35,24 @@ def test_models_and_memory_are_shared_and_stored_state_is_not(tmp_path: Path) ->
     for memory in memories:
         memory.close()
     assert (tmp_path / "memory.sqlite3").is_file()
+
+
+def test_a_user_is_forgotten_in_folders_that_no_replica_has_now(tmp_path: Path) -> None:
+    slots = [take_slot(tmp_path) for _ in range(2)]
+    for slot in slots:
+        files = ChunkFiles(slot.folder / "kv", FINGERPRINT)
+        store = KvStore(FINGERPRINT, Budgets(1 << 30, 1 << 30), files, about={"model": "fake"})
+        put(store, LONG, namespace=private_namespace("ann"))
+        put(store, LONG, namespace=private_namespace("bob"))
+        store.close()
+    os.close(slots[1].lock)
+    forget_at_rest(Config(data_dir=tmp_path), "ann")
+    users = [
+        {entry.user for entry in ClosedStore(folder, ttls(Config())).entries()}
+        for slot in slots
+        for folder in store_folders(slot.folder, pytest.fail)
+    ]
+    assert users == [{"ann", "bob"}, {"bob"}]
 
 
 def test_what_is_for_all_replicas_is_shared_out(tmp_path: Path) -> None:

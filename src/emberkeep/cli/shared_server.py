@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from emberkeep.cli.cache_stores import closed_folders, served_stores
-from emberkeep.config import Config, public_url, readable_size
+from emberkeep.config import Config, public_url, readable_size, ttls
 from emberkeep.errors import ConfigError, StoreFailed
 from emberkeep.kv.remote_link import RemoteLink, Unreachable
 from emberkeep.kv.remote_listing import holdings
@@ -68,7 +68,7 @@ def known_users(config: Config) -> set[str]:
     with served_stores(config) as served:
         found = {entry.user for store in served for entry in store.entries()}
         for folder in closed_folders(config, None, served):
-            store = ClosedStore(folder, {})
+            store = ClosedStore(folder, ttls(config))
             found |= {entry.user for entry in store.entries()}
             store.close()
     return found | {""}

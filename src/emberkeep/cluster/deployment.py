@@ -78,6 +78,8 @@ class Handled:
         answers = [answer for answer in found if isinstance(answer, Whole)]
         if not answers:
             raise Overloaded("No replica answers: try again in a moment.", RETRY_AFTER_S)
+        if len(answers) < len(found) and asked.method == "DELETE":
+            raise Overloaded("A replica has ended before it had removed everything: ask again.", RETRY_AFTER_S)
         return answers
 
     def learn(self, keys: RouteKeys, replica: str) -> None:

@@ -176,3 +176,10 @@ def _conversation(fields: Mapping[str, Json]) -> str:
 
 def _text(value: Json) -> str:
     return value if isinstance(value, str) else ""
+
+
+def forgotten_user(asked: Asked) -> str | None:
+    """Whose stored state a request removes; None where it does something else."""
+    if asked.method != "DELETE" or asked.path.rstrip("/") != "/v1/cache":
+        return None
+    return dict(parse_qsl(asked.query.decode("latin-1"), keep_blank_values=True)).get("user_id")

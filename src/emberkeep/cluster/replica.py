@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
@@ -11,13 +12,15 @@ from typing import Any
 import ray
 from ray import serve
 
+from emberkeep.api.errors import failure_of
 from emberkeep.backend.capabilities import keep_warm
 from emberkeep.backend.models import Models
 from emberkeep.cluster.exchange import answers
-from emberkeep.cluster.keys import Asked
+from emberkeep.cluster.keys import Asked, forgotten_user
 from emberkeep.cluster.replica_answer import Part, Whole
-from emberkeep.cluster.slots import config_of_replica, take_slot
+from emberkeep.cluster.slots import config_of_replica, forget_at_rest, take_slot
 from emberkeep.config import Config
+from emberkeep.errors import StoreFailed
 from emberkeep.library.arguments import declared_prefixes
 from emberkeep.routing import RouteKeys
 from emberkeep.server.app import create_app
@@ -36,6 +39,7 @@ class ReplicaServer:
         """Blocks until the model is loaded. Raises EmberkeepError, OSError."""
         logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
         self._id = serve.get_replica_context().replica_id.unique_id
+        self._config = config
         self._slot = take_slot(config.data_dir)
         self._home = f"{ray.get_runtime_context().get_node_id()}/{self._slot.name}"
         self._version = version
@@ -66,6 +70,14 @@ class ReplicaServer:
                     status, headers = message["status"], tuple(message["headers"])
                 else:
                     body += message.get("body", b"")
+        if status < 300 and (user := forgotten_user(asked)) is not None:
+            try:
+                await asyncio.to_thread(forget_at_rest, self._config, user)
+            except (OSError, StoreFailed) as error:
+                failure = failure_of(
+                    StoreFailed(f"Not everything of that user could be removed ({error}): ask again.")
+                )
+                return Whole(self._slot.name, failure.status, (), json.dumps(failure.json()).encode())
         return Whole(self._slot.name, status, headers, body)
 
     async def about(self) -> dict[str, Any]:

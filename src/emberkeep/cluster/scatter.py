@@ -29,7 +29,7 @@ class Merge(Enum):
     LISTS = "lists"
     """One list of the entries of all lists, each with its replica."""
     SUM = "sum"
-    """Numbers are added up."""
+    """Numbers are added up; that one could not do it is said."""
     ANY = "any"
     """The first that went well: one of them has what it is about, or all have done it."""
 
@@ -65,8 +65,9 @@ def merged(merge: Merge, answers: Sequence[Whole]) -> Whole:
         case Merge.ANY:
             return _best(answers)
     done = [(answer.replica, json.loads(answer.body)) for answer in answers if _went_well(answer)]
-    if not done:
-        return _best(answers)
+    failed = [answer for answer in answers if answer.status >= 500]
+    if not done or (merge is Merge.SUM and failed):
+        return _best(failed or answers)
     if merge is Merge.EACH:
         return _whole({"object": "list", "replicas": [{"replica": name, "data": told} for name, told in done]})
     if merge is Merge.LISTS:

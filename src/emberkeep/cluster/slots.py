@@ -11,14 +11,19 @@ A lock dies with its owner, so that two replicas never have the same slot, and n
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from emberkeep.config import Config
+from emberkeep.config import Config, ttls
 from emberkeep.files import private_folder
+from emberkeep.library.stores import ClosedStore, store_folders
 from emberkeep.models.remotes import Remotes
+
+log = logging.getLogger("emberkeep.cluster")
 
 _FOLDER = "replicas"
 _LOCK = "lock"
@@ -46,6 +51,21 @@ def take_slot(data_dir: Path) -> Slot:
         _link_shared(data_dir, folder)
         return Slot(str(number), folder, lock)
     raise AssertionError
+
+
+def forget_at_rest(config: Config, user: str) -> None:
+    """Leave nothing of a user in slots that no replica has now. Blocks. Raises OSError, StoreFailed."""
+    for folder in sorted((config.data_dir / _FOLDER).iterdir()):
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for store in store_folders(folder, log.warning):
+                with closing(ClosedStore(store, ttls(config))) as closed:
+                    closed.remove_user(user)
+        except BlockingIOError:
+            continue  # a replica has it, and is asked itself
+        finally:
+            os.close(lock)
 
 
 def most_replicas(config: Config) -> int:
