@@ -12,6 +12,7 @@ from emberkeep.cli.bench import app
 from emberkeep.errors import EmberkeepError, ModelError
 from helpers import tiny_gguf
 from helpers.commands import run_module
+from helpers.valkey_server import running_valkey
 
 pytestmark = pytest.mark.slow
 
@@ -87,6 +88,23 @@ def test_every_benchmark_runs_and_reports(tmp_path: Path) -> None:
     assert list((tmp_path / "data").iterdir()) == []
     picture = (tmp_path / "plot.svg").read_text()
     assert all(f">{name}: " in picture for name in ("restart", "turns", "load"))
+
+
+def test_what_another_host_evaluated_is_measured_through_a_server(tmp_path: Path) -> None:
+    model = tiny_gguf.dense(tmp_path / "tiny.gguf")
+    with running_valkey(tmp_path) as valkey:
+        arguments = ("hosts", "--quick", "--server", valkey.url, "--model", str(model), "--json", "report.json")
+        done = run_module("emberkeep", "bench", *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads((tmp_path / "report.json").read_text())["results"]
+    evaluated, remote, disk = result["tables"][0]["rows"]
+    assert [row["mostly from"] for row in (evaluated, remote, disk)] == ["-", "remote", "cold"]
+    assert remote["evaluated tokens"]["median"] < 64 < evaluated["evaluated tokens"]["median"]
+
+
+def test_a_benchmark_of_hosts_needs_their_server() -> None:
+    assert "--server" in CliRunner().invoke(app, ["hosts"]).stderr
+    assert isinstance(CliRunner().invoke(app, ["hosts", "--server", "http://x"]).exception, EmberkeepError)
 
 
 def test_a_model_that_is_not_there_is_explained(tmp_path: Path) -> None:

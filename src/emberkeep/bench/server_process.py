@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -87,12 +87,22 @@ class ServerUnderTest:
 class ServerProcess(ServerUnderTest):
     """Its settings come from a file of its own, so that nothing on this machine changes what is measured."""
 
-    def __init__(self, model: Path, data_dir: Path, *, parallel: int, ctx: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        data_dir: Path,
+        *,
+        parallel: int,
+        ctx: int | None = None,
+        more: Mapping[str, object] | None = None,
+    ) -> None:
+        """`more`: other settings."""
         settings: dict[str, object] = {
             "model": str(model),
             "data_dir": str(data_dir),
             "port": 0,
             "parallel": parallel,
+            **(more or {}),
         }
         settings["log_level"] = "warning"
         if ctx is not None:

@@ -41,6 +41,9 @@ class Flags:
         Path | None,
         Option("--peer", exists=True, dir_okay=False, resolve_path=True, help="The llama-server to compare with."),
     ] = None
+    server: Annotated[
+        str | None, Option("--server", help="A Valkey or Redis server to share state in: valkey://HOST:PORT.")
+    ] = None
     data: Annotated[
         Path | None,
         Option("--data", exists=True, file_okay=False, help="Folder of recorded conversations, as JSON."),
@@ -159,6 +162,12 @@ def _require_peer(flags: Flags) -> None:
         raise BadParameter("give the program to compare with: --peer PATH of a llama-server.")
 
 
+def _require_server(flags: Flags) -> None:
+    if flags.server is None:
+        raise BadParameter("give a server in which hosts share their state: --server valkey://HOST:PORT.")
+    load_config(remote=flags.server)
+
+
 def require_traces(flags: Flags) -> None:
     if not flags.files:
         raise BadParameter("give at least one trace with --trace FILE.")
@@ -219,6 +228,13 @@ BENCHMARKS = (
         "emberkeep.bench.peers",
         ("peer", "sizes", "repeat"),
         check=_require_peer,
+    ),
+    Benchmark(
+        "hosts",
+        "A prompt that another host has evaluated: from a server that both share (--server URL), and from disk.",
+        "emberkeep.bench.hosts",
+        ("server", "sizes", "repeat"),
+        check=_require_server,
     ),
     Benchmark(
         "speculation",

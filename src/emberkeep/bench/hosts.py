@@ -1,0 +1,152 @@
+"""`hosts`: what a long prompt costs on a host that has never seen it, when another host has, and they share a
+server (`--server URL`).
+
+Evaluated: by the first host. Remote: a second one, with an empty data folder. Disk: the second one
+again, killed and started without the server, its files dropped from the page cache. Loading the model is in none of
+them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from emberkeep.bench.disk import chunk_files, drop_from_page_cache
+from emberkeep.bench.figures import Series, series, speedup
+from emberkeep.bench.http_client import Client, Messages, Reply
+from emberkeep.bench.report import BenchResult, Row, Table
+from emberkeep.bench.server_process import ServerProcess
+from emberkeep.bench.stage import Stage
+from emberkeep.types import Json
+
+MIB = 1 << 20
+_ANSWER = 16
+_SPARE = 256
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    server: str = ""
+    sizes: tuple[int, ...] = (1000, 4000)
+    repeat: int = 5
+
+    @property
+    def context(self) -> int:
+        return max(self.sizes) + _SPARE
+
+    def quick(self) -> Workload:
+        return replace(self, sizes=(500,), repeat=1)
+
+
+@dataclass(slots=True)
+class _Size:
+    tokens: int
+    evaluated: list[Reply] = field(default_factory=list)
+    remote: list[Reply] = field(default_factory=list)
+    disk: list[Reply] = field(default_factory=list)
+    came: list[float] = field(default_factory=list)
+    """MiB from the server, in each round."""
+    seconds: list[float] = field(default_factory=list)
+    """That reading them took."""
+    written: list[float] = field(default_factory=list)
+
+
+async def run(stage: Stage, plan: Workload) -> BenchResult:
+    sizes = [await _measure(stage, plan, tokens) for tokens in plan.sizes]
+    return BenchResult(
+        "hosts",
+        (
+            Table("time to first token", tuple(row for size in sizes for row in _rows(size))),
+            Table("the line", tuple(_line_row(size) for size in sizes)),
+        ),
+        (
+            "evaluated: the host that sees a prompt first. remote: another one, with another question after it.",
+            *_doubts(sizes),
+        ),
+    )
+
+
+async def _measure(stage: Stage, plan: Workload, tokens: int) -> _Size:
+    size = _Size(tokens)
+    for number in range(plan.repeat):
+        stage.say(f"{tokens:,} tokens: round {number + 1} of {plan.repeat}")
+        text = stage.words.text(
+            tokens, f"{stage.folder.name} {tokens} {number}"
+        )  # what no earlier run has left there
+        first, second = stage.new_data_dir(), stage.new_data_dir()
+        with _host(stage, plan, first, shares=True) as server:
+            size.evaluated.append(await Client(server.port).chat(_messages(text, "first"), _ANSWER))
+            size.written.append((await _when_shared(Client(server.port)))["written_bytes"] / MIB)
+        with _host(stage, plan, second, shares=True) as server:
+            size.remote.append(await Client(server.port).chat(_messages(text, "second"), _ANSWER))
+            told = await _when_shared(Client(server.port))
+            size.came.append(told["read_bytes"] / MIB)
+            size.seconds.append(told["read_seconds"])
+            await Client(server.port).wait_until_settled()
+        drop_from_page_cache(chunk_files(second))
+        with _host(stage, plan, second, shares=False) as server:
+            size.disk.append(await Client(server.port).chat(_messages(text, "third"), _ANSWER))
+    return size
+
+
+def _host(stage: Stage, plan: Workload, data_dir: Path, *, shares: bool) -> ServerProcess:
+    more: Mapping[str, Json] = {"remote": plan.server} if shares else {}
+    return ServerProcess(stage.model, data_dir, parallel=1, ctx=plan.context, more=more)
+
+
+async def _when_shared(client: Client) -> dict[str, Json]:
+    """What the server tells of the remote tier, when everything that it has is there."""
+    while True:
+        stats = await client.stats()
+        remote: dict[str, Json] = stats["store"]["remote"]
+        if not stats["scheduler"]["active"] and not remote["pending_chunks"]:
+            return remote
+        await asyncio.sleep(_POLL_S)
+
+
+def _messages(text: str, question: str) -> Messages:
+    return (
+        {"role": "system", "content": text},
+        {"role": "user", "content": f"Tell me a story about the {question} of these words."},
+    )
+
+
+def _rows(size: _Size) -> Iterable[Row]:
+    evaluated = _ttft(size.evaluated)
+    for name in ("evaluated", "remote", "disk"):
+        replies: list[Reply] = getattr(size, name)
+        ttft = _ttft(replies)
+        yield Row(
+            f"{size.tokens:,} tokens, {name}",
+            {
+                "TTFT": ttft,
+                "faster than evaluated": speedup(evaluated, ttft),
+                "evaluated tokens": series((one.prompt_tokens - one.cached_tokens for one in replies), ""),
+                "mostly from": " ".join(sorted({one.tier for one in replies})),
+            },
+        )
+
+
+def _line_row(size: _Size) -> Row:
+    rates = [came / seconds for came, seconds in zip(size.came, size.seconds, strict=True) if seconds]
+    return Row(
+        f"{size.tokens:,} tokens",
+        {
+            "written": series(size.written, "MiB"),
+            "read": series(size.came, "MiB"),
+            "speed": series(rates, "MiB/s") if rates else "nothing came",
+            "loading": series((one.load_ms for one in size.remote), "ms"),
+        },
+    )
+
+
+def _doubts(sizes: Iterable[_Size]) -> Iterable[str]:
+    if any(reply.tier != "remote" for size in sizes for reply in size.remote):
+        yield "Not all of it came from the server: see its log, and `emberkeep doctor`."
+
+
+def _ttft(replies: Iterable[Reply]) -> Series:
+    return series((reply.ttft_ms for reply in replies), "ms")
