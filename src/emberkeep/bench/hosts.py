@@ -1,9 +1,8 @@
 """`hosts`: what a long prompt costs on a host that has never seen it, when another host has, and they share a
 server (`--server URL`).
 
-Evaluated: by the first host. Remote: a second one, with an empty data folder. Disk: the second one
-again, killed and started without the server, its files dropped from the page cache. Loading the model is in none of
-them.
+Evaluated: by the first host. Remote: a second one, with an empty data folder of its own. Disk: the second one
+again, killed and started without the server, its files dropped from the page cache. Loading the model is in none.
 """
 
 from __future__ import annotations
