@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from time import sleep
 
 import pytest
 
 from emberkeep.backend.local import LocalBackend
 from emberkeep.config import Config
-from emberkeep.engine.base import KvUnit
+from emberkeep.engine.base import KvUnit, Rows
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.types import Completed, LookupRecord, Message, Request, Sampling, Source, private_namespace
 from helpers.events import end_of, read_events, text_of
@@ -45,7 +46,7 @@ def host(
     server: ValkeyServer, folder: Path, unit: KvUnit = KvUnit.RANGE, **settings: object
 ) -> Iterator[LocalBackend]:
     config = Config(data_dir=folder, remote=server.url, remote_deadline_s=10.0, **settings)
-    backend = fake_backend(config, FakeEngine(kv_unit=unit))
+    backend = fake_backend(config, FakeEngine(kv_unit=unit, on_evaluate=take_time))
     try:
         yield backend
     finally:
@@ -67,6 +68,11 @@ def ask(backend: LocalBackend, *messages: Message, user: str = "", tokens: int =
     _, completed = end_of(events)
     assert isinstance(completed, Completed)
     return text_of(events), completed.lookup
+
+
+def take_time(batch: Sequence[Rows]) -> None:
+    """So that loading is worth its while, as with a real model."""
+    sleep(1e-3 * sum(len(rows.tokens) for rows in batch))
 
 
 def question(text: str) -> Message:

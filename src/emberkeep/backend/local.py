@@ -53,6 +53,7 @@ from emberkeep.errors import (
     RequestError,
     TooLarge,
 )
+from emberkeep.kv.remote_lookup import Arrival
 from emberkeep.kv.store import KvStore
 from emberkeep.memory.memory import Memory
 from emberkeep.sched.admission import Admission
@@ -203,9 +204,9 @@ class LocalBackend:
         permit = held or self._permits.acquire(request.user, request.n)
         sequences: list[tuple[Sequence, Choice]] = []
         try:
-            conversation, samplers = await asyncio.to_thread(self._prepare, request, lineage)
-            if request.use_cache and self._store.is_shared:
-                conversation = await self._bring_in(conversation)
+            conversation, samplers, arrival = await asyncio.to_thread(self._prepare, request, lineage)
+            if arrival is not None:
+                conversation = await self._wait_for(arrival, conversation)
             if self._forgotten.since(asked_at, request.namespace):
                 request = replace(request, is_kept=False)
             prompt, channel = conversation.prompt, Channel[Item](self._outbox)
@@ -265,30 +266,31 @@ class LocalBackend:
             deadline_s=request.deadline_s or self._settings.deadline_s,
         )
 
-    def _prepare(self, request: Request, lineage: Lineage) -> tuple[Conversation, Samplers]:
-        """What the model sees of a request, as a prompt that fits into its context and into memory, and how its
-        answer is sampled. Blocks for milliseconds. Raises RequestError: ContextExceeded or TooLarge for what
-        does not fit."""
+    def _prepare(self, request: Request, lineage: Lineage) -> tuple[Conversation, Samplers, Arrival | None]:
+        """What the model sees of a request, as a prompt that fits into its context and into memory, how its
+        answer is sampled, and what comes from other hosts for it. Blocks for milliseconds. Raises RequestError:
+        ContextExceeded or TooLarge for what does not fit."""
         try:
             conversation = self._plan_memory(self._conversations.open(request, lineage))
         except (ContextExceeded, TooLarge) as error:
             conversation = self._truncate(request, lineage, error)
-        return conversation, self._samplers.samplers(request, self._prompts.constraint(request))
+        arrival = self._bring_in(conversation.prompt) if request.use_cache else None
+        return conversation, self._samplers.samplers(request, self._prompts.constraint(request)), arrival
 
-    async def _bring_in(self, conversation: Conversation) -> Conversation:
-        """With what other hosts have computed of its prompt, as far as that comes in time."""
-        prompt, snapshots = conversation.prompt, self.scheduler.kv_unit.has_snapshots
-        wanted = prompt.tokens[: prompt.reusable]
-        arrival = self._store.bring_in(prompt.lineage, wanted, snapshots=snapshots)
-        if arrival is None:
-            return conversation
+    def _bring_in(self, prompt: Prompt) -> Arrival | None:
+        """Ask for what other hosts have computed of a prompt."""
+        wanted, snapshots = prompt.tokens[: prompt.reusable], self.scheduler.kv_unit.has_snapshots
+        return self._store.bring_in(prompt.lineage, wanted, snapshots=snapshots)
+
+    async def _wait_for(self, arrival: Arrival, conversation: Conversation) -> Conversation:
+        """With what came for its prompt in time."""
         coming = asyncio.wrap_future(arrival.done)
         while not coming.done() and (left := arrival.give_up - monotonic()) > 0:
             await asyncio.wait([coming], timeout=left)
         if not coming.done():
             self._store.was_late(arrival)
             return conversation
-        return replace(conversation, prompt=replace(prompt, from_remote=coming.result()))
+        return replace(conversation, prompt=replace(conversation.prompt, from_remote=coming.result()))
 
     def _plan_memory(self, conversation: Conversation) -> Conversation:
         """With a plan for its memory. Raises TooLarge."""

@@ -25,7 +25,7 @@ from emberkeep.types import EXACT_BITS, SHARED, Lineage
 
 T = TypeVar("T")
 
-_WORTH_ASKING = 16
+WORTH_ASKING = 16
 """Tokens of a prompt that are stored nowhere here, for the server to be asked."""
 _LONGEST_S = 30.0
 """That a request waits while it is not known how long evaluating takes."""
@@ -115,7 +115,7 @@ class Lookup:
 
     def fetch_blocks(self) -> Cursor | None:
         """Whole blocks, as many as are there and worth it; returns their end if that was all of them."""
-        if len(self._tokens) - self._here.position < _WORTH_ASKING:
+        if len(self._tokens) - self._here.position < WORTH_ASKING:
             return None
         path = self._path()
         chosen = self._worth_it(path)
@@ -127,7 +127,7 @@ class Lookup:
         """Of what is there after the last whole block, what begins most like the rest of the prompt."""
         known = self._owner.advance(end, self._tokens).position
         known = max(known, self._here.position)
-        if len(self._tokens) - known < _WORTH_ASKING:
+        if len(self._tokens) - known < WORTH_ASKING:
             return
         above = _lineage_at(end)
         places = [(one, self._place(one, end.position)) for one in self._lineages if _may_hang(one, above)]
@@ -138,7 +138,7 @@ class Lookup:
             return
         lineage, place, tokens = best
         saves = end.position + common_prefix(tokens, rest) - known
-        if saves >= _WORTH_ASKING:
+        if saves >= WORTH_ASKING:
             self._enter_if_all(end, [(lineage, place.child(tokens))], saves)
 
     def _path(self) -> list[Found]:
@@ -178,7 +178,7 @@ class Lookup:
     def fetch_to_snapshot(self) -> None:
         """Everything up to the deepest snapshot that is worth it, or nothing."""
         known = self._owner.resumable(self._lineage, self._tokens)
-        if len(self._tokens) - known < _WORTH_ASKING:
+        if len(self._tokens) - known < WORTH_ASKING:
             return
         path = self._path()
         reached = block_start(self._here.position) + len(path) * BLOCK_TOKENS
@@ -190,7 +190,7 @@ class Lookup:
             if np.array_equal(tokens, self._tokens[place.position : place.position + len(tokens)])
         ]
         end, one, place, tokens = max(ends, key=lambda each: each[0], default=(0, *places[0], self._tokens))
-        if end - known < _WORTH_ASKING:
+        if end - known < WORTH_ASKING:
             return
         wanted = [(found.lineage, found.expected) for found in path if found.expected.start < end]
         if end > max(reached, self._here.position):

@@ -20,7 +20,7 @@ from time import monotonic
 
 from emberkeep.kv.blocks import BLOCK_TOKENS
 from emberkeep.kv.remote_link import RemoteLink, Unreachable
-from emberkeep.kv.remote_lookup import Arrival, Lookup, LookupTools, RemoteOwner
+from emberkeep.kv.remote_lookup import WORTH_ASKING, Arrival, Lookup, LookupTools, RemoteOwner
 from emberkeep.kv.remote_reader import BlockReader
 from emberkeep.kv.remote_writer import ForgottenLog, RemoteWriter
 from emberkeep.kv.tree import Chunk, ChunkKey, held_at, store_name
@@ -65,10 +65,13 @@ class RemoteTier:
 
     def bring_in(self, lineage: Lineage, tokens: TokenArray, *, snapshots: bool) -> Arrival | None:
         """Fetch what is worth it; None where there is nothing to wait for."""
-        if self._link.breaker.is_open:
+        missing = len(tokens) - self._known(lineage, tokens, snapshots=snapshots)
+        if self._link.breaker.is_open or missing < WORTH_ASKING:
             return None
         self._lookups += 1
-        arrival = Arrival(monotonic() + self._reader.patience(0))
+        # Who waits longer than evaluating takes has gained nothing.
+        seconds, deadline = self._owner.costs.evaluate.seconds(missing), self._reader.patience(0)
+        arrival = Arrival(monotonic() + min(seconds or deadline, deadline))
 
         def fetch(lookup: Lookup) -> None:
             if snapshots:
@@ -83,6 +86,12 @@ class RemoteTier:
                 arrival.done.set_result(self._take_arrived(lineage, tokens))
 
         return arrival if self._submit(run) else None
+
+    def _known(self, lineage: Lineage, tokens: TokenArray, *, snapshots: bool) -> int:
+        """Up to where a prompt is stored here."""
+        if snapshots:
+            return self._owner.resumable(lineage, tokens)
+        return self._owner.advance(self._owner.origin(lineage), tokens).position
 
     def was_late(self, arrival: Arrival) -> None:
         """A request has given up waiting for it."""

@@ -38,6 +38,8 @@ _BATCH_CHUNKS = 16
 _BATCH_BYTES = 32 << 20
 _MOST_OFFERS = 4096
 _MOST_LOOSE = 64
+_MOST_REMOVALS = 65_536
+"""That wait while the server does not answer. What is not removed expires."""
 _REMEMBERED = 65_536
 _PAUSE_S = 10.0
 """How long a server that took nothing is left alone."""
@@ -193,7 +195,7 @@ class RemoteWriter:
 
     def remove(self, names: Iterable[bytes]) -> None:
         with self._changed:
-            self._removals += names
+            self._removals = [*self._removals, *names][-_MOST_REMOVALS:]
             self._changed.notify_all()
 
     def remove_chunks(self, chunks: Iterable[Chunk]) -> None:
@@ -207,6 +209,7 @@ class RemoteWriter:
                     self._removals += [name, name + FOLLOWERS, name + SNAPSHOTS]
                     self._unlisted.append(self._listing(chunk, each))
                 self._there.pop(chunk.key, None)
+            self._removals, self._unlisted = self._removals[-_MOST_REMOVALS:], self._unlisted[-_MOST_REMOVALS:]
             self._changed.notify_all()
 
     def forget(self, user: str) -> int:
