@@ -315,7 +315,8 @@ def test_with_a_shared_server_replicas_go_on_with_what_others_computed(cluster: 
 
     with running_valkey(tmp_path) as valkey:
         config = replace(cluster.config, queue=50, routing="round_robin", remote=valkey.url, remote_deadline_s=5.0)
-        shared = replace(cluster, url=deploy(config, slow_models(STEP_S)))
+        # So slow that loading is worth its while, as with a real model.
+        shared = replace(cluster, url=deploy(config, slow_models(STEP_S, seconds_per_token=1e-3)))
 
         def is_written() -> bool:
             stats = shared.stats().values()

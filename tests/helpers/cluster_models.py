@@ -12,9 +12,9 @@ from emberkeep.engine.fake import FakeEngine
 from helpers.fake_backend import fake_backend
 
 
-def slow_models(seconds_per_step: float) -> Callable[[Config], Models]:
+def slow_models(seconds_per_step: float, seconds_per_token: float = 0.0) -> Callable[[Config], Models]:
     def pause(batch: Sequence[Rows]) -> None:
-        time.sleep(seconds_per_step)
+        time.sleep(seconds_per_step + seconds_per_token * sum(len(rows.tokens) for rows in batch))
 
     def open_slow(config: Config) -> Models:
         engine = FakeEngine(sequences=2 * config.parallel, cells=16_384, on_evaluate=pause)
