@@ -21,7 +21,7 @@ import numpy as np
 
 from emberkeep.bench.trace_file import BLOCK, Visit
 from emberkeep.kv.store import Budgets, KvStore, no_garbage_collection
-from emberkeep.kv.tree import Chunk, ChunkKey, Match
+from emberkeep.kv.tree import Match
 from emberkeep.routing import Replica, RouteKeys, Routing
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import EXACT
@@ -259,7 +259,7 @@ class SimulatedReplica:
         self.store = KvStore(b"simulated", Budgets(machine.ram))
         costs = self.store.costs
         costs.evaluate.value, costs.import_.value = machine.prefill, machine.import_
-        costs.read.value = remote.settings.link
+        costs.fetch.value = remote.settings.link
         self._machine, self._tier, self._events, self._answered = machine, remote, events, answered
         self._payload = memoryview(np.zeros(BLOCK * machine.token_bytes, np.uint8))
         self._waiting: deque[Visit] = deque()
@@ -292,19 +292,13 @@ class SimulatedReplica:
         end = first + self._tier.leading(visit.blocks[first:])
         asked = self._events.now + settings.round_trip
         wait = self._tier.reads.wait(asked) + settings.round_trip
-        chunks = [self._chunk(work, place) for place in range(first, end)]
+        size = (visit.covered(end) - visit.covered(first)) * self._machine.token_bytes
         # What the engine could have evaluated before the first byte comes is no gain.
         gained = visit.covered(end) - work.match.tokens - wait * self._machine.prefill
-        if not chunks or not self.store.costs.is_worth_loading(chunks, int(gained)):
+        if not size or not self.store.costs.worth_fetching([(int(gained), size)]):
             return asked
         work.loaded = visit.covered(end)
         return self._tier.read(asked, visit.blocks[first:end])
-
-    def _chunk(self, work: _Work, place: int) -> Chunk:
-        """A block that is not in RAM."""
-        tokens = work.tokens[place * BLOCK : (place + 1) * BLOCK]
-        key = ChunkKey(work.visit.blocks[place].to_bytes(8))
-        return Chunk(key=key, parent=None, take=0, tokens=tokens, size=len(tokens) * self._machine.token_bytes)
 
     def _queue(self, work: _Work) -> None:
         self._ready.append(work)
