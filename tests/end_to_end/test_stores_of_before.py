@@ -72,6 +72,7 @@ def told(answer: Answer) -> dict[str, Json]:
     assert sum(part.tokens for part in lookup.sources) == lookup.prompt_tokens
     rest = asdict(replace(lookup, warm_tokens=stored, cold_tokens=0))
     del rest["sources"]  # the earlier version did not tell them
+    assert rest.pop("remote_tokens") == 0  # nor did it know other hosts
     if rest["divergence"]:
         assert rest["divergence"].pop("volatile") == ()  # what was recorded knows nothing of it
     return {"ids": answer.ids, "lookup": {k: v for k, v in rest.items() if not k.endswith("_ms")}}

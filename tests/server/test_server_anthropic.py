@@ -75,7 +75,7 @@ def test_usage_tells_what_was_reused(claude: anthropic.Anthropic, backend: Scrip
 
 def test_what_is_ours_comes_beside_it(http: httpx.Client, backend: ScriptedBackend) -> None:
     told = http.post("/v1/messages", json=ASK).json()
-    assert told["emberkeep"]["reused"] == {"hot": 1, "warm": 2, "cold": 5}
+    assert told["emberkeep"]["reused"] == {"hot": 1, "warm": 2, "cold": 5, "remote": 0}
     assert told["timings"]["cache_n"] == 8
 
 

@@ -286,7 +286,7 @@ def test_nothing_was_ever_stored(sea: Served, user_id: str) -> None:
     explained = sea.explain(user(f"Good morning from {user_id}, for the first time."), user_id=user_id)
     assert explained["reason"] == "new"
     assert explained["divergence"] is None
-    assert explained["reused"] == {"hot": 0, "warm": 0, "cold": 0}
+    assert explained["reused"] == {"hot": 0, "warm": 0, "cold": 0, "remote": 0}
     assert explained["explanation"].startswith(f"0 of {explained['prompt_tokens']} tokens can be reused.")
 
 

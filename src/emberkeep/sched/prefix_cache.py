@@ -464,8 +464,10 @@ class PrefixCache:
 
     def _export_around(self, sequence: Sequence, borders: list[int]) -> tuple[NewChunk, KvExport] | None:
         """The block in which the first chunk lies, where that begins inside it and others could use it."""
+        if not self._store.is_shared or not sequence.lineage.is_exact:
+            return None
         begin = block_start(borders[0])
-        if not self._store.is_shared or begin == borders[0] or not sequence.lineage.is_exact:
+        if begin == borders[0]:
             return None
         ends = [begin, min(begin + BLOCK_TOKENS, borders[-1])]
         return sequence.new_chunks(ends, fork=False)[0], self._engine.export_kv(sequence.slot, ends)
