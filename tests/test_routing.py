@@ -88,15 +88,14 @@ def test_those_that_are_too_busy_come_last_and_are_still_named():
     assert [replica.id for replica in router.rank(of("talk"), replicas(40, 3, 2))] == ["c", "b", "a"]
 
 
-def test_what_a_replica_that_is_gone_held_is_not_followed():
+def test_a_replica_that_gets_another_name_keeps_what_it_holds():
     router = Affinity()
-    router.sent(of("talk", 1, 2), "a")
+    router.sent(of("talk", 1, 2), "new")
     router.sent(of("", 1), "b")
-    router.gone("a")
-    assert best(router, of("talk"), replicas(1, 1, 0)) == "c"
-    assert best(router, of("talk", 1, 2), replicas(0, 1, 0)) == "b"
-    router.gone("b")
-    assert best(router, of("", 1), replicas(1, 1, 0)) == "c"
+    router.renamed("new", "c")
+    assert best(router, of("talk"), replicas(0, 0, 1)) == "c"
+    assert best(router, of("", 1, 2), replicas(0, 0, 1)) == "c"
+    assert best(router, of("", 1), replicas(0, 1, 1)) in ("b", "c")
 
 
 def test_a_replica_that_is_not_among_those_to_choose_from_is_not_chosen():

@@ -53,8 +53,8 @@ class Routing(Protocol):
     def sent(self, keys: RouteKeys, replica: str) -> None:
         """It is answered there."""
 
-    def gone(self, replica: str) -> None:
-        """What it held is lost."""
+    def renamed(self, before: str, now: str) -> None:
+        """A replica is known by another name."""
 
 
 class Affinity:
@@ -96,15 +96,13 @@ class Affinity:
         _keep_latest(self._homes, _MOST_CONVERSATIONS)
         _keep_latest(self._holders, _MOST_BEGINNINGS)
 
-    def gone(self, replica: str) -> None:
-        for conversation in [name for name, home in self._homes.items() if home == replica]:
-            del self._homes[conversation]
-        for beginning in [one for one, holders in self._holders.items() if replica in holders]:
-            left = tuple(holder for holder in self._holders[beginning] if holder != replica)
-            if left:
-                self._holders[beginning] = left
-            else:
-                del self._holders[beginning]
+    def renamed(self, before: str, now: str) -> None:
+        for conversation, home in self._homes.items():
+            if home == before:
+                self._homes[conversation] = now
+        for beginning, holders in self._holders.items():
+            if before in holders:
+                self._holders[beginning] = tuple({now if one == before else one: None for one in holders})
 
     def _known(self, beginnings: Sequence[int]) -> dict[str, int]:
         """How many blocks of a request each replica has seen."""
@@ -128,8 +126,8 @@ class RoundRobin:
     def sent(self, keys: RouteKeys, replica: str) -> None:
         """It does not matter."""
 
-    def gone(self, replica: str) -> None:
-        """It had nothing that others have not."""
+    def renamed(self, before: str, now: str) -> None:
+        """It does not matter."""
 
 
 class LeastLoaded(RoundRobin):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 import threading
@@ -10,16 +11,22 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
+from emberkeep.bench.cluster_model import Machine, Outcome, RemoteSettings, simulate
+from emberkeep.bench.trace_file import BLOCK, Visit
 from emberkeep.config import Config
 from emberkeep.kv.remote_link import RemoteLink
+from emberkeep.routing import new_routing
 from emberkeep.types import Json, RemoteModel
 from helpers.cluster_models import slow_models
+from helpers.kv_building import CHUNK_BYTES
+from helpers.trace_replay import BLOCK_IDS, replay
 from helpers.valkey_server import running_valkey
 from helpers.vendors.node_server import NodeServer, running
 from helpers.waiting import eventually
@@ -336,6 +343,60 @@ def test_with_a_shared_server_replicas_go_on_with_what_others_computed(cluster: 
         for _ in range(REPLICAS):
             assert cached(shared.chat([*secret, say("user", os.urandom(4).hex())], user="ann", max_tokens=4)) == 0
             shared.http.delete(f"{shared.url}/v1/cache", params={"user_id": "ann"})
+
+
+# ── the simulator ──
+
+SECONDS_PER_TOKEN = 2e-5
+KEPT_BLOCKS = 240
+"""For which all replicas together have RAM: fewer than the trace has."""
+
+
+def conversations(seed: int) -> list[Visit]:
+    """Some that take turns, over common beginnings; blocks that a later turn adds stay."""
+    chance, new = random.Random(seed), count(1000)
+    # So many beginnings that it does not matter much which replicas they happen to come to.
+    talks = [[talk % 15 * 10, talk % 15 * 10 + 1, next(new)] for talk in range(30)]
+    visits = []
+    for number in range(150):
+        talk = chance.choice(talks)
+        talk.append(next(new))
+        visits.append(Visit(tuple(talk), len(talk) * BLOCK, 1, number * 0.1))
+    return visits
+
+
+def simulated(visits: list[Visit], replicas: int, routing: str) -> Outcome:
+    machine = Machine(
+        slots=4,
+        prefill=BLOCK / BLOCK_IDS / SECONDS_PER_TOKEN,
+        decode=100.0,
+        import_=1e12,
+        ram=KEPT_BLOCKS * CHUNK_BYTES // replicas,
+        token_bytes=CHUNK_BYTES // BLOCK,
+    )
+    return simulate(visits, replicas, new_routing(routing), machine, RemoteSettings(0, 1.0, 0.0))
+
+
+@pytest.mark.parametrize(("replicas", "routing"), [(1, "affinity"), (3, "round_robin")])
+def test_a_real_cluster_reuses_what_the_simulated_one_does(cluster: Cluster, replicas: int, routing: str) -> None:
+    from emberkeep.cluster.lifecycle import deploy
+
+    visits = conversations(7)
+    config = replace(
+        cluster.config,
+        cluster_replicas=replicas,
+        routing=routing,
+        queue=60 + len(routing),  # else the replicas would stay, with what they know
+        ram_budget=KEPT_BLOCKS * CHUNK_BYTES,
+        disk_budget=0,
+        memory=False,
+        max_concurrent_per_user=None,
+    )
+    real = replay(deploy(config, slow_models(0.001, SECONDS_PER_TOKEN)), visits)
+    outcome = simulated(visits, replicas, routing)
+    told = f"{replicas} {routing}: real {real.own_share:.3f}, simulated {outcome.own / outcome.tokens:.3f}"
+    assert real.own_share == pytest.approx(outcome.own / outcome.tokens, abs=0.05), told
+    print(told)
 
 
 def test_servers_of_whole_nodes_are_routed_to_by_what_they_have_cached(cluster: Cluster) -> None:

@@ -22,6 +22,7 @@ class ReplicaRouter(RequestRouter):
         policy = meeting.board.policy
         self._routing, self._slots = new_routing(policy.routing), policy.slots
         self._running: Counter[ReplicaID] = Counter()
+        self._names: dict[ReplicaID, str] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         meeting.board.attach(self)
 
@@ -57,6 +58,7 @@ class ReplicaRouter(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
+        self._names = {each: name for each, name in self._names.items() if each in self._replicas}
         self._loop = asyncio.get_running_loop()
         self._show_present()
 
@@ -73,11 +75,15 @@ class ReplicaRouter(RequestRouter):
     def _show_present(self) -> None:
         meeting.board.show(frozenset(replica_id.unique_id for replica_id in self._replicas))
 
-    @staticmethod
-    def _name(replica: RunningReplica) -> str:
+    def _name(self, replica: RunningReplica) -> str:
         """Of its data folder, once it has told that: what is stored there outlives the replica, and who takes the
         folder next is asked next."""
-        return str(replica.routing_stats.get("home") or replica.replica_id.unique_id)
+        name = str(replica.routing_stats.get("home") or replica.replica_id.unique_id)
+        before = self._names.setdefault(replica.replica_id, name)
+        if before != name:
+            self._names[replica.replica_id] = name
+            self._routing.renamed(before, name)
+        return name
 
 
 def _keys_of(pending: PendingRequest | None) -> RouteKeys:
