@@ -352,11 +352,11 @@ KEPT_BLOCKS = 240
 """For which all replicas together have RAM: fewer than the trace has."""
 
 
-def conversations(seed: int) -> list[Visit]:
-    """Some that take turns, over common beginnings; blocks that a later turn adds stay."""
-    chance, new = random.Random(seed), count(1000)
+def conversations(first: int) -> list[Visit]:
+    """Some that take turns, over common beginnings; what a turn adds stays. `first`: of the ids of blocks."""
+    chance, new = random.Random(7), count(first + 1000)
     # So many beginnings that it does not matter much which replicas they happen to come to.
-    talks = [[talk % 15 * 10, talk % 15 * 10 + 1, next(new)] for talk in range(30)]
+    talks = [[first + talk % 15 * 10, first + talk % 15 * 10 + 1, next(new)] for talk in range(30)]
     visits = []
     for number in range(150):
         talk = chance.choice(talks)
@@ -377,11 +377,11 @@ def simulated(visits: list[Visit], replicas: int, routing: str) -> Outcome:
     return simulate(visits, replicas, new_routing(routing), machine, RemoteSettings(0, 1.0, 0.0))
 
 
-@pytest.mark.parametrize(("replicas", "routing"), [(1, "affinity"), (3, "round_robin")])
+@pytest.mark.parametrize(("replicas", "routing"), [(1, "affinity"), (3, "affinity"), (3, "round_robin")])
 def test_a_real_cluster_reuses_what_the_simulated_one_does(cluster: Cluster, replicas: int, routing: str) -> None:
     from emberkeep.cluster.lifecycle import deploy
 
-    visits = conversations(7)
+    visits = conversations(10_000 * (replicas + len(routing)))  # which the gateway has never seen
     config = replace(
         cluster.config,
         cluster_replicas=replicas,
