@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from helpers import serve_fake
 from helpers.cache_server import SYSTEM, Served, user
+from helpers.server_process import ServerProcess
+from helpers.valkey_server import running_valkey
+from helpers.waiting import eventually
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -48,6 +54,31 @@ def test_what_is_kept_can_be_pinned_and_removed(page: Page, sea: Served) -> None
     row.get_by_role("button", name="Remove").click()
     row.wait_for(state="detached")
     assert "tides" not in [entry["conversation_id"] for entry in sea.entries()]
+
+
+def test_what_came_from_other_hosts_is_told_and_that_their_server_is_gone(
+    browser: Browser, tmp_path: Path
+) -> None:
+    messages = [{"role": "system", "content": "You know the tides. " * 30}, user("When is high tide?")]
+    with ExitStack() as stack:
+        valkey = stack.enter_context(running_valkey(tmp_path))
+        here, there = (
+            stack.enter_context(
+                ServerProcess(serve_fake.__file__, "--data-dir", str(tmp_path / name), "--remote", valkey.url)
+            )
+            for name in ("here", "there")
+        )
+        there.chat(messages, max_tokens=4)
+        assert eventually(lambda: there.stats()["store"]["remote"]["written_chunks"] > 2)
+        context = stack.enter_context(browser.new_context())
+        page = context.new_page()
+        page.goto(f"{here.url}/#/cache")
+        page.wait_for_selector(".shared >> text=0 of 0 prompts")
+        here.chat(messages, max_tokens=4)
+        page.wait_for_selector(".shared >> text=/1 of 1 prompts found state of other hosts: [1-9].* came/")
+        valkey.kill()
+        here.chat([*messages, user("And low tide, at the other end of the bay?")], max_tokens=4)
+        page.wait_for_selector(".shared >> text=The shared server does not answer")
 
 
 def test_what_moves_is_told_while_it_moves(page: Page, sea: Served) -> None:
