@@ -207,7 +207,7 @@ def test_what_was_moved_is_in_the_prompt_and_in_no_history(open_backend):
     backend = open_backend(TIMESTAMPS)
     request = backend._hygiene.apply(chat(at("10:05")))
     assert all("10:05" not in message.content for message in request.messages)
-    conversation, _ = backend._prepare(request, backend._lineages.of(request))
+    conversation, _, _ = backend._prepare(request, backend._lineages.of(request))
     assert "What is left to do?\n\nIt is 10:05.<|im_end|>" in conversation.prompt.text
     assert "10:05" not in conversation.prompt.messages[-1].content
 
