@@ -3,10 +3,13 @@ from __future__ import annotations
 import ssl
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
+from socketserver import StreamRequestHandler, ThreadingTCPServer
 
 import pytest
 from cryptography import x509
@@ -154,6 +157,29 @@ def test_what_a_server_does_not_want_is_not_taken_for_its_death(server: ValkeySe
     link.close()
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"*1000000000\r\n",
+        b"*-7\r\n",
+        b"%2000000000\r\n",
+        b"*2147483647\r\n" * 8,
+        b"*1\r\n" * 200_000,
+        b"$9000000000\r\nabc",
+        b":99999999999999999999999\r\n",
+        b"$-1\r\n" * 10,
+    ],
+    ids=lambda answer: answer[:12],
+)
+def test_a_server_that_announces_what_cannot_be_is_left_alone(answer: bytes) -> None:
+    with answering(answer) as port:
+        link = RemoteLink(RemoteSettings(f"valkey://127.0.0.1:{port}", deadline_s=0.2))
+        with pytest.raises(Unreachable):
+            link.run(lambda pipe: [pipe.get("a"), pipe.strlen("b")])
+        assert link.breaker.is_open
+        link.close()
+
+
 def test_tls_wants_a_certificate_that_it_knows(server: ValkeyServer, tmp_path: Path) -> None:
     context, authority = certificate_for_loopback(tmp_path)
     with faulty_proxy(server.port, tls=context) as secure:
@@ -195,3 +221,20 @@ def test_without_a_remote_nothing_of_it_is_imported() -> None:
     env = {"PYTHONPATH": ":".join(path for path in sys.path if path)}
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
     assert printed.stdout.strip() == "[]"
+
+
+@contextmanager
+def answering(answer: bytes) -> Iterator[int]:
+    """The port of a server that says the same to everything."""
+
+    class Same(StreamRequestHandler):
+        def handle(self) -> None:
+            with suppress(OSError):
+                while self.connection.recv(65_536):
+                    self.connection.sendall(answer)
+
+    with ThreadingTCPServer(("127.0.0.1", 0), Same) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()

@@ -151,6 +151,8 @@ class RemoteWriter:
         """Users whose state could not be removed yet."""
         self._there: OrderedDict[ChunkKey, float] = OrderedDict()
         """A block need not be looked at again unless it is wanted for longer than this, in the store's seconds."""
+        self._writing = 0
+        """Chunks of the batch that is on its way."""
         self._busy = False
         self._closing_until: float | None = None
         self._paused_until = 0.0
@@ -245,7 +247,7 @@ class RemoteWriter:
             "written_bytes": counted.written_bytes,
             "refused_chunks": counted.refused_chunks,
             "touched_chunks": counted.touched_chunks,
-            "pending_chunks": sum(map(len, self._offers)),
+            "pending_chunks": sum(map(len, self._offers)) + self._writing,
         }
 
     # ── the thread ──
@@ -277,7 +279,7 @@ class RemoteWriter:
             except Exception:
                 log.exception("a batch did not reach the remote tier")
             with self._changed:
-                self._busy = False
+                self._busy, self._writing = False, 0
                 self._changed.notify_all()
 
     def _wait(self) -> bool:
@@ -320,6 +322,7 @@ class RemoteWriter:
             for offers in self._offers:
                 while offers and len(batch) < _BATCH_CHUNKS and sum(one.bytes for one in batch) < _BATCH_BYTES:
                     batch.append(offers.pop(next(iter(offers))))
+                    self._writing += 1
         return batch
 
     def _write(self, batch: Sequence[Chunk]) -> None:
