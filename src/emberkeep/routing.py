@@ -29,6 +29,8 @@ class RouteKeys:
     """Its id, with the user that it belongs to; empty where the client gave none."""
     beginnings: tuple[int, ...] = ()
     """Hashes of its first block, of its first two, and so on: equal ones mean equal beginnings."""
+    replica: str = ""
+    """The only one that may answer it; empty: any."""
 
 
 @dataclass(frozen=True, slots=True)

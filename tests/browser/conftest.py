@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,12 +11,12 @@ import pytest
 
 from emberkeep.config import Config
 from helpers.cache_server import Served, served
+from helpers.chromium import chromium
 from helpers.scripted_server import Running, ScriptedBackend, running
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page
 
-PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FIELD = "textarea[aria-label='Your message']"
 
 
@@ -25,14 +24,8 @@ FIELD = "textarea[aria-label='Your message']"
 def browser() -> Iterator[Browser]:
     """Not for longer: while Playwright is there, this thread has an event loop that runs, and no test of another
     module could have its own."""
-    api = pytest.importorskip("playwright.sync_api")
-    program = next((found for name in PROGRAMS if (found := shutil.which(name))), None)
-    if program is None:
-        pytest.skip("needs Chromium (apt install chromium)")
-    with api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
+    with chromium() as launched:
+        yield launched
 
 
 @pytest.fixture(scope="session")

@@ -107,6 +107,16 @@ def test_a_long_list_is_cut_unless_all_of_it_is_wanted(data_dir: Path) -> None:
     assert len(listed()) == ROWS + 4
 
 
+def test_what_replicas_of_a_cluster_kept_is_found_when_it_does_not_run(data_dir: Path) -> None:
+    keep(data_dir, "Who is at sea?")
+    for replica in ("0", "1"):
+        keep(data_dir / "replicas" / replica, f"What did replica {replica} hear?", user="ann")
+    assert len(listed()) == 3
+    assert len(listed("--user", "ann")) == 2
+    ok("rm", "--user", "ann", "--yes")
+    assert heads(listed()) == ["Who is at sea?"]
+
+
 def test_every_models_store_is_looked_into(data_dir: Path) -> None:
     keep(data_dir, "Which ships are here?", model="one")
     keep(data_dir, "Who is at sea?", model="two")

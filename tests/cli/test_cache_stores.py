@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import httpx
 
 from emberkeep.cli.cache_stores import ServedStore
@@ -39,5 +41,5 @@ def answer(request: httpx.Request) -> httpx.Response:
 
 def test_entries_of_all_pages_are_listed_once() -> None:
     with httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer)) as http:
-        entries = ServedStore(RunningServer(http), "tiny").entries()
+        entries = ServedStore(RunningServer(http), "tiny", Path("data"), {}).entries()
     assert [found.id for found in entries] == [f"entry-{number}" for number in range(6)]

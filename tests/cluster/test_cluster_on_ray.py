@@ -20,10 +20,13 @@ import pytest
 
 from emberkeep.bench.cluster_model import Machine, Outcome, RemoteSettings, simulate
 from emberkeep.bench.trace_file import BLOCK, Visit
+from emberkeep.cli.cache_stores import closed_folders, open_stores
 from emberkeep.config import Config
 from emberkeep.kv.remote_link import RemoteLink
 from emberkeep.routing import new_routing
+from emberkeep.server.presence import announce
 from emberkeep.types import Json, RemoteModel
+from helpers.chromium import chromium
 from helpers.cluster_models import slow_models
 from helpers.kv_building import CHUNK_BYTES
 from helpers.trace_replay import BLOCK_IDS, replay
@@ -184,17 +187,80 @@ def test_one_scrape_tells_the_figures_of_every_replica(cluster: Cluster) -> None
 
 
 def test_what_is_forgotten_is_forgotten_everywhere(cluster: Cluster) -> None:
-    with ThreadPoolExecutor(6) as pool:  # at the same time, so that all replicas get some
+    fill_all(cluster, "eve")
+    assert len({entry["replica"] for entry in all_entries(cluster, user_id="eve")}) > 1
+    removed = cluster.http.delete(f"{cluster.url}/v1/cache", params={"user_id": "eve"}).json()["removed"]
+    assert removed["entries"] >= 6
+    assert not all_entries(cluster, user_id="eve")
+
+
+def test_one_replica_can_be_asked_alone(cluster: Cluster) -> None:
+    for replica in ("0", "1", "2"):
+        told = ask_replica(cluster, replica, "/v1/stats")
+        assert told["store"] == cluster.stats()[replica]["store"]
+        entries = ask_replica(cluster, replica, "/v1/cache")["data"]
+        assert len(entries) == len([one for one in all_entries(cluster) if one["replica"] == replica])
+    refused = cluster.http.get(f"{cluster.url}/v1/stats", params={"replica": "7"})
+    assert refused.status_code == 503
+    assert "There is no replica '7' now" in refused.json()["error"]["message"]
+
+
+def test_commands_look_into_every_replica(cluster: Cluster) -> None:
+    fill_all(cluster, "fay")
+    with announce(cluster.config.data_dir, cluster.url), open_stores(cluster.config, None) as stores:
+        held = {store.folder: [entry for entry in store.entries() if entry.user == "fay"] for store in stores}
+        assert {folder.parent.parent.name for folder in held} == {"0", "1", "2"}
+        assert sum(map(len, held.values())) == 6
+        store = next(one for one in stores if held[one.folder])
+        store.remove(held[store.folder][0].id)
+        assert len(all_entries(cluster, user_id="fay")) == 5
+        assert closed_folders(cluster.config, None, stores) == []
+
+
+def test_the_page_shows_one_replica_at_a_time(cluster: Cluster) -> None:
+    fill_all(cluster, "gus")
+    with chromium() as browser:
+        page, complaints = browser.new_page(), []
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(f"{cluster.url}/#/cache")
+        for replica in ("2", "0"):
+            page.get_by_label("Replica").select_option(replica)
+            wanted = ask_replica(cluster, replica, "/v1/stats")["scheduler"]["prompt_tokens"]
+            page.wait_for_selector(f".totals:has-text('of {wanted:,} prompt tokens')")
+        page.get_by_role("button", name="Requests").click()
+        page.wait_for_selector(".requests table")
+        page.get_by_role("button", name="Chat").click()
+        assert page.get_by_label("Replica").count() == 0
+        page.fill("textarea[aria-label='Your message']", "Which ships?")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".message.assistant, [data-role='assistant']")
+        assert complaints == []
+
+
+def ask_replica(cluster: Cluster, replica: str, path: str) -> Json:
+    """The router hears the names of replicas a moment after they have begun."""
+    answers: list[httpx.Response] = []
+
+    def is_there() -> bool:
+        answers.append(cluster.http.get(cluster.url + path, params={"replica": replica}))
+        return answers[-1].status_code == 200
+
+    assert eventually(is_there, 10), answers[-1].text
+    return answers[-1].json()
+
+
+def all_entries(cluster: Cluster, **query: str) -> list[Json]:
+    return cluster.http.get(f"{cluster.url}/v1/cache", params=query).json()["data"]
+
+
+def fill_all(cluster: Cluster, user: str) -> None:
+    """Six prompts at the same time, so that all replicas get some."""
+    with ThreadPoolExecutor(6) as pool:
         asking = [
-            pool.submit(cluster.chat, [say("user", f"{n} {RULES}")], user="eve", max_tokens=30, ignore_eos=True)
+            pool.submit(cluster.chat, [say("user", f"{n} {RULES}")], user=user, max_tokens=30, ignore_eos=True)
             for n in range(6)
         ]
         assert all(asked.result() for asked in asking)
-    kept = cluster.http.get(f"{cluster.url}/v1/cache", params={"user_id": "eve"}).json()
-    assert len({entry["replica"] for entry in kept["data"]}) > 1
-    removed = cluster.http.delete(f"{cluster.url}/v1/cache", params={"user_id": "eve"}).json()["removed"]
-    assert removed["entries"] >= 6
-    assert not cluster.http.get(f"{cluster.url}/v1/cache", params={"user_id": "eve"}).json()["data"]
 
 
 def test_a_response_is_continued_and_cancelled_by_its_id(cluster: Cluster) -> None:

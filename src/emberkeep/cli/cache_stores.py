@@ -3,11 +3,11 @@ model that is loaded for what only a model can tell."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from emberkeep.api.messages import ChatBody, read_chat_or_completion, to_one_request
 from emberkeep.api.request import CompletionBody
@@ -18,9 +18,8 @@ from emberkeep.cli.running_server import RunningServer, find_server
 from emberkeep.config import Config, ttls
 from emberkeep.errors import EmberkeepError, NoSuchEntry
 from emberkeep.library import Emberkeep
-from emberkeep.library.stores import ClosedStore, StoreFolder, store_folders
+from emberkeep.library.stores import ClosedStore, StoreFolder, replica_folder, replica_folders, store_folders
 from emberkeep.models.library import id_at
-from emberkeep.runtime.parts import open_link
 from emberkeep.types import (
     CacheEntry,
     Explanation,
@@ -28,6 +27,9 @@ from emberkeep.types import (
     Removed,
     Verified,
 )
+
+if TYPE_CHECKING:
+    from emberkeep.kv.remote_link import RemoteLink
 
 
 class Store(Protocol):
@@ -86,10 +88,21 @@ def open_stores(config: Config, model: str | None, *, shared: bool = False) -> I
 
 
 def closed_folders(config: Config, model: str | None, served: Sequence[ServedStore] = ()) -> list[StoreFolder]:
-    """Stores that no server looks after."""
-    folders = store_folders(config.data_dir, complain)
+    """Stores that no server looks after, also those of replicas of a cluster."""
     open_ones = {store.folder for store in served}
-    return [f for f in folders if f.path.name not in open_ones and is_called(f.model, model)]
+    return [
+        folder
+        for data_dir in (config.data_dir, *replica_folders(config.data_dir))
+        for folder in store_folders(data_dir, complain)
+        if folder.path not in open_ones and is_called(folder.model, model)
+    ]
+
+
+def open_link(config: Config) -> RemoteLink | None:
+    """To the server that hosts share; None where they do not. Raises ConfigError."""
+    from emberkeep.runtime.parts import open_link  # takes longer than listing a store
+
+    return open_link(config)
 
 
 @contextmanager
@@ -183,12 +196,14 @@ def _full_id(found: set[str], wanted: str) -> str:
 class ServedStore:
     """What a server keeps of one model that it has loaded. Every method blocks, and raises EmberkeepError."""
 
-    def __init__(self, server: RunningServer, model: str) -> None:
+    def __init__(self, server: RunningServer, model: str, data_dir: Path, replica: Mapping[str, str]) -> None:
+        """`replica`: in a cluster the one that it is in, as its gateway is asked for it."""
         self._server = server
+        self._replica = replica
         self.model = model
-        self._of = {"model": model}
-        self.folder: str | None = self.stats()["folder"]
-        """The name of its folder under `<data_dir>/kv`."""
+        self._of = {"model": model, **replica}
+        folder: str | None = self.stats()["folder"]
+        self.folder = data_dir / "kv" / folder if folder else None
 
     def entries(self) -> list[CacheEntry]:
         """Page by page: what moves from one to the next meanwhile is told once."""
@@ -221,7 +236,8 @@ class ServedStore:
         return shown["text"], shown["text_chars"]
 
     def explain(self, body: dict[str, Json]) -> Explanation:
-        answer = self._server.ask("POST", "/v1/cache/explain", json={**body, **self._of})
+        asked = {**body, "model": self.model}
+        answer = self._server.ask("POST", "/v1/cache/explain", params=self._replica, json=asked)
         return Explanation(lookup_from_json(answer), answer["explanation"])
 
     def verify(self, entry: CacheEntry, tokens: int) -> Verified:
@@ -245,6 +261,17 @@ def served_stores(config: Config) -> Iterator[list[ServedStore]]:
         yield []
         return
     with closing(server):
-        listed = server.ask("GET", "/v1/models")["data"]
-        loaded = [one["id"] for one in listed if one["status"]["value"] == "loaded" and one["status"]["local"]]
-        yield [ServedStore(server, name) for name in loaded]
+        yield [
+            ServedStore(server, model["id"], data_dir, replica)
+            for data_dir, replica in _places(config.data_dir, server.ask("GET", "/health"))
+            for model in server.ask("GET", "/v1/models", params=replica)["data"]
+            if model["status"]["value"] == "loaded" and model["status"]["local"]
+        ]
+
+
+def _places(data_dir: Path, health: Json) -> list[tuple[Path, dict[str, str]]]:
+    """The data folders that a server uses, and how it is asked about each: a cluster has one for each replica."""
+    names = health.get("replicas")
+    if names is None:
+        return [(data_dir, {})]
+    return [(replica_folder(data_dir, name), {"replica": name}) for name in names]

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from time import perf_counter
 
-from emberkeep.cli.cache_stores import closed_folders, served_stores
+from emberkeep.cli.cache_stores import closed_folders, open_link, served_stores
 from emberkeep.config import Config, public_url, readable_size, ttls
 from emberkeep.errors import ConfigError, StoreFailed
 from emberkeep.kv.remote_link import RemoteLink, Unreachable
 from emberkeep.kv.remote_listing import holdings
-from emberkeep.library.stores import ClosedStore, store_folders
-from emberkeep.runtime.parts import open_link
+from emberkeep.library.stores import ClosedStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class ServerReport:
 def shared_rows(config: Config) -> list[SharedRow]:
     """The largest first. Blocks. Raises EmberkeepError."""
     link = _link(config)
-    models = {folder.path.name: folder.model for folder in store_folders(config.data_dir, lambda reason: None)}
+    models = {folder.path.name: folder.model for folder in closed_folders(config, None)}
     users = {link.tag(user): user for user in known_users(config)}
     try:
         return [

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from emberkeep.api.errors import error_shape, failure_of
 from emberkeep.backend.choices import Permits
 from emberkeep.cluster.asgi import Message, Receive, Scope, Send
-from emberkeep.cluster.keys import Asked, Route, conversation_key, route_of
+from emberkeep.cluster.keys import Asked, Route, conversation_key, names_replica, route_of
 from emberkeep.cluster.replica_answer import Part, Whole
 from emberkeep.cluster.scatter import Merge, merge_for, merged
 from emberkeep.errors import Overloaded
@@ -94,7 +94,7 @@ class Gateway:
         if body is None:
             return
         asked = _asked(scope, body)
-        if merge := merge_for(asked.method, asked.path):
+        if (merge := merge_for(asked.method, asked.path)) and not names_replica(asked):
             await _send_whole(await self._ask_all(asked, merge), send)
             return
         route = await asyncio.to_thread(route_of, asked) if len(body) > _LARGE_BYTES else route_of(asked)

@@ -70,7 +70,8 @@ class Route:
 def route_of(asked: Asked) -> Route:
     """Pure."""
     path = asked.path.rstrip("/")
-    fields = {**_query(asked.query), **_fields(asked)}
+    query = _query(asked.query)
+    fields = {**query, **_fields(asked)}
     user, session = _whose(path, fields)
     owner = private_namespace(user, _text(fields.get("cache_salt")))
     is_answer = asked.method == "POST" and _ANSWERS.fullmatch(path) is not None
@@ -78,7 +79,7 @@ def route_of(asked: Asked) -> Route:
     conversation = unquote(named[1]) if named else _conversation(fields) or session
     model = _text(fields.get("model"))
     beginnings = hash_chain(prompt_text(fields), f"{model}\n{owner}")
-    keys = RouteKeys(conversation_key(owner, conversation), beginnings)
+    keys = RouteKeys(conversation_key(owner, conversation), beginnings, _text(query.get("replica")))
     return Route(user, owner, keys, is_answer)
 
 
@@ -176,6 +177,11 @@ def _conversation(fields: Mapping[str, Json]) -> str:
 
 def _text(value: Json) -> str:
     return value if isinstance(value, str) else ""
+
+
+def names_replica(asked: Asked) -> bool:
+    """Whether one replica alone is asked, and not whoever knows."""
+    return "replica" in _query(asked.query)
 
 
 def forgotten_user(asked: Asked) -> str | None:

@@ -175,7 +175,7 @@ def _gateway() -> dict[str, str]:
 def _replicas() -> list[dict[str, Any]]:
     """Those that answer."""
     told = _ask_all(REPLICAS, REPLICAS_APP)
-    return sorted(told, key=lambda about: (about["node"], int(about["replica"])))
+    return sorted(told, key=lambda about: (len(about["replica"]), about["replica"]))
 
 
 def _ask_all(deployment: str, app: str) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
+from socket import gethostname
 from typing import Any
 
 import ray
@@ -15,12 +16,13 @@ from ray import serve
 from emberkeep.api.errors import failure_of
 from emberkeep.backend.capabilities import keep_warm
 from emberkeep.backend.models import Models
+from emberkeep.cluster.asgi import Message
 from emberkeep.cluster.exchange import answers
 from emberkeep.cluster.keys import Asked, forgotten_user
 from emberkeep.cluster.replica_answer import Part, Whole
 from emberkeep.cluster.slots import config_of_replica, forget_at_rest, take_slot
 from emberkeep.config import Config
-from emberkeep.errors import StoreFailed
+from emberkeep.errors import EmberkeepError, Overloaded, StoreFailed
 from emberkeep.library.arguments import declared_prefixes
 from emberkeep.routing import RouteKeys
 from emberkeep.server.app import create_app
@@ -28,6 +30,8 @@ from emberkeep.server.http_server import warmup
 from emberkeep.server.middleware import AccessLog
 
 log = logging.getLogger("emberkeep.cluster")
+
+_JSON = ((b"content-type", b"application/json"),)
 
 Opening = Callable[[Config], Models]
 
@@ -41,7 +45,7 @@ class ReplicaServer:
         self._id = serve.get_replica_context().replica_id.unique_id
         self._config = config
         self._slot = take_slot(config.data_dir)
-        self._home = f"{ray.get_runtime_context().get_node_id()}/{self._slot.name}"
+        self._name = self._slot.name if config.cluster_address is None else f"{gethostname()}/{self._slot.name}"
         self._version = version
         own = config_of_replica(config, self._slot, os.cpu_count() or 1)
         # A thread: what asks a remote service at once runs a loop of its own.
@@ -55,6 +59,9 @@ class ReplicaServer:
 
     async def answer(self, asked: Asked, keys: RouteKeys) -> AsyncIterator[Part]:
         """Ends the request when it is cancelled. `keys` are for the router, which sees what is sent."""
+        if keys.replica not in ("", self._name):
+            yield Part(self._id, _messages(_refused(self._name, _absent(keys.replica))))
+            return
         batches = answers(self._app, asked)
         try:
             async for messages in batches:
@@ -74,16 +81,15 @@ class ReplicaServer:
             try:
                 await asyncio.to_thread(forget_at_rest, self._config, user)
             except (OSError, StoreFailed) as error:
-                failure = failure_of(
-                    StoreFailed(f"Not everything of that user could be removed ({error}): ask again.")
+                return _refused(
+                    self._name, StoreFailed(f"Not everything of that user could be removed ({error}): ask again.")
                 )
-                return Whole(self._slot.name, failure.status, (), json.dumps(failure.json()).encode())
-        return Whole(self._slot.name, status, headers, body)
+        return Whole(self._name, status, headers, body)
 
     async def about(self) -> dict[str, Any]:
         """For `emberkeep cluster status`."""
         return {
-            "replica": self._slot.name,
+            "replica": self._name,
             "version": self._version,
             "pid": os.getpid(),
             "node": ray.get_runtime_context().get_node_id(),
@@ -94,7 +100,7 @@ class ReplicaServer:
 
     def record_routing_stats(self) -> dict[str, str]:
         """Asked by Ray now and then, for the router."""
-        return {"home": self._home}
+        return {"home": self._name}
 
     def check_health(self) -> None:
         """Raises why there can never be an answer again, whereupon Ray starts another replica."""
@@ -106,3 +112,19 @@ class ReplicaServer:
         models, self._models = getattr(self, "_models", None), None  # type: ignore[assignment]
         if models is not None:
             await models.close()
+
+
+def _absent(replica: str) -> Overloaded:
+    return Overloaded(f"There is no replica {replica!r} now: `emberkeep cluster status` lists those that run.")
+
+
+def _refused(replica: str, error: EmberkeepError) -> Whole:
+    failure = failure_of(error)
+    return Whole(replica, failure.status, _JSON, json.dumps(failure.json()).encode())
+
+
+def _messages(whole: Whole) -> list[Message]:
+    return [
+        {"type": "http.response.start", "status": whole.status, "headers": list(whole.headers)},
+        {"type": "http.response.body", "body": whole.body, "more_body": False},
+    ]

@@ -20,7 +20,7 @@ class Whole:
     """An answer that was waited for."""
 
     replica: str
-    """Its slot, which people and metrics know it by; empty where it is the answer of several."""
+    """Its name, which people and metrics know it by; empty where it is the answer of several."""
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
     body: bytes

@@ -32,9 +32,12 @@ class ReplicaRouter(RequestRouter):
         """The best first, each alone in its rank: among those of one rank Ray would choose by load."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
+        keys = _keys_of(pending_request)
         known = {self._name(replica): replica for replica in candidate_replicas}
+        if keys.replica in known:
+            return [[known[keys.replica]]]
         shown = [Replica(name, self._running[each.replica_id], self._slots) for name, each in known.items()]
-        ranked = self._routing.rank(_keys_of(pending_request), shown)
+        ranked = self._routing.rank(keys, shown)
         return [[known[replica.id]] for replica in ranked]
 
     def on_request_routed(

@@ -44,7 +44,7 @@ _RULES: Sequence[tuple[str, str, Merge]] = (
     ("GET", r"/v1/cache/[^/]+", Merge.ANY),
     ("DELETE", r"/v1/cache(/[^/]+)?|/v1/memory", Merge.SUM),
     ("POST", r"/v1/cache/gc", Merge.SUM),
-    ("POST", r"/v1/cache/(pin|unpin)|/v1/warm|/v1/tools/decisions", Merge.ANY),
+    ("POST", r"/v1/cache/(pin|unpin|verify)|/v1/warm|/v1/tools/decisions", Merge.ANY),
     ("POST", r"/models/(load|unload)|/lora-adapters|/props|/expert-tracking", Merge.ANY),
 )
 
@@ -94,7 +94,7 @@ def _health(answers: Sequence[Whole]) -> Whole:
 
 def _one_list(done: Sequence[tuple[str, Mapping[str, Json]]]) -> dict[str, Json]:
     entries = [{**entry, "replica": name} for name, told in done for entry in told["data"]]
-    merged = {"object": "list", "data": entries, "has_more": any(told["has_more"] for _, told in done)}
+    merged = {**done[0][1], "data": entries, "has_more": any(told["has_more"] for _, told in done)}
     totals = [told["totals"] for _, told in done if "totals" in told]
     return {**merged, "totals": _sum(totals)} if totals else merged
 

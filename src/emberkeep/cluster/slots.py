@@ -20,12 +20,11 @@ from pathlib import Path
 
 from emberkeep.config import Config, ttls
 from emberkeep.files import private_folder
-from emberkeep.library.stores import ClosedStore, store_folders
+from emberkeep.library.stores import ClosedStore, replica_folder, replica_folders, store_folders
 from emberkeep.models.remotes import Remotes
 
 log = logging.getLogger("emberkeep.cluster")
 
-_FOLDER = "replicas"
 _LOCK = "lock"
 _SHARED = ("models", "memory.sqlite3")
 
@@ -41,7 +40,7 @@ class Slot:
 def take_slot(data_dir: Path) -> Slot:
     """The first that is free: those with the lowest numbers have the most stored. Raises OSError."""
     for number in count():
-        folder = private_folder(data_dir / _FOLDER / str(number))
+        folder = private_folder(replica_folder(data_dir, str(number)))
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -55,7 +54,7 @@ def take_slot(data_dir: Path) -> Slot:
 
 def forget_at_rest(config: Config, user: str) -> None:
     """Leave nothing of a user in slots that no replica has now. Blocks. Raises OSError, StoreFailed."""
-    for folder in sorted((config.data_dir / _FOLDER).iterdir()):
+    for folder in replica_folders(config.data_dir):
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -16,6 +16,8 @@ from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import store_name
 from emberkeep.types import CacheEntry, Json, Removed, Ttl
 
+_REPLICAS = "replicas"
+
 
 @dataclass(frozen=True, slots=True)
 class StoreFolder:
@@ -33,6 +35,16 @@ class Checked:
     files: int
     damaged: int
     """How many of them were not what they should be. They are in quarantine now."""
+
+
+def replica_folder(data_dir: Path, replica: str) -> Path:
+    """The data folder of one replica of a cluster."""
+    return data_dir / _REPLICAS / replica.rpartition("/")[2]
+
+
+def replica_folders(data_dir: Path) -> list[Path]:
+    """Those of all replicas that there ever were."""
+    return sorted(path for path in (data_dir / _REPLICAS).glob("*") if path.is_dir())
 
 
 def store_folders(data_dir: Path, on_broken: Callable[[str], None]) -> list[StoreFolder]:

@@ -22,10 +22,18 @@ export class ApiError extends Error {
   }
 }
 
+/** The replica of a cluster that the page looks at; empty where there is one server. */
+let replica = "";
+export const lookAt = (name) => (replica = name);
+
 /** A path that is about one of several models; `model` empty: about the default one. */
-export function ofModel(path, model) {
-  return model ? `${path}${path.includes("?") ? "&" : "?"}model=${encodeURIComponent(model)}` : path;
-}
+export const ofModel = (path, model) => ofReplica(withField(path, "model", model));
+
+/** A path whose answer is about one replica, and not about whoever answers. */
+export const ofReplica = (path) => withField(path, "replica", replica);
+
+const withField = (path, name, value) =>
+  value ? `${path}${path.includes("?") ? "&" : "?"}${name}=${encodeURIComponent(value)}` : path;
 
 /** The answer to a request, as JSON; null where it has none. Throws ApiError. */
 export async function call(path, { method = "GET", body, signal } = {}) {

@@ -1,6 +1,6 @@
 // What is on the page, and which conversation is open.
 
-import { ApiError, call, key } from "./api.js";
+import { ApiError, call, key, lookAt } from "./api.js";
 import { Chat, answer } from "./chat.js";
 import { add, asMarkdown, matches, newConversation } from "./conversation.js";
 import { allKept, drop, keep } from "./kept.js";
@@ -19,11 +19,18 @@ const VIEWS = [
   ["benchmarks", "Benchmarks"],
 ];
 
+const OF_A_REPLICA = ["cache", "requests"]; // views of what one server holds and does
+
 function App() {
   const [models, setModels] = useState(null);
+  const [replicas, setReplicas] = useState([]);
   const [problem, setProblem] = useState(null);
   const enter = async () => {
     try {
+      const health = await call("/health").catch(() => ({})); // the next question says what is wrong
+      const named = Object.keys(health.replicas ?? {}).sort();
+      lookAt(named[0] ?? "");
+      setReplicas(named);
       setModels((await call("/v1/models")).data.map((model) => model.id));
       setProblem(null);
     } catch (error) {
@@ -40,7 +47,7 @@ function App() {
       ${key.get() && html`<button onClick=${otherKey}>Use another key</button>`}
     </main>`;
   }
-  return models && html`<${Workplace} models=${models} />`;
+  return models && html`<${Workplace} models=${models} replicas=${replicas} />`;
 }
 
 function KeyPrompt({ onKey }) {
@@ -68,7 +75,8 @@ function KeyPrompt({ onKey }) {
   </main>`;
 }
 
-function Workplace({ models }) {
+function Workplace({ models, replicas }) {
+  const [replica, setReplica] = useState(replicas[0]);
   const [list, setList] = useState([]);
   const [current, setCurrent] = useState(() => newConversation());
   const [isOpen, setOpen] = useState(false);
@@ -108,6 +116,10 @@ function Workplace({ models }) {
   const show = (name) => {
     setView(name);
     history.pushState(null, "", name === "chat" ? `#${current.id}` : `#/${name}`);
+  };
+  const look = (name) => {
+    lookAt(name);
+    setReplica(name);
   };
   const save = (conversation) =>
     trying(async () => {
@@ -161,12 +173,13 @@ function Workplace({ models }) {
       <nav class="views" aria-label="Views">
         ${VIEWS.map(([name, words]) => html`<button aria-current=${view === name ? "page" : undefined} onClick=${() => show(name)}>${words}</button>`)}
       </nav>
+      ${OF_A_REPLICA.includes(view) && replicas.length > 1 && html`<${ReplicaChoice} ...${{ replicas, replica }} onChoose=${look} />`}
     </header>
     ${view === "chat" && html`<${Side} id="side" ...${{ list, current, isOpen, open, remove, models, changed, redraw }} onClose=${() => setOpen(false)} />`}
     <main>
       ${trouble && html`<p class="error trouble" role="alert">${trouble}</p>`}
       ${view !== "chat"
-        ? html`<${OtherView} key=${view} name=${view} models=${models} />`
+        ? html`<${OtherView} key=${`${view} ${replica}`} name=${view} models=${models} />`
         : html`<${Chat}
             conversation=${current}
             isBusy=${running.current !== null}
@@ -178,6 +191,12 @@ function Workplace({ models }) {
           />`}
     </main>
   </div>`;
+}
+
+function ReplicaChoice({ replicas, replica, onChoose }) {
+  return html`<label class="replica">Replica <select value=${replica} onChange=${(e) => onChoose(e.target.value)}>
+    ${replicas.map((name) => html`<option value=${name}>${name}</option>`)}
+  </select></label>`;
 }
 
 function viewInAddress() {

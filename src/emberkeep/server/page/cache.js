@@ -1,6 +1,6 @@
 // The cache, live: what is where, what moves, and what is kept.
 
-import { call } from "./api.js";
+import { call, ofReplica } from "./api.js";
 import { Entries, NAMES, nameOf } from "./entries.js";
 import { reusedOf } from "./cost.js";
 import { Explain } from "./explain.js";
@@ -131,7 +131,7 @@ function useEarlier(model) {
       const ended = data.filter((one) => one.ended_at && one.model === model && one.kind === "answer").reverse();
       setEarlier(ended.map((one) => ({ reused: reusedOf(one), evaluated: one.prompt_tokens - reusedOf(one) })));
     };
-    call(`/v1/requests?limit=${SHOWN}`).then(read, () => undefined); // what comes now will show
+    call(ofReplica(`/v1/requests?limit=${SHOWN}`)).then(read, () => undefined); // what comes now will show
   }, [model]);
   return earlier;
 }

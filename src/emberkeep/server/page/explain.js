@@ -1,6 +1,6 @@
 // What a question or a text would reuse if it came now, and why not more.
 
-import { call, ofModel } from "./api.js";
+import { call, ofModel, ofReplica } from "./api.js";
 import { reusedOf } from "./cost.js";
 import { Divergence, Legend, Part } from "./prompt.js";
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
@@ -21,7 +21,7 @@ export function Explain({ model, given }) {
     setAnswer({ isAsked: true });
     try {
       const asked = { ...(await body), model: model || undefined, with_prompt: true };
-      setAnswer({ of, told: await call("/v1/cache/explain", { method: "POST", body: asked }) });
+      setAnswer({ of, told: await call(ofReplica("/v1/cache/explain"), { method: "POST", body: asked }) });
     } catch (error) {
       setAnswer({ problem: error.message });
     }

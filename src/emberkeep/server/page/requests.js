@@ -1,6 +1,6 @@
 // Requests as a timeline: who waited, was loaded, evaluated and sampled when, and in which slot.
 
-import { call } from "./api.js";
+import { call, ofReplica } from "./api.js";
 import { REASONS, TIERS, reusedOf, share } from "./cost.js";
 import { allKept } from "./kept.js";
 import { usePulse } from "./pulse.js";
@@ -38,7 +38,7 @@ function useRequests() {
     const fetchAll = async () => {
       due.current = Date.now() + REFRESHED_MS;
       try {
-        const { data, now: at } = await call("/v1/requests?limit=200");
+        const { data, now: at } = await call(ofReplica("/v1/requests?limit=200"));
         setTold({ data, ahead: at - Date.now() / 1000 });
         setTrouble("");
       } catch (error) {
