@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,15 +17,23 @@ from helpers.kv_building import FINGERPRINT, LONG, put
 
 
 def test_replicas_never_have_the_same_folder_and_one_that_is_free_is_used_again(tmp_path: Path) -> None:
-    first, second = take_slot(tmp_path), take_slot(tmp_path)
+    first, second = take_slot(tmp_path, 2), take_slot(tmp_path, 2)
     assert first.folder != second.folder
     os.close(first.lock)  # as the end of its process does
-    assert take_slot(tmp_path).folder == first.folder
-    assert take_slot(tmp_path).name == "2"
+    assert take_slot(tmp_path, 2).folder == first.folder
+    assert take_slot(tmp_path, 2, patience_s=0.1).name == "2"
+
+
+def test_a_replica_waits_for_the_folder_of_the_one_that_it_replaces(tmp_path: Path) -> None:
+    _, second = take_slot(tmp_path, 2), take_slot(tmp_path, 2)
+    ending = threading.Timer(0.3, os.close, [second.lock])
+    ending.start()
+    assert take_slot(tmp_path, 2).folder == second.folder
+    ending.join()
 
 
 def test_models_and_memory_are_shared_and_stored_state_is_not(tmp_path: Path) -> None:
-    slots = [take_slot(tmp_path) for _ in range(2)]
+    slots = [take_slot(tmp_path, 2) for _ in range(2)]
     (tmp_path / "models" / "a.gguf").touch()
     assert all((slot.folder / "models" / "a.gguf").exists() for slot in slots)
     memories = [Memory(slot.folder / "memory.sqlite3", limit_bytes=1 << 30) for slot in slots]
@@ -38,7 +47,7 @@ def test_models_and_memory_are_shared_and_stored_state_is_not(tmp_path: Path) ->
 
 
 def test_a_user_is_forgotten_in_folders_that_no_replica_has_now(tmp_path: Path) -> None:
-    slots = [take_slot(tmp_path) for _ in range(2)]
+    slots = [take_slot(tmp_path, 2) for _ in range(2)]
     for slot in slots:
         files = ChunkFiles(slot.folder / "kv", FINGERPRINT)
         store = KvStore(FINGERPRINT, Budgets(1 << 30, 1 << 30), files, about={"model": "fake"})
@@ -63,12 +72,13 @@ def test_what_is_for_all_replicas_is_shared_out(tmp_path: Path) -> None:
         ram_budget=4 << 30,
         disk_budget=8 << 30,
     )
-    own = config_of_replica(config, take_slot(tmp_path), cores=16)
+    own = config_of_replica(config, take_slot(tmp_path, 4), 0, cores=16)
     assert (own.ram_budget, own.disk_budget, own.threads) == (1 << 30, 2 << 30, 4)
     assert own.data_dir == tmp_path / "replicas" / "0"
 
 
-def test_each_slot_has_a_backend_of_its_own_where_several_are_named(tmp_path: Path) -> None:
+def test_each_replica_has_a_backend_of_its_own_where_several_are_named(tmp_path: Path) -> None:
     config = Config(data_dir=tmp_path, cluster_backends=("a", "b"))
-    given = [config_of_replica(config, take_slot(tmp_path), cores=1).backend for _ in range(3)]
+    slot = take_slot(tmp_path, 1)
+    given = [config_of_replica(config, slot, rank, cores=1).backend for rank in range(3)]
     assert given == ["a", "b", "a"]

@@ -20,7 +20,7 @@ from emberkeep.cluster.asgi import Message
 from emberkeep.cluster.exchange import answers
 from emberkeep.cluster.keys import Asked, forgotten_user
 from emberkeep.cluster.replica_answer import Part, Whole
-from emberkeep.cluster.slots import config_of_replica, forget_at_rest, take_slot
+from emberkeep.cluster.slots import config_of_replica, forget_at_rest, most_replicas, take_slot
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError, Overloaded, StoreFailed
 from emberkeep.library.arguments import declared_prefixes
@@ -42,12 +42,13 @@ class ReplicaServer:
     async def __init__(self, config: Config, version: str, opening: Opening) -> None:  # type: ignore[misc]
         """Blocks until the model is loaded. Raises EmberkeepError, OSError."""
         logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
-        self._id = serve.get_replica_context().replica_id.unique_id
+        context = serve.get_replica_context()
+        self._id = context.replica_id.unique_id
         self._config = config
-        self._slot = take_slot(config.data_dir)
+        self._slot = await asyncio.to_thread(take_slot, config.data_dir, most_replicas(config))
         self._name = self._slot.name if config.cluster_address is None else f"{gethostname()}/{self._slot.name}"
         self._version = version
-        own = config_of_replica(config, self._slot, os.cpu_count() or 1)
+        own = config_of_replica(config, self._slot, context.rank.rank, os.cpu_count() or 1)
         # A thread: what asks a remote service at once runs a loop of its own.
         self._models = await asyncio.to_thread(opening, own)
         keep_warm(self._models.default, declared_prefixes(own))

@@ -13,10 +13,12 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from time import monotonic, sleep
 
 from emberkeep.config import Config, ttls
 from emberkeep.files import private_folder
@@ -26,6 +28,9 @@ from emberkeep.models.remotes import Remotes
 log = logging.getLogger("emberkeep.cluster")
 
 _LOCK = "lock"
+_HANDOVER_S = 10.0
+"""For the process of a replica that has ended to be gone."""
+_LOOK_S = 0.05
 _SHARED = ("models", "memory.sqlite3")
 
 
@@ -37,9 +42,21 @@ class Slot:
     """A descriptor; it is never closed, but by the end of the process."""
 
 
-def take_slot(data_dir: Path) -> Slot:
-    """The first that is free: those with the lowest numbers have the most stored. Raises OSError."""
-    for number in count():
+def take_slot(data_dir: Path, most: int, patience_s: float = _HANDOVER_S) -> Slot:
+    """The first that is free: those with the lowest numbers have the most stored. Blocks while all that `most`
+    replicas need are taken; where none becomes free in time, there is one more. Raises OSError."""
+    give_up = monotonic() + patience_s
+    while monotonic() < give_up:
+        if slot := _first_free(data_dir, range(most)):
+            return slot
+        sleep(_LOOK_S)
+    slot = _first_free(data_dir, count())
+    assert slot is not None
+    return slot
+
+
+def _first_free(data_dir: Path, numbers: Iterable[int]) -> Slot | None:
+    for number in numbers:
         folder = private_folder(replica_folder(data_dir, str(number)))
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -49,7 +66,7 @@ def take_slot(data_dir: Path) -> Slot:
             continue
         _link_shared(data_dir, folder)
         return Slot(str(number), folder, lock)
-    raise AssertionError
+    return None
 
 
 def forget_at_rest(config: Config, user: str) -> None:
@@ -71,24 +88,25 @@ def most_replicas(config: Config) -> int:
     return max(config.cluster_replicas, config.cluster_max_replicas or 0)
 
 
-def config_of_replica(config: Config, slot: Slot, cores: int) -> Config:
-    """The settings of one replica, with its share of what is said of all of them together. Raises ConfigError."""
+def config_of_replica(config: Config, slot: Slot, rank: int, cores: int) -> Config:
+    """The settings of one replica, with its share of what is said of all of them together. `rank`: its place among
+    the replicas of all machines. Raises ConfigError."""
     replicas = most_replicas(config)
     return replace(
         config,
         data_dir=slot.folder,
         backends=Remotes(config).list(),
-        backend=_backend(config, int(slot.name)),
+        backend=_backend(config, rank),
         ram_budget=config.ram_budget // replicas,
         disk_budget=config.disk_budget // replicas,
         threads=config.threads or max(1, int(config.cluster_cpus or cores // replicas)),
     )
 
 
-def _backend(config: Config, slot: int) -> str:
-    """The same for a slot, whichever replica has it: that service has the prompts of its conversations cached."""
+def _backend(config: Config, rank: int) -> str:
+    """Who takes the place of a replica goes on with its service, which has the prompts of its conversations."""
     named = config.cluster_backends
-    return named[slot % len(named)] if named else config.backend
+    return named[rank % len(named)] if named else config.backend
 
 
 def _link_shared(data_dir: Path, folder: Path) -> None:
