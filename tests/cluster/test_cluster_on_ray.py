@@ -373,6 +373,19 @@ def test_a_rolling_update_loses_no_request_and_keeps_what_was_stored(cluster: Cl
     assert cached(cluster.chat(messages, max_tokens=4, conversation_id="kept")) > len(RULES) // 2
 
 
+def test_fewer_replicas_and_more_again_lose_no_request(cluster: Cluster) -> None:
+    from emberkeep.cluster.lifecycle import deploy, status
+
+    with under_load(cluster) as load:
+        for replicas in (2, REPLICAS):
+            seen = load.answered
+            assert eventually(lambda seen=seen: load.answered > seen + 10)
+            deploy(replace(cluster.config, queue=50, cluster_replicas=replicas), slow_models(STEP_S))
+            assert len(status().replicas) == replicas
+    assert not load.failed
+    assert not load.broken
+
+
 def test_round_robin_reuses_less(cluster: Cluster) -> None:
     from emberkeep.cluster.lifecycle import deploy, status
 
