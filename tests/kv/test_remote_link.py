@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import os
+import socket
 import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
@@ -20,6 +23,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from emberkeep.errors import ConfigError
 from emberkeep.kv.chunkfile import Damaged
 from emberkeep.kv.remote_link import Breaker, KeySeal, OpenSeal, RemoteLink, RemoteSettings, Unreachable
+from emberkeep.kv.remote_socket import Allowance, BoundedSocket
 from helpers.faulty_proxy import faulty_proxy
 from helpers.valkey_server import ValkeyServer, running_valkey
 
@@ -180,6 +184,44 @@ def test_a_server_that_announces_what_cannot_be_is_left_alone(answer: bytes) -> 
         link.close()
 
 
+def test_a_value_without_an_end_is_not_read_to_it() -> None:
+    with answering(b"$9000000000\r\n", b"x" * (1 << 20), pause_s=0) as port:
+        link = RemoteLink(RemoteSettings(f"valkey://127.0.0.1:{port}", deadline_s=30))
+        with pytest.raises(Unreachable, match="more than it was asked for"):
+            link.run(lambda pipe: pipe.get("a"), size=1 << 20)
+        assert link.breaker.is_open
+        link.close()
+
+
+def test_an_answer_that_comes_byte_by_byte_is_not_waited_for() -> None:
+    with answering(b"$9000\r\n", b"x", pause_s=0.05) as port:
+        link = RemoteLink(RemoteSettings(f"valkey://127.0.0.1:{port}", deadline_s=0.3))
+        with pytest.raises(Unreachable, match=r"(?i)time|long"):
+            link.run(lambda pipe: pipe.get("a"))
+        link.close()
+
+
+def test_a_line_on_which_much_takes_longer_than_the_deadline_is_written_to() -> None:
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
+    ours.settimeout(0.3)
+    allowance, value, came = Allowance(), os.urandom(4 << 20), bytearray()
+
+    def read_slowly() -> None:
+        while len(came) < len(value):
+            came.extend(theirs.recv(64 << 10))
+            time.sleep(0.01)
+
+    reading = threading.Thread(target=read_slowly, daemon=True)
+    reading.start()
+    allowance.begin(0.3, sent=len(value), received=0)
+    BoundedSocket(ours, allowance).sendall(value)  # the timeout of a bare one is for all of it
+    reading.join()
+    assert came == value
+    ours.close()
+    theirs.close()
+
+
 def test_tls_wants_a_certificate_that_it_knows(server: ValkeyServer, tmp_path: Path) -> None:
     context, authority = certificate_for_loopback(tmp_path)
     with faulty_proxy(server.port, tls=context) as secure:
@@ -224,14 +266,17 @@ def test_without_a_remote_nothing_of_it_is_imported() -> None:
 
 
 @contextmanager
-def answering(answer: bytes) -> Iterator[int]:
-    """The port of a server that says the same to everything."""
+def answering(answer: bytes, then: bytes = b"", pause_s: float = 0.0) -> Iterator[int]:
+    """The port of a server that says the same to everything; `then`: for ever after it."""
 
     class Same(StreamRequestHandler):
         def handle(self) -> None:
             with suppress(OSError):
                 while self.connection.recv(65_536):
                     self.connection.sendall(answer)
+                    while then:
+                        self.connection.sendall(then)
+                        time.sleep(pause_s)
 
     with ThreadingTCPServer(("127.0.0.1", 0), Same) as server:
         server.daemon_threads = True

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from emberkeep.errors import ConfigError
 from emberkeep.kv.chunkfile import Damaged
+from emberkeep.kv.remote_socket import Allowance, bound
 
 if TYPE_CHECKING:
     from valkey import Valkey
@@ -182,8 +183,8 @@ class LinkCounters:
 
 
 class RemoteLink:
-    """Safe to use from any thread. Everything that asks the server blocks, until the deadline at most, and raises
-    Unreachable; at once while the breaker is open."""
+    """Safe to use from any thread. Everything that asks the server blocks, until the deadline and as long as its
+    bytes take on the slowest of lines, and raises Unreachable; at once while the breaker is open."""
 
     def __init__(self, settings: RemoteSettings) -> None:
         """Does not connect yet. Raises ConfigError."""
@@ -192,6 +193,8 @@ class RemoteLink:
         self.breaker = Breaker()
         self.counters = LinkCounters()
         self._client, self._errors = _open(settings)
+        self._allowance = Allowance()
+        bound(self._client, self._allowance)
         self._counting = threading.Lock()
 
     def close(self) -> None:
@@ -215,19 +218,20 @@ class RemoteLink:
 
     # ── asking ──
 
-    def run(self, fill: Callable[[Pipeline], object], *, transaction: bool = False) -> list[Any]:
-        """One round trip: the answers to the commands that `fill` puts into the pipeline."""
-        with self._asking(), self._client.pipeline(transaction=transaction) as pipeline:
+    def run(self, fill: Callable[[Pipeline], object], *, size: int = 0) -> list[Any]:
+        """One round trip: the answers to the commands that `fill` puts into the pipeline. `size`: bytes of the
+        values among them."""
+        with self._asking(received=size), self._client.pipeline(transaction=False) as pipeline:
             fill(pipeline)
             return list(pipeline.execute()) if len(pipeline) else []
 
-    def guarded(self, prepare: Callable[[Pipeline], T | None]) -> T | None:
+    def guarded(self, prepare: Callable[[Pipeline], T | None], size: int) -> T | None:
         """Change something only if no user was forgotten meanwhile. `prepare` is called with a pipeline that
         watches the record of who was, puts its commands behind `multi()`, and is called again where the record has
-        changed. None, where it has nothing to write."""
+        changed. None, where it has nothing to write. `size`: bytes that it writes."""
         from valkey.exceptions import WatchError
 
-        with self._asking(), self._client.pipeline(transaction=True) as pipeline:
+        with self._asking(sent=size), self._client.pipeline(transaction=True) as pipeline:
             while True:
                 pipeline.watch(FORGOTTEN)
                 done = prepare(pipeline)
@@ -275,9 +279,10 @@ class RemoteLink:
         return sum(self.remove(names) for names in self.scan(f"{VERSION}:*:{tag}:*") if names)
 
     @contextmanager
-    def _asking(self, *, is_probe: bool = False) -> Iterator[None]:
+    def _asking(self, *, is_probe: bool = False, sent: int = 0, received: int = 0) -> Iterator[None]:
         if self.breaker.is_open and not is_probe:
             raise Unreachable("it does not answer")
+        self._allowance.begin(self.settings.deadline_s, sent=sent, received=received)
         begin = perf_counter()
         try:
             yield

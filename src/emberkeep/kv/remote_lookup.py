@@ -27,8 +27,9 @@ T = TypeVar("T")
 
 WORTH_ASKING = 16
 """Tokens of a prompt that are stored nowhere here, for the server to be asked."""
-_LONGEST_S = 30.0
-"""That a request waits while it is not known how long evaluating takes."""
+_SHORTEST_S, _LONGEST_S = 0.05, 30.0
+"""That a request waits for what was found: on a machine that does other things, too, and while it is not known how
+long evaluating takes."""
 
 
 class RemoteOwner(Protocol):
@@ -220,7 +221,7 @@ class Lookup:
         left = sum(found.size for found in path)
         # Who waits longer than evaluating takes has gained nothing.
         seconds = self._owner.costs.evaluate.seconds(len(self._tokens) - begin.position) or _LONGEST_S
-        limit = monotonic() + max(seconds, self._tools.reader.patience(0))
+        limit = monotonic() + max(seconds, _SHORTEST_S)
         self._arrival.give_up = min(limit, monotonic() + self._tools.reader.patience(left))
         cursor = begin
         for found, whole in self._tools.reader.read(path):

@@ -89,7 +89,8 @@ class BlockReader:
         got: dict[bytes, Whole | None] = {found.name: None for found in wanted}
         begin = perf_counter()
         try:
-            values = self._link.run(lambda pipe: [pipe.get(found.name) for found in wanted])
+            size = sum(found.size for found in wanted)
+            values = self._link.run(lambda pipe: [pipe.get(found.name) for found in wanted], size=size)
             for found, value in zip(wanted, values, strict=True):
                 got[found.name] = self._verified(found, value)
             self._count(values, perf_counter() - begin)

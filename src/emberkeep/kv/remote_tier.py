@@ -202,7 +202,6 @@ class RemoteTier:
             "request_seconds": asked.seconds,
             "failures": asked.failures,
             "last_error": asked.last_error,
-            "breaker": "open" if breaker.is_open else "closed",
             "breaker_open": int(breaker.is_open),
             "breaker_opened": breaker.opened,
             "is_encrypted": self._link.seal.is_closed,

@@ -372,7 +372,8 @@ class RemoteWriter:
         self._next_write += sum(item.chunk.bytes for item in items) / self._link.settings.bytes_per_s
 
     def _store(self, items: Sequence[_Item]) -> None:
-        written = self._link.guarded(lambda pipe: self._fill(pipe, items)) if items else None
+        size = sum(item.chunk.bytes for item in items)
+        written = self._link.guarded(lambda pipe: self._fill(pipe, items), size) if items else None
         if written is None:
             return
         with self._changed:

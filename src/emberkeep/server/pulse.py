@@ -156,7 +156,7 @@ def pulse_json(stats: Mapping[str, Any]) -> dict[str, Json]:
 
 def _remote_json(remote: Mapping[str, Any] | None) -> dict[str, Json] | None:
     """None where no hosts share their state."""
-    names = ("breaker", "hits", "lookups", "read_bytes", "written_bytes", "pending_chunks")
+    names = ("breaker_open", "hits", "lookups", "read_bytes", "written_bytes", "pending_chunks")
     return None if remote is None else {name: remote[name] for name in names}
 
 

@@ -97,7 +97,7 @@ function Shared({ remote }) {
   const { hits, lookups, read_bytes: read, written_bytes: written, pending_chunks: pending } = remote;
   const words = `${number(hits)} of ${number(lookups)} prompts found state of other hosts: ${bytes(read)} came from the shared server, ${bytes(written)} went there`;
   return html`<span class="note shared"><span class="swatch tier remote"></span>
-    ${remote.breaker === "open" ? "The shared server does not answer, and is left alone for a while. " : ""}${words}${pending ? `, ${number(pending)} chunks wait.` : "."}</span>`;
+    ${remote.breaker_open ? "The shared server does not answer, and is left alone for a while. " : ""}${words}${pending ? `, ${number(pending)} chunks wait.` : "."}</span>`;
 }
 
 const sumsOf = ({ disk, evicted }) => ({
