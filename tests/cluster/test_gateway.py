@@ -24,6 +24,8 @@ HEAD: Message = {
     "headers": [(b"content-type", b"text/event-stream"), (b"x-request-id", b"theirs")],
 }
 LOST = "lost"
+TAKEN = "taken"
+"""A replica has it, and has nothing to say yet."""
 HANGS = "hangs"
 
 
@@ -43,6 +45,9 @@ class FakeAnswer:
                 raise ReplicaLost
             if step == HANGS:
                 await asyncio.Event().wait()
+            if step == TAKEN:
+                yield Part(self.replica, [])
+                continue
             assert not isinstance(step, str)
             yield Part(self.replica, [step])
 
@@ -57,6 +62,7 @@ class FakeReplicas:
     scripts: list[Sequence[Message | str]]
     asked: list[FakeAnswer] = field(default_factory=list)
     learnt: list[tuple[RouteKeys, str]] = field(default_factory=list)
+    forgotten: list[tuple[str, frozenset[str]]] = field(default_factory=list)
 
     def ask(self, asked: Asked, keys: RouteKeys) -> FakeAnswer:
         number = len(self.asked)
@@ -66,6 +72,9 @@ class FakeReplicas:
     async def ask_all(self, asked: Asked) -> Sequence[Whole]:
         told = [{"object": "cache.removed", "removed": {"entries": n, "tokens": 10 * n}} for n in (1, 2)]
         return [Whole(str(n), 200, (), json.dumps(one).encode()) for n, one in enumerate(told)]
+
+    async def forget_rest(self, user: str, asked: frozenset[str]) -> None:
+        self.forgotten.append((user, asked))
 
     def learn(self, keys: RouteKeys, replica: str) -> None:
         self.learnt.append((keys, replica))
@@ -77,12 +86,14 @@ class Client:
     path: str = "/v1/chat/completions"
     method: str = "POST"
     said: Json = None
+    query: bytes = b""
     got: list[Message] = field(default_factory=list)
     leaves: asyncio.Event = field(default_factory=asyncio.Event)
     has_asked: bool = False
 
     async def ask(self) -> None:
-        scope = {"type": "http", "method": self.method, "path": self.path, "query_string": b"", "headers": []}
+        scope = {"type": "http", "method": self.method, "path": self.path, "query_string": self.query}
+        scope["headers"] = []
         await self.gateway(scope, self._receive, self._send)
 
     async def _receive(self) -> Message:
@@ -208,6 +219,50 @@ def test_a_replica_that_ends_gets_its_time_and_then_its_answers_are_broken_off()
     assert replicas.asked[0].is_cancelled
 
 
+def test_a_replica_that_ends_before_it_has_answered_gives_its_request_away() -> None:
+    async def scenario() -> tuple[Client, FakeReplicas]:
+        replicas = FakeReplicas([(TAKEN, HANGS), WHOLE])
+        gateway = gateway_of(replicas)
+        client = Client(gateway)
+        asking = asyncio.create_task(client.ask())
+        while not asking.done():
+            await asyncio.sleep(0.01)
+            gateway.set_present(frozenset({"1"}))
+        await asking
+        return client, replicas
+
+    client, replicas = run(scenario)
+    assert replicas.asked[0].is_cancelled
+    assert client.text.endswith(b"data: [DONE]\n\n")
+
+
+def test_an_answer_is_not_broken_off_for_the_end_of_a_replica_that_had_it_before() -> None:
+    async def scenario() -> Client:
+        replicas = FakeReplicas([(TAKEN, LOST), (TAKEN, HANGS)])
+        gateway = gateway_of(replicas)
+        client = Client(gateway)
+        asking = asyncio.create_task(client.ask())
+        await until(lambda: len(replicas.asked) == 2)
+        gateway.set_present(frozenset({"1"}))
+        await asyncio.wait([asking], timeout=0.05)
+        assert not asking.done()
+        client.leaves.set()
+        await asking
+        return client
+
+    assert not run(scenario).got
+
+
+def test_a_refusal_of_what_is_asked_again_is_not_taken_for_the_answer_that_had_begun() -> None:
+    refusal = {"type": "http.response.start", "status": 503, "headers": [(b"content-type", b"application/json")]}
+    replicas = FakeReplicas([(HEAD, LOST), (refusal, body(b'{"error": 1}', more=False))])
+    client = ask(replicas)
+    assert client.got[0]["status"] == 200
+    assert client.text.startswith(b"data: ")
+    assert b"ask again" in client.text
+    assert replicas.asked[1].is_cancelled
+
+
 def test_a_user_has_so_many_requests_and_others_have_their_own() -> None:
     async def scenario() -> None:
         replicas = FakeReplicas([(HEAD, HANGS), (HEAD, HANGS), WHOLE, WHOLE])
@@ -236,3 +291,9 @@ def test_a_response_is_known_by_the_id_that_its_replica_gave_it() -> None:
 def test_what_all_replicas_do_is_added_up() -> None:
     client = ask(FakeReplicas([]), "/v1/cache", "DELETE")
     assert json.loads(client.text)["removed"] == {"entries": 3, "tokens": 30}
+
+
+def test_who_is_forgotten_is_forgotten_where_no_replica_was_asked_too() -> None:
+    replicas = FakeReplicas([])
+    run(Client(gateway_of(replicas), "/v1/cache", "DELETE", query=b"user_id=ann").ask)
+    assert replicas.forgotten == [("ann", frozenset({"0", "1"}))]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from emberkeep.cluster.keys import BLOCK_BYTES, Asked, Route, forgotten_user, route_of
+from emberkeep.cluster.keys import BLOCK_BYTES, Asked, Route, conversation_key, forgotten_user, route_of
 from emberkeep.types import Json
 
 LONG = "The tide comes in twice a day, and the ships wait for it. " * 60
@@ -110,8 +110,14 @@ def test_a_user_is_found_in_the_query() -> None:
     ],
 )
 def test_a_conversation_is_found_wherever_it_is_named(path: str, body: Json) -> None:
-    named = json.loads(ask(path, body).keys.conversation)
-    assert named[1] == "boat"
+    route = ask(path, body)
+    assert route.keys.conversation == conversation_key(route.owner, "boat")
+
+
+def test_a_conversation_with_a_long_name_is_remembered_as_briefly_as_any() -> None:
+    keys = {ask("/v1/responses", {"conversation": "boat" * size}).keys.conversation for size in (1, 2, 100_000)}
+    assert len(keys) == 3
+    assert {len(key) for key in keys} == {32}
 
 
 @pytest.mark.parametrize(

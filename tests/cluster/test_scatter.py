@@ -33,6 +33,9 @@ def merge(how: Merge, *answers: Whole) -> tuple[int, Json]:
         ("DELETE", "/v1/memory", Merge.SUM),
         ("POST", "/models/load", Merge.ANY),
         ("POST", "/v1/cache/explain", None),
+        ("GET", "/v1/responses/resp_1", Merge.ANY),
+        ("POST", "/responses/resp_1/cancel", Merge.ANY),
+        ("POST", "/v1/responses/input_tokens", None),
         ("GET", "/v1/models", None),
         ("POST", "/v1/chat/completions", None),
     ],
@@ -69,6 +72,7 @@ def test_one_that_has_it_is_enough_and_a_real_failure_says_more_than_an_absence(
     assert merge(Merge.ANY, absent, broken) == (500, {"error": 1})
     assert merge(Merge.SUM, absent, absent)[0] == 404
     assert merge(Merge.SUM, absent, there, broken)[0] == 500
+    assert merge(Merge.SUM, there, told("2", {"error": 1}, 429))[0] == 429
 
 
 def test_metrics_have_the_label_of_their_replica_and_one_head_for_each_name() -> None:

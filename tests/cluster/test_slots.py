@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from emberkeep.cluster.slots import config_of_replica, forget_at_rest, take_slot
+from emberkeep.cluster.slots import config_of_replica, forget_rest, take_slot
 from emberkeep.config import Config, ttls
+from emberkeep.errors import StoreFailed
 from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.library.stores import ClosedStore, store_folders
@@ -46,22 +48,45 @@ def test_models_and_memory_are_shared_and_stored_state_is_not(tmp_path: Path) ->
     assert (tmp_path / "memory.sqlite3").is_file()
 
 
-def test_a_user_is_forgotten_in_folders_that_no_replica_has_now(tmp_path: Path) -> None:
-    slots = [take_slot(tmp_path, 2) for _ in range(2)]
-    for slot in slots:
-        files = ChunkFiles(slot.folder / "kv", FINGERPRINT)
-        store = KvStore(FINGERPRINT, Budgets(1 << 30, 1 << 30), files, about={"model": "fake"})
-        put(store, LONG, namespace=private_namespace("ann"))
-        put(store, LONG, namespace=private_namespace("bob"))
-        store.close()
-    os.close(slots[1].lock)
-    forget_at_rest(Config(data_dir=tmp_path), "ann")
-    users = [
-        {entry.user for entry in ClosedStore(folder, ttls(Config())).entries()}
-        for slot in slots
-        for folder in store_folders(slot.folder, pytest.fail)
+def filled_store(data_dir: Path) -> KvStore:
+    files = ChunkFiles(data_dir / "kv", FINGERPRINT)
+    store = KvStore(FINGERPRINT, Budgets(1 << 30, 1 << 30), files, about={"model": "fake"})
+    put(store, LONG, namespace=private_namespace("ann"))
+    put(store, LONG, namespace=private_namespace("bob"))
+    return store
+
+
+def users_in(data_dir: Path) -> set[str]:
+    (folder,) = store_folders(data_dir, pytest.fail)
+    with closing(ClosedStore(folder, ttls(Config()))) as store:
+        return {entry.user for entry in store.entries()}
+
+
+def test_a_user_is_forgotten_in_folders_of_replicas_that_were_not_asked(tmp_path: Path) -> None:
+    """Also where a server without a cluster has stored something, and where a replica is about to end."""
+    asked, ending, free = [take_slot(tmp_path, 3) for _ in range(3)]
+    for folder in (tmp_path, asked.folder, free.folder):
+        filled_store(folder).close()
+    filled_store(ending.folder).close()
+    open_one = filled_store(ending.folder)
+    os.close(free.lock)
+    forget_rest(Config(data_dir=tmp_path), "ann", frozenset({asked.name}))
+    open_one.close()
+    assert [users_in(folder) for folder in (tmp_path, asked.folder, ending.folder, free.folder)] == [
+        {"bob"},
+        {"ann", "bob"},
+        {"bob"},
+        {"bob"},
     ]
-    assert users == [{"ann", "bob"}, {"bob"}]
+
+
+def test_a_folder_that_cannot_be_looked_into_is_told(tmp_path: Path) -> None:
+    slot = take_slot(tmp_path, 1)
+    filled_store(slot.folder).close()
+    (folder,) = store_folders(slot.folder, pytest.fail)
+    (folder.path / "index.db").write_bytes(b"")
+    with pytest.raises(StoreFailed, match="left out"):
+        forget_rest(Config(data_dir=tmp_path), "ann", frozenset())
 
 
 def test_what_is_for_all_replicas_is_shared_out(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def _lines(status: Status) -> list[str]:
 def _prepare_ray(config: Config) -> None:
     """Call it before anything imports Ray. Raises EmberkeepError."""
     if importlib.util.find_spec("ray") is None:
-        raise EmberkeepError("Clusters need Ray: install it with `pip install emberkeep[cluster]`.")
+        raise EmberkeepError('Clusters need Ray: pip install "emberkeep[cluster]".')
     from emberkeep.cluster.environment import prepare_join
 
     prepare_join(config)

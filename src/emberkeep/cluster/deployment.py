@@ -28,7 +28,7 @@ from emberkeep.cluster.replica_answer import Part, Whole
 from emberkeep.cluster.router import ReplicaRouter
 from emberkeep.cluster.slots import most_replicas
 from emberkeep.config import FIELDS, Config
-from emberkeep.errors import Overloaded
+from emberkeep.errors import Overloaded, StoreFailed
 from emberkeep.routing import RouteKeys
 from emberkeep.runtime import open_models
 from emberkeep.server.front import create_front
@@ -47,8 +47,10 @@ _SIDE_REQUESTS = 64
 _STATS_S = 1.0
 _STARTS = 3
 """How often a replica is started that cannot: what is wrong is told after that."""
-_ALL_S = 600.0
-"""For an answer of all replicas: loading a model is one."""
+_ALL_S, _LOOK_S = 600.0, 10.0
+"""For an answer of all replicas: loading a model is one; and where nothing is changed."""
+_ONE_AT_A_TIME = 1e-3
+"""Of the replicas, that an update replaces together."""
 _HEAD_NODE = {"node:__internal_head__": 0.001}
 """Where the port is: always on the same machine."""
 _OF_GATEWAY = (
@@ -56,7 +58,9 @@ _OF_GATEWAY = (
     *("routing", "parallel", "max_concurrent_per_user", "drain_s"),
 )
 """Settings whose change makes a new gateway."""
-_NOT_OF_REPLICAS = frozenset({"port", "routing", "cluster_address", "connections"})
+_NOT_OF_REPLICAS = frozenset(
+    {"host", "port", "allowed_hosts", "allowed_origins", "connections", "routing", "cluster_address"}
+)
 """Settings whose change makes no new replicas."""
 
 
@@ -72,7 +76,8 @@ class Handled:
     async def ask_all(self, asked: Asked) -> Sequence[Whole]:
         try:
             sent = self.handle.broadcast("answer_whole", asked)
-            found = await sent.results_async(timeout_s=_ALL_S, return_exceptions=True)
+            limit = _LOOK_S if asked.method in ("GET", "HEAD") else _ALL_S
+            found = await sent.results_async(timeout_s=limit, return_exceptions=True)
         except (DeploymentUnavailableError, TimeoutError):
             found = []
         answers = [answer for answer in found if isinstance(answer, Whole)]
@@ -81,6 +86,18 @@ class Handled:
         if len(answers) < len(found) and asked.method == "DELETE":
             raise Overloaded("A replica has ended before it had removed everything: ask again.", RETRY_AFTER_S)
         return answers
+
+    async def forget_rest(self, user: str, asked: frozenset[str]) -> None:
+        try:
+            sent = self.handle.broadcast("forget_rest", user, asked)
+            told = await sent.results_async(timeout_s=_ALL_S, return_exceptions=True)
+        except (DeploymentUnavailableError, TimeoutError):
+            told = []
+        failures = [str(one) for one in told if one]
+        machines = {name.rpartition("/")[0] for name in asked}
+        if failures or told.count("") < len(machines):
+            why = failures[0] if failures else "a replica does not answer"
+            raise StoreFailed(f"Not everything of that user could be removed ({why}): ask again.")
 
     def learn(self, keys: RouteKeys, replica: str) -> None:
         board.learn(keys, replica)
@@ -202,6 +219,7 @@ def _replicas(config: Config) -> serve.Deployment:
         **scale,
         ray_actor_options={"num_cpus": config.cluster_cpus or 0, "num_gpus": config.cluster_gpus},
         max_constructor_retry_count=_STARTS,
+        rolling_update_percentage=_ONE_AT_A_TIME,
         max_ongoing_requests=config.parallel + config.queue + _SIDE_REQUESTS,
         graceful_shutdown_timeout_s=config.drain_s + _FLUSH_S,
         graceful_shutdown_wait_loop_s=0.1,

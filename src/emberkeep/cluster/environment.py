@@ -33,6 +33,8 @@ def prepare_start(config: Config) -> None:
     """For a Ray that is about to be started, which asks for the token by itself. Raises OSError."""
     path = private_folder(config.data_dir) / _TOKEN
     replace_file(path, secrets.token_hex(32).encode())
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):  # of another Ray; they would open this one
+        os.environ.pop(name, None)
     os.environ.update({**_QUIET, "RAY_AUTH_TOKEN_PATH": str(path)})
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from emberkeep.api.errors import error_shape, failure_of
 from emberkeep.backend.choices import Permits
 from emberkeep.cluster.asgi import Message, Receive, Scope, Send
-from emberkeep.cluster.keys import Asked, Route, conversation_key, names_replica, route_of
+from emberkeep.cluster.keys import Asked, Route, conversation_key, forgotten_user, names_replica, route_of
 from emberkeep.cluster.replica_answer import Part, Whole
 from emberkeep.cluster.scatter import Merge, merge_for, merged
 from emberkeep.errors import Overloaded
@@ -40,6 +40,10 @@ class ReplicaLost(Exception):
     """The replica that was asked has ended."""
 
 
+class _AnotherHead(Exception):
+    """An answer that was begun once more is of another kind than what the client has been told."""
+
+
 class Answering(Protocol):
     """One answer that comes in parts. Raises ReplicaLost."""
 
@@ -56,6 +60,9 @@ class Replicas(Protocol):
     async def ask_all(self, asked: Asked) -> Sequence[Whole]:
         """All that there are. Raises Overloaded."""
 
+    async def forget_rest(self, user: str, asked: frozenset[str]) -> None:
+        """Leave nothing of a user in folders of other replicas than were `asked`. Raises StoreFailed."""
+
     def learn(self, keys: RouteKeys, replica: str) -> None:
         """It knows what has these keys."""
 
@@ -69,6 +76,7 @@ class _Exchange:
     request_id: str
     send: Send
     replica: str = ""
+    status: int = 0
     has_head: bool = False
     has_body: bool = False
     is_stream: bool = False
@@ -109,16 +117,22 @@ class Gateway:
     def set_present(self, present: frozenset[str]) -> None:
         """These replicas take requests. Others finish what they have, in the time of the drain."""
         loop = asyncio.get_running_loop()
+        for gone in {exchange.replica for exchange in self._running} - present:
+            loop.call_later(self._drain_s, self._break_off_all, gone)
+
+    def _break_off_all(self, replica: str) -> None:
         for exchange in self._running:
-            if exchange.replica and exchange.replica not in present:
-                loop.call_later(self._drain_s, exchange.broken_off.set)
+            if exchange.replica == replica:
+                exchange.broken_off.set()
 
     async def _ask_all(self, asked: Asked, merge: Merge) -> Whole:
         """Raises Overloaded."""
         answers = list(await self._replicas.ask_all(asked))
+        if (user := forgotten_user(asked)) is not None:
+            await self._replicas.forget_rest(user, frozenset(answer.replica for answer in answers))
         if merge is Merge.METRICS:
             answers.append(Whole("gateway", 200, (), self._own_metrics()))
-        return merged(merge, answers)
+        return await asyncio.to_thread(merged, merge, answers)
 
     @contextmanager
     def _permit(self, route: Route) -> Iterator[None]:
@@ -134,29 +148,43 @@ class Gateway:
 
     async def _answer(self, exchange: _Exchange, receive: Receive) -> None:
         """Until it is answered, its client has left, or its time is over."""
-        passing = asyncio.create_task(self._pass_on(exchange))
         leaving = asyncio.create_task(_disconnect(receive))
-        breaking = asyncio.create_task(exchange.broken_off.wait())
-        waiting = {passing, leaving, breaking}
         try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            while await self._must_go_elsewhere(exchange, leaving):
+                exchange.broken_off.clear()
+        finally:
+            await _stop(leaving)
+
+    async def _must_go_elsewhere(self, exchange: _Exchange, leaving: asyncio.Task[None]) -> bool:
+        """Whether the time of its replica was over before there was an answer."""
+        passing = asyncio.create_task(self._pass_on(exchange))
+        breaking = asyncio.create_task(exchange.broken_off.wait())
+        try:
+            await asyncio.wait({passing, leaving, breaking}, return_when=asyncio.FIRST_COMPLETED)
             if breaking.done() and not passing.done() and not leaving.done():
                 await _stop(passing)
+                if not exchange.has_head and _is_repeatable(exchange):
+                    return True
                 await _break_off(exchange, _stopped())
         finally:
-            for task in waiting:
-                await _stop(task)
+            await _stop(passing)
+            await _stop(breaking)
         if not passing.cancelled():
             passing.result()
+        return False
 
     async def _pass_on(self, exchange: _Exchange) -> None:
         """Raises Overloaded where nothing was sent yet."""
         for _ in range(_MOST_TRIES):
+            exchange.replica = ""
             answering = self._replicas.ask(exchange.asked, exchange.route.keys)
             try:
                 async for part in answering:
                     await self._send_part(exchange, part)
                 return
+            except _AnotherHead:
+                answering.cancel()
+                break
             except asyncio.CancelledError:
                 answering.cancel()
                 raise
@@ -190,9 +218,12 @@ class Gateway:
 
 
 async def _send_head(exchange: _Exchange, message: Message) -> None:
-    """Once: an answer that was begun elsewhere has had its head, if nothing more."""
+    """Once: an answer that was begun elsewhere has had its head, if nothing more. Raises _AnotherHead."""
+    if exchange.has_head and message["status"] != exchange.status:
+        raise _AnotherHead
     if exchange.has_head:
         return
+    exchange.status = message["status"]
     headers = [(name, value) for name, value in message["headers"] if name.lower() not in _OWN_HEADERS]
     kinds = [value for name, value in headers if name.lower() == b"content-type"]
     exchange.is_stream = any(kind.startswith(_STREAMS) for kind in kinds)

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from urllib.parse import parse_qsl, unquote
 
 import xxhash
@@ -34,7 +35,7 @@ _VOLATILE = frozenset({"cache_control", "id", "status"})
 """Keys of messages and items that change from turn to turn, though the prompt does not."""
 
 _ANSWERS = re.compile(
-    r"(/v1)?/(chat/completions|completions|responses|messages|embeddings|rerank)"
+    r"(/v1)?/(chat/completions|completions|responses|messages|embeddings|rerank|reranking)"
     r"|/(completion|infill|embedding|reranking)|/api/(chat|generate|embed|embeddings)"
 )
 """Paths of what a model answers, and users are limited in."""
@@ -84,8 +85,9 @@ def route_of(asked: Asked) -> Route:
 
 
 def conversation_key(owner: str, conversation: str) -> str:
-    """No two owners' conversations have the same."""
-    return json.dumps([owner, conversation]) if conversation else ""
+    """No two owners' conversations have the same. As short for a long name as for any."""
+    named = json.dumps([owner, conversation]).encode()
+    return blake2b(named, digest_size=16).hexdigest() if conversation else ""
 
 
 def hash_chain(text: Iterable[bytes], seed: str) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
-from socket import gethostname
 from typing import Any
 
 import ray
@@ -18,9 +17,9 @@ from emberkeep.backend.capabilities import keep_warm
 from emberkeep.backend.models import Models
 from emberkeep.cluster.asgi import Message
 from emberkeep.cluster.exchange import answers
-from emberkeep.cluster.keys import Asked, forgotten_user
+from emberkeep.cluster.keys import Asked
 from emberkeep.cluster.replica_answer import Part, Whole
-from emberkeep.cluster.slots import config_of_replica, forget_at_rest, most_replicas, take_slot
+from emberkeep.cluster.slots import config_of_replica, forget_rest, most_replicas, take_slot
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError, Overloaded, StoreFailed
 from emberkeep.library.arguments import declared_prefixes
@@ -46,13 +45,13 @@ class ReplicaServer:
         self._id = context.replica_id.unique_id
         self._config = config
         self._slot = await asyncio.to_thread(take_slot, config.data_dir, most_replicas(config))
-        self._name = self._slot.name if config.cluster_address is None else f"{gethostname()}/{self._slot.name}"
+        self._name = self._slot.name if config.cluster_address is None else f"{_machine()}/{self._slot.name}"
         self._version = version
         own = config_of_replica(config, self._slot, context.rank.rank, os.cpu_count() or 1)
         # A thread: what asks a remote service at once runs a loop of its own.
         self._models = await asyncio.to_thread(opening, own)
         keep_warm(self._models.default, declared_prefixes(own))
-        app = create_app(self._models, own)
+        app = create_app(self._models, own, is_checked=True)
         self._app = AccessLog(app, app.state.metrics.observe)
         await self._models.start()
         await warmup(app, own)
@@ -63,6 +62,7 @@ class ReplicaServer:
         if keys.replica not in ("", self._name):
             yield Part(self._id, _messages(_refused(self._name, _absent(keys.replica))))
             return
+        yield Part(self._id, [])  # so that the gateway knows who answers, long before there is an answer
         batches = answers(self._app, asked)
         try:
             async for messages in batches:
@@ -78,14 +78,18 @@ class ReplicaServer:
                     status, headers = message["status"], tuple(message["headers"])
                 else:
                     body += message.get("body", b"")
-        if status < 300 and (user := forgotten_user(asked)) is not None:
-            try:
-                await asyncio.to_thread(forget_at_rest, self._config, user)
-            except (OSError, StoreFailed) as error:
-                return _refused(
-                    self._name, StoreFailed(f"Not everything of that user could be removed ({error}): ask again.")
-                )
         return Whole(self._name, status, headers, body)
+
+    async def forget_rest(self, user: str, asked: frozenset[str]) -> str | None:
+        """One of those asked on this machine does it, and says what stood in its way, if anything did."""
+        here = [name for name in asked if name.rpartition("/")[0] == self._name.rpartition("/")[0]]
+        if self._name != min(here, default=""):
+            return None
+        try:
+            await asyncio.to_thread(forget_rest, self._config, user, frozenset(here))
+        except (OSError, StoreFailed) as error:
+            return str(error)
+        return ""
 
     async def about(self) -> dict[str, Any]:
         """For `emberkeep cluster status`."""
@@ -113,6 +117,11 @@ class ReplicaServer:
         models, self._models = getattr(self, "_models", None), None  # type: ignore[assignment]
         if models is not None:
             await models.close()
+
+
+def _machine() -> str:
+    """Its address: names of machines need not be different."""
+    return str(ray.util.get_node_ip_address())
 
 
 def _absent(replica: str) -> Overloaded:

@@ -31,7 +31,8 @@ class Merge(Enum):
     SUM = "sum"
     """Numbers are added up; that one could not do it is said."""
     ANY = "any"
-    """The first that went well: one of them has what it is about, or all have done it."""
+    """The first that went well: one of them has what it is about, or all have done it. A response that is being
+    written is known to its replica alone."""
 
 
 _RULES: Sequence[tuple[str, str, Merge]] = (
@@ -42,6 +43,9 @@ _RULES: Sequence[tuple[str, str, Merge]] = (
     ("GET", r"/metrics", Merge.METRICS),
     ("GET", r"/v1/cache|/v1/requests", Merge.LISTS),
     ("GET", r"/v1/cache/[^/]+", Merge.ANY),
+    ("GET", r"(/v1)?/responses/[^/]+(/input_items)?", Merge.ANY),
+    ("DELETE", r"(/v1)?/responses/[^/]+", Merge.ANY),
+    ("POST", r"(/v1)?/responses/[^/]+/cancel", Merge.ANY),
     ("DELETE", r"/v1/cache(/[^/]+)?|/v1/memory", Merge.SUM),
     ("POST", r"/v1/cache/gc", Merge.SUM),
     ("POST", r"/v1/cache/(pin|unpin|verify)|/v1/warm|/v1/tools/decisions", Merge.ANY),
@@ -65,7 +69,7 @@ def merged(merge: Merge, answers: Sequence[Whole]) -> Whole:
         case Merge.ANY:
             return _best(answers)
     done = [(answer.replica, json.loads(answer.body)) for answer in answers if _went_well(answer)]
-    failed = [answer for answer in answers if answer.status >= 500]
+    failed = [answer for answer in answers if not _went_well(answer) and answer.status != 404]
     if not done or (merge is Merge.SUM and failed):
         return _best(failed or answers)
     if merge is Merge.EACH:

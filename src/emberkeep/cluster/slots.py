@@ -11,7 +11,6 @@ A lock dies with its owner, so that two replicas never have the same slot, and n
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 from collections.abc import Iterable
 from contextlib import closing
@@ -21,11 +20,10 @@ from pathlib import Path
 from time import monotonic, sleep
 
 from emberkeep.config import Config, ttls
+from emberkeep.errors import StoreFailed
 from emberkeep.files import private_folder
 from emberkeep.library.stores import ClosedStore, replica_folder, replica_folders, store_folders
 from emberkeep.models.remotes import Remotes
-
-log = logging.getLogger("emberkeep.cluster")
 
 _LOCK = "lock"
 _HANDOVER_S = 10.0
@@ -69,19 +67,18 @@ def _first_free(data_dir: Path, numbers: Iterable[int]) -> Slot | None:
     return None
 
 
-def forget_at_rest(config: Config, user: str) -> None:
-    """Leave nothing of a user in slots that no replica has now. Blocks. Raises OSError, StoreFailed."""
-    for folder in replica_folders(config.data_dir):
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for store in store_folders(folder, log.warning):
-                with closing(ClosedStore(store, ttls(config))) as closed:
-                    closed.remove_user(user)
-        except BlockingIOError:
-            continue  # a replica has it, and is asked itself
-        finally:
-            os.close(lock)
+def forget_rest(config: Config, user: str, asked: frozenset[str]) -> None:
+    """Leave nothing of a user in the folders of this machine whose replicas were not `asked`. Nobody has such a
+    folder now, or a replica that has just begun or is about to end: it notices. Blocks. Raises OSError,
+    StoreFailed."""
+    held = {replica_folder(config.data_dir, name) for name in asked}
+    broken: list[str] = []
+    for folder in (config.data_dir, *replica_folders(config.data_dir)):
+        for store in store_folders(folder, broken.append) if folder not in held else ():
+            with closing(ClosedStore(store, ttls(config))) as closed:
+                closed.remove_user(user)
+    if broken:
+        raise StoreFailed(broken[0])
 
 
 def most_replicas(config: Config) -> int:

@@ -52,8 +52,11 @@ from emberkeep.server.tool_routes import tool_routes
 from emberkeep.server.warm_routes import warm_routes
 
 
-def create_app(models: Models, config: Config, limits: Limits | None = None) -> FastAPI:
-    """The caller keeps the models and closes them.
+def create_app(
+    models: Models, config: Config, limits: Limits | None = None, *, is_checked: bool = False
+) -> FastAPI:
+    """The caller keeps the models and closes them. `is_checked`: who passes requests on has looked at their key,
+    host and origin.
 
     `app.state` has the application's own `drain`, `metrics` and `limits`, for the server around it to begin, to
     feed and to keep.
@@ -92,7 +95,8 @@ def create_app(models: Models, config: Config, limits: Limits | None = None) -> 
     app.add_middleware(LastResort)
     app.add_middleware(PathMiddleware)
     app.add_middleware(DrainMiddleware, drain=drain)
-    app.add_middleware(SecurityMiddleware, config=config)
+    if not is_checked:
+        app.add_middleware(SecurityMiddleware, config=config)
     app.add_middleware(RequestId)  # added last, it comes first
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
