@@ -43,6 +43,9 @@ _MOST_DAMAGED = 3
 """Values one after the other that are not what they should be: then nothing that comes from there is."""
 _MOST_FORGOTTEN = 10_000
 _SCANNED = 1000
+_SCAN_S = 120.0
+_MOST_PASSES = 5
+_MOST_TRIES = 5
 
 
 class Unreachable(Exception):
@@ -188,6 +191,8 @@ class RemoteLink:
 
     def __init__(self, settings: RemoteSettings) -> None:
         """Does not connect yet. Raises ConfigError."""
+        if settings.bytes_per_s < 1:
+            raise ConfigError("remote_writes_per_s: give at least one byte, or leave it out.")
         self.settings = settings
         self.seal: Seal = KeySeal(settings.key) if settings.key else OpenSeal()
         self.breaker = Breaker()
@@ -232,7 +237,7 @@ class RemoteLink:
         from valkey.exceptions import WatchError
 
         with self._asking(sent=size), self._client.pipeline(transaction=True) as pipeline:
-            while True:
+            for _ in range(_MOST_TRIES):
                 pipeline.watch(FORGOTTEN)
                 done = prepare(pipeline)
                 if done is None:
@@ -240,8 +245,10 @@ class RemoteLink:
                 try:
                     pipeline.execute()
                     return done
-                except WatchError:
-                    continue
+                except WatchError as error:
+                    if "changed" not in str(error):
+                        raise  # the connection was lost, which the client calls the same
+        raise Unreachable("many users are being forgotten")
 
     def ping(self) -> None:
         """Also while the breaker is open, which it closes."""
@@ -257,13 +264,14 @@ class RemoteLink:
 
     def scan(self, pattern: str) -> Iterator[list[bytes]]:
         """Names that match, in parts; everything that is there from the beginning to the end is among them."""
-        position = 0
-        while True:
+        position, give_up = 0, monotonic() + _SCAN_S
+        while monotonic() < give_up:
             with self._asking():
                 position, names = self._client.scan(position, match=pattern, count=_SCANNED)
             yield list(names)
             if not position:
                 return
+        raise Unreachable("its names do not come to an end")
 
     def remove(self, names: Iterable[bytes]) -> int:
         listed = list(names)
@@ -273,9 +281,34 @@ class RemoteLink:
 
     def forget(self, user: str) -> int:
         """Leave nothing of a user in any store; returns how many values went."""
-        tag = self.tag(user)
-        # First the record: who writes after it looks there, and who wrote before it is found below.
-        self.run(lambda pipe: pipe.xadd(FORGOTTEN, {"user": tag}, maxlen=_MOST_FORGOTTEN, approximate=True))
+        tag, gone = self.tag(user), 0
+        # First the record: who writes after it looks there, and who wrote before it is found below. Until all is
+        # removed another host may read it and believe that it is new: the next record tells it once more.
+        for _ in range(_MOST_PASSES):
+            gone += self._record(tag)
+            removed = self._remove_all(tag)
+            gone += removed
+            if not removed:
+                break
+        return gone
+
+    def _record(self, tag: str) -> int:
+        """A server that is full takes it when something has gone; returns how many values had to."""
+
+        def fill(pipe: Pipeline) -> object:
+            return pipe.xadd(FORGOTTEN, {"user": tag}, maxlen=_MOST_FORGOTTEN, approximate=True)
+
+        removed = 0
+        try:
+            self.run(fill)
+        except Unreachable:
+            if self.breaker.is_open:
+                raise
+            removed = self._remove_all(tag)
+            self.run(fill)
+        return removed
+
+    def _remove_all(self, tag: str) -> int:
         return sum(self.remove(names) for names in self.scan(f"{VERSION}:*:{tag}:*") if names)
 
     @contextmanager
@@ -323,8 +356,9 @@ def _open(settings: RemoteSettings) -> tuple[Valkey, tuple[type[Exception], ...]
         )
     except (ValueError, TypeError) as error:
         raise ConfigError(f"remote: {error}") from None
-    # Bytes that are no answer at all make the parser fail in its own ways.
-    return client, (ValkeyError, OSError, ValueError, TypeError, LookupError, AssertionError, MemoryError)
+    # Bytes that are no answer at all make the parser fail in its own ways, and so does a line that has been cut.
+    odd = (ValueError, TypeError, LookupError, AttributeError, AssertionError, MemoryError)
+    return client, (ValkeyError, OSError, *odd)
 
 
 def _is_broken(error: Exception) -> bool:

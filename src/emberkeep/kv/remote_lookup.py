@@ -150,7 +150,8 @@ class Lookup:
         entries, *sizes = self._tools.link.run(
             lambda pipe: [self._tools.forgotten.ask(pipe), *(pipe.strlen(name) for name in names)]
         )
-        self._tools.forgotten.take(entries)
+        if not self._tools.forgotten.take(entries):
+            return []  # what is there may be of someone who was forgotten
         there = {
             (one, block.start): Found(name, one, block, size)
             for (one, block), name, size in zip(asked, names, sizes, strict=True)

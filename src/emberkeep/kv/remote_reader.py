@@ -87,6 +87,8 @@ class BlockReader:
 
     def _read(self, wanted: Sequence[Found]) -> dict[bytes, Whole | None]:
         got: dict[bytes, Whole | None] = {found.name: None for found in wanted}
+        if not wanted:
+            return got
         begin = perf_counter()
         try:
             size = sum(found.size for found in wanted)
@@ -121,8 +123,9 @@ class BlockReader:
     def _count(self, values: Sequence[Any], seconds: float) -> None:
         came = [len(value) for value in values if isinstance(value, bytes)]
         with self._lock:
-            self._costs.fetch.measure(sum(came), seconds)
-            self._measured_at = monotonic()
+            if came:
+                self._costs.fetch.measure(sum(came), seconds)
+                self._measured_at = monotonic()
             self.counters.read_chunks += len(came)
             self.counters.read_bytes += sum(came)
             self.counters.read_seconds += seconds

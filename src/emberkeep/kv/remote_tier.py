@@ -152,6 +152,10 @@ class RemoteTier:
 
     # ── writing ──
 
+    @property
+    def takes_more(self) -> bool:
+        return not self._link.breaker.is_open
+
     def offer(self, chunks: Iterable[Chunk]) -> None:
         """They are worth having elsewhere, too; or have been used, and are wanted for longer."""
         self._writer.offer(chunks)
@@ -175,8 +179,10 @@ class RemoteTier:
         """Another host has forgotten users. Raises OSError."""
         with self._entering:
             self._forgettings += 1
-        self._writer.drop_loose(is_one)
-        self._owner.forget_here(is_one)
+        try:
+            self._owner.forget_here(is_one)
+        finally:
+            self._writer.drop_loose(is_one)
 
     # ── life ──
 
@@ -186,6 +192,8 @@ class RemoteTier:
 
     def close(self) -> None:
         """Write what is left, as far as there is time."""
+        with self._entering:
+            self._forgettings += 1  # nothing more is entered
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._writer.close()
         self._link.close()

@@ -37,7 +37,7 @@ T = TypeVar("T")
 _BATCH_CHUNKS = 16
 _BATCH_BYTES = 32 << 20
 _MOST_OFFERS = 4096
-_MOST_LOOSE = 64
+_LOOSE_BYTES = 64 << 20
 _MOST_REMOVALS = 65_536
 """That wait while the server does not answer. What is not removed expires."""
 _REMEMBERED = 65_536
@@ -78,19 +78,30 @@ class ForgottenLog:
         """Put the question into a pipeline, or ask it at once where that does so."""
         return pipe.xrange(FORGOTTEN, f"({self._last}", "+", count=_READ_AT_ONCE)
 
-    def take(self, entries: Any) -> None:
-        """The answer: drop who was forgotten."""
+    def follow(self, ask: Callable[[], Any]) -> bool:
+        """To the end, with as many questions as it takes; False where this host cannot."""
+        while self._drop(entries := ask()):
+            if len(entries) < _READ_AT_ONCE:
+                return True
+        return False
+
+    def take(self, entries: Any) -> bool:
+        """The answer: drop who was forgotten. Whether that was everybody."""
+        return self._drop(entries) and len(entries) < _READ_AT_ONCE
+
+    def _drop(self, entries: Any) -> bool:
         if not entries:
-            return
+            return True
         tags = {fields.get(b"user", b"").decode("ascii", "replace") for _, fields in entries}
         with self._lock:
             try:
                 self._let_go(lambda user: self._link.tag(user) in tags)
             except OSError as error:
                 log.warning("a user who was forgotten elsewhere is not forgotten here yet: %s", error)
-                return
+                return False
             self._last = entries[-1][0].decode()
             self._save()
+        return True
 
     def _saved(self) -> str:
         try:
@@ -165,6 +176,7 @@ class RemoteWriter:
         with self._changed:
             for chunk in chunks:
                 if _wanted_until(chunk) <= self._there.get(chunk.key, -1.0):
+                    self._loose.pop(chunk.key, None)
                     continue
                 first, later = self._offers
                 later.pop(chunk.key, None)
@@ -179,7 +191,7 @@ class RemoteWriter:
         """One that is not in the tree: the block around a place where conversations part."""
         with self._changed:
             self._loose[chunk.key] = chunk
-            while len(self._loose) > _MOST_LOOSE:
+            while sum(one.bytes for one in self._loose.values()) > _LOOSE_BYTES:
                 del self._loose[next(iter(self._loose))]
         self.offer([chunk])
 
@@ -203,7 +215,7 @@ class RemoteWriter:
     def remove_chunks(self, chunks: Iterable[Chunk]) -> None:
         """Chunks that are out of the tree, with what is listed of them."""
         places = BlockPlaces(self._owner.fingerprint)
-        placed = [(chunk, places.of(chunk)) for chunk in chunks]
+        placed = [(chunk, places.of(chunk)) for chunk in sorted(chunks, key=lambda chunk: chunk.start)]
         with self._changed:
             for chunk, each in placed:
                 if each is not None:
@@ -276,8 +288,10 @@ class RemoteWriter:
                     self._write(self._next_batch())
             except Unreachable as error:
                 log.debug("nothing was written to the remote tier: %s", error)
+                self._pause()
             except Exception:
                 log.exception("a batch did not reach the remote tier")
+                self._pause()
             with self._changed:
                 self._busy, self._writing = False, 0
                 self._changed.notify_all()
@@ -296,31 +310,38 @@ class RemoteWriter:
             self._busy = not self._is_stuck
             return True
 
+    def _pause(self) -> None:
+        if not self._link.breaker.is_open:
+            self._paused_until = monotonic() + _PAUSE_S
+
     def _probe(self) -> None:
         if self._link.breaker.wants_probe:
             self._link.ping()
+            self._there.clear()  # it may have lost everything
 
     def _settle_debts(self) -> None:
         """Read who was forgotten; forget who could not be; remove what was to be."""
-        (entries,) = self._link.run(self._forgotten.ask)
-        self._forgotten.take(entries)
+        self._forgotten.follow(lambda: self._link.run(self._forgotten.ask)[0])
         with self._changed:
             owed, removals, unlisted = list(self._owed), self._removals, self._unlisted
-            self._removals, self._unlisted = [], []
         for user in owed:
             self._link.forget(user)
             with self._changed:
                 self._owed.discard(user)
-        if removals:
-            self._link.run(
-                lambda pipe: [pipe.unlink(*removals), *(pipe.hdel(name, slot) for name, slot in unlisted)]
-            )
+        if not removals:
+            return
+        self._link.run(lambda pipe: [pipe.unlink(*removals), *(pipe.hdel(name, slot) for name, slot in unlisted)])
+        with self._changed:
+            self._removals, self._unlisted = self._removals[len(removals) :], self._unlisted[len(unlisted) :]
 
     def _next_batch(self) -> list[Chunk]:
         batch: list[Chunk] = []
+        most = min(
+            _BATCH_BYTES, self._link.settings.bytes_per_s
+        )  # nothing else is done while the rate is waited for
         with self._changed:
             for offers in self._offers:
-                while offers and len(batch) < _BATCH_CHUNKS and sum(one.bytes for one in batch) < _BATCH_BYTES:
+                while offers and len(batch) < _BATCH_CHUNKS and sum(one.bytes for one in batch) < most:
                     batch.append(offers.pop(next(iter(offers))))
                     self._writing += 1
         return batch
@@ -332,7 +353,7 @@ class RemoteWriter:
         try:
             missing = self._touch(items)
             self._wait_for_rate(missing)
-            self._store(missing)
+            self._store(items, missing)
         except Unreachable as error:
             self._refused(batch, error)
             raise
@@ -358,6 +379,7 @@ class RemoteWriter:
             for item, is_there in zip(items, answers[1::2], strict=True):
                 if is_there:
                     self.counters.touched_chunks += 1
+                    self._loose.pop(item.chunk.key, None)
                     self._note_there(item.chunk.key, item.until + _TOUCHED * item.seconds)
                 else:
                     missing.append(item)
@@ -371,40 +393,48 @@ class RemoteWriter:
                 self._changed.wait_for(lambda: self._closing_until is not None, self._next_write - now)
         self._next_write += sum(item.chunk.bytes for item in items) / self._link.settings.bytes_per_s
 
-    def _store(self, items: Sequence[_Item]) -> None:
-        size = sum(item.chunk.bytes for item in items)
-        written = self._link.guarded(lambda pipe: self._fill(pipe, items), size) if items else None
+    def _store(self, items: Sequence[_Item], missing: Sequence[_Item]) -> None:
+        """What is missing, and for all of them where others look for them, which would expire before them."""
+        size = sum(item.chunk.bytes for item in missing)
+        written = self._link.guarded(lambda pipe: self._fill(pipe, items, missing), size)
         if written is None:
             return
         with self._changed:
             self.counters.written_chunks += len(written)
             self.counters.written_bytes += sum(written.values())
-            for item in items:
+            for item in missing:
                 self._loose.pop(item.chunk.key, None)
                 if item.name in written:
                     self._note_there(item.chunk.key, item.until + _TOUCHED * item.seconds)
 
-    def _fill(self, pipe: Pipeline, items: Sequence[_Item]) -> Mapping[bytes, int] | None:
-        """In a pipeline that watches the record of who was forgotten."""
-        self._forgotten.take(self._forgotten.ask(pipe))
-        values = {item.name: self._value(item) for item in items}
-        wanted = [(item, value) for item in items if (value := values[item.name]) is not None]
-        if not wanted:
+    def _fill(
+        self, pipe: Pipeline, items: Sequence[_Item], missing: Sequence[_Item]
+    ) -> Mapping[bytes, int] | None:
+        """In a pipeline that watches the record of who was forgotten. Raises Unreachable."""
+        if not self._forgotten.follow(lambda: self._forgotten.ask(pipe)):
+            raise Unreachable("some who were forgotten elsewhere are not forgotten here yet")
+        values = {item.name: value for item in missing if (value := self._value(item)) is not None}
+        absent = {item.name for item in missing} - values.keys()
+        listed = [item for item in items if item.name not in absent and self._is_here(item.chunk)]
+        if not listed:
             return None
         pipe.multi()
-        for item, value in wanted:
+        for item in listed:
             seconds = int(item.seconds) + 1
-            pipe.set(item.name, value, ex=seconds)
+            if item.name in values:
+                pipe.set(item.name, values[item.name], ex=seconds)
             self._list(pipe, item, seconds)
-        return {item.name: len(value) for item, value in wanted}
+        return {item.name: len(values[item.name]) for item in listed if item.name in values}
 
     def _value(self, item: _Item) -> bytes | None:
         """None where it has gone meanwhile."""
-        chunk, payload = item.chunk, item.chunk.payload
-        is_here = self._loose.get(chunk.key) is chunk or self._owner.transact(lambda ledger: chunk in ledger.tree)
-        if payload is None or not is_here:
+        payload = item.chunk.payload
+        if payload is None or not self._is_here(item.chunk):
             return None
         return self._link.seal.close(item.name, parts(item.placed.described, payload))
+
+    def _is_here(self, chunk: Chunk) -> bool:
+        return self._loose.get(chunk.key) is chunk or self._owner.transact(lambda ledger: chunk in ledger.tree)
 
     def _list(self, pipe: Pipeline, item: _Item, seconds: int) -> None:
         """Note it where others look for what follows the block before it."""
@@ -428,8 +458,6 @@ class RemoteWriter:
         """Try again later what is still in RAM then."""
         log.info("the remote tier takes nothing: %s", error)
         self.counters.refused_chunks += len(batch)
-        if not self._link.breaker.is_open:
-            self._paused_until = monotonic() + _PAUSE_S
         self.offer(chunk for chunk in batch if chunk.payload is not None)
 
 

@@ -147,6 +147,11 @@ class KvStore:
         return self._fits_engine
 
     @property
+    def shares_more(self) -> bool:
+        """Whether it would reach other hosts now."""
+        return self._remote is not None and self._remote.takes_more
+
+    @property
     def is_shared(self) -> bool:
         """Other hosts reuse what is stored here: chunks should lie where they cut them, too."""
         return self._remote is not None
@@ -621,16 +626,26 @@ class KvStore:
 
     def forget_here(self, is_one: Callable[[str], bool]) -> None:
         """Another host has forgotten users: leave nothing of them here. Raises OSError."""
-        whose = Whose(is_one)
-        for user in {one.user for one in self.transact(Ledger.lineages) if one.owner in whose}:
-            self._forget_local(user, of_user(user))
+        whose, failures = Whose(is_one), []
+        users = {one.user for one in self.transact(Ledger.lineages) if one.owner in whose}
+        self._forgetter.let_go(whose)  # also of those who have only requests that run
+        for user in users:
+            try:
+                self._forget_local(user, of_user(user))
+            except OSError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def _forget(self, user: str, whose: Whose) -> int:
         """Leave nothing of `user`, here, in any file and on the server that others share; returns the bytes of
         files. Raises OSError."""
-        swept = self._forget_local(user, whose)
-        if self._remote:
-            self._remote.forget(user)
+        # The server first: what comes from there meanwhile goes with the rest.
+        try:
+            if self._remote:
+                self._remote.forget(user)
+        finally:
+            swept = self._forget_local(user, whose)
         return swept
 
     def _forget_local(self, user: str, whose: Whose) -> int:

@@ -464,7 +464,7 @@ class PrefixCache:
 
     def _export_around(self, sequence: Sequence, borders: list[int]) -> tuple[NewChunk, KvExport] | None:
         """The block in which the first chunk lies, where that begins inside it and others could use it."""
-        if not self._store.is_shared or not sequence.lineage.is_exact:
+        if not self._store.shares_more or not sequence.lineage.is_exact:
             return None
         begin = block_start(borders[0])
         if begin == borders[0]:
