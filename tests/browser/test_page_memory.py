@@ -157,6 +157,17 @@ def test_the_memory_of_a_named_user_is_another_one(page: Page) -> None:
     assert page.locator("tbody tr").count() == 0
 
 
+def test_nothing_of_one_user_is_shown_as_another_ones(page: Page) -> None:
+    page.get_by_label("Whose").fill("ann")
+    page.get_by_role("button", name="Show").click()
+    page.locator("tbody tr", has_text="moon").wait_for()
+    page.route("**/v1/memory/stats?user_id=ann+lee", lambda route: None)  # comes last, if ever
+    page.get_by_label("Whose").fill("ann lee")
+    page.get_by_role("button", name="Show").click()
+    page.get_by_role("alert").get_by_text("user_id").first.wait_for()
+    assert page.locator("tbody tr").count() == 0
+
+
 def test_everything_is_taken_along(page: Page, memory: Memory, tmp_path: Path) -> None:
     with page.expect_download() as downloading:
         page.get_by_role("button", name="Export").click()

@@ -32,8 +32,8 @@ export function View() {
       : counts &&
         html`<${Counts} counts=${counts} />
           <${Search} key=${`search ${user}`} user=${user} onChange=${changed} />
-          <${Facts} user=${user} version=${version} onChange=${changed} />
-          <${Conversations} user=${user} version=${version} onChange=${changed} />
+          <${Facts} key=${`facts ${user}`} user=${user} version=${version} onChange=${changed} />
+          <${Conversations} key=${`conversations ${user}`} user=${user} version=${version} onChange=${changed} />
           <${Whole} user=${user} onChange=${changed} />`}
   </section>`;
 }
