@@ -236,6 +236,22 @@ def test_a_replica_that_ends_before_it_has_answered_gives_its_request_away() -> 
     assert client.text.endswith(b"data: [DONE]\n\n")
 
 
+def test_a_request_that_no_replica_has_yet_keeps_waiting_when_one_ends() -> None:
+    async def scenario() -> FakeReplicas:
+        replicas = FakeReplicas([(HANGS,), WHOLE])
+        gateway = gateway_of(replicas)
+        client = Client(gateway)
+        asking = asyncio.create_task(client.ask())
+        await until(lambda: replicas.asked)
+        gateway.set_present(frozenset({"1"}))
+        await asyncio.wait([asking], timeout=0.05)
+        client.leaves.set()
+        await asking
+        return replicas
+
+    assert len(run(scenario).asked) == 1
+
+
 def test_an_answer_is_not_broken_off_for_the_end_of_a_replica_that_had_it_before() -> None:
     async def scenario() -> Client:
         replicas = FakeReplicas([(TAKEN, LOST), (TAKEN, HANGS)])

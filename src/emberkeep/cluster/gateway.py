@@ -117,7 +117,7 @@ class Gateway:
     def set_present(self, present: frozenset[str]) -> None:
         """These replicas take requests. Others finish what they have, in the time of the drain."""
         loop = asyncio.get_running_loop()
-        for gone in {exchange.replica for exchange in self._running} - present:
+        for gone in {exchange.replica for exchange in self._running if exchange.replica} - present:
             loop.call_later(self._drain_s, self._break_off_all, gone)
 
     def _break_off_all(self, replica: str) -> None:
