@@ -254,9 +254,10 @@ def test_all_rounds_together_have_the_tokens_that_were_asked_for(harbour, engine
     assert 0 < len(answer.text) < 60
 
 
-def test_a_client_that_leaves_stops_the_round_at_once(harbour, engine):
+def test_a_client_that_leaves_stops_the_round_at_once(harbour, engine, monkeypatch):
     client = Client(harbour, max_tokens=LONG)
     engine.will_say(ASK_ZEPHYR, "x" * 100)
+    engine.hold_before_the_end(harbour.backend.scheduler, monkeypatch)
     client.messages.append(Message("user", "What is my boat called?"))
     harbour.leave_in_the_middle(client.request(), 5)
     assert harbour.backend.scheduler.counters.cancelled == 1

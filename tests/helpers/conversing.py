@@ -7,14 +7,17 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event as Event_
 from types import TracebackType
 
 import numpy as np
+import pytest
 
 from emberkeep.config import Config
 from emberkeep.engine.base import Logits
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.memory.memory import Memory
+from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence as Sequence_
 from emberkeep.types import (
     Completed,
@@ -57,13 +60,28 @@ class ScriptedEngine(FakeEngine):
     def __init__(self, *, context: int = CONTEXT) -> None:
         super().__init__(context=context, cells=8 * context, batch=256)
         self._script: deque[int] = deque()
+        self._hold_before_the_last = 0
+        self._may_end = Event_()
 
     def will_say(self, *texts: str) -> None:
         for text in texts:
             self._script += [*self.vocab.tokenize(text), self.vocab.specials["<|im_end|>"]]
 
+    def hold_before_the_end(self, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What was scripted so far is not said to its end before a client has left, however slow it is."""
+        self._hold_before_the_last = 50
+        cancel = scheduler.cancel
+
+        def cancelled(sequence: Sequence_) -> None:
+            cancel(sequence)
+            self._may_end.set()
+
+        monkeypatch.setattr(scheduler, "cancel", cancelled)
+
     def logits(self, index: int, row: int = 0) -> Logits:
         logits = super().logits(index, row)
+        if len(self._script) < self._hold_before_the_last:
+            assert self._may_end.wait(timeout=60)
         if self._script:
             logits[self._script.popleft()] = 100.0
         return logits
