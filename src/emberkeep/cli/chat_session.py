@@ -12,6 +12,7 @@ from emberkeep.cli.chat_history import ChatHistory, Journal
 from emberkeep.cli.console import complain, console, plural, printable
 from emberkeep.cli.slash import Quit, run_command
 from emberkeep.errors import ContextExceeded, EmberkeepError
+from emberkeep.logs import LINES
 from emberkeep.types import (
     CallEnded,
     CallStarted,
@@ -107,6 +108,7 @@ class ChatSession:
 
     def aside(self, text: str) -> None:
         self._out.flush()
+        LINES.release()
         console(stderr=True).print(printable(text, ""), style="dim", markup=False, soft_wrap=True)
 
     def say(self, *messages: Message) -> None:
@@ -166,6 +168,7 @@ class ChatSession:
             return False
         finally:
             self._write("\n")
+            LINES.release()
 
     def _show_events(self, events: Iterable[Event]) -> None:
         thinking = is_open = False
@@ -186,11 +189,13 @@ class ChatSession:
                 self._calls.show(event)
 
     def _write(self, text: str) -> None:
+        LINES.hold()
         self._out.write(printable(text, "") if self._out.isatty() else text)
         self._out.flush()
 
     def _write_dim(self, text: str) -> None:
         if self._out.isatty():
+            LINES.hold()
             self._out.write(f"\033[2m{printable(text, '')}\033[0m")
             self._out.flush()
 

@@ -23,6 +23,7 @@ from emberkeep.backend.capabilities import keep_warm
 from emberkeep.config import Config, check_exposure
 from emberkeep.errors import EmberkeepError
 from emberkeep.library.arguments import declared_prefixes
+from emberkeep.logs import begin_logging
 from emberkeep.runtime import open_models
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import Connections, Server, uvicorn_config
@@ -38,8 +39,6 @@ log = logging.getLogger(__name__)
 
 HURRY_S = 5.0
 """After the second signal: time for the backend to write what it has."""
-_TALKATIVE = ("httpx", "httpx2")
-"""Libraries that log whole URLs, in which some services expect their key."""
 
 
 def serve(config: Config, *, install: Callable[[Config], None]) -> None:
@@ -49,9 +48,7 @@ def serve(config: Config, *, install: Callable[[Config], None]) -> None:
     """
     check_exposure(config)
     prefixes = declared_prefixes(config)
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
-    for library in _TALKATIVE:
-        logging.getLogger(library).setLevel(logging.WARNING)
+    begin_logging(config.log_level, is_server=True)
     with bind(config.host, config.port) as listener, ExitStack() as until_the_end:
         install(config)
         models = open_models(config)
