@@ -45,13 +45,13 @@ class LogLines(logging.Handler):
         is_plain = not self.is_dim or level >= logging.WARNING or "NO_COLOR" in os.environ
         return line if is_plain or not sys.stderr.isatty() else f"\033[2m{line}\033[0m"
 
-    def hold(self) -> None:
+    def hold_back(self) -> None:
         """Lines wait from now on, if they would come to the same terminal as what is printed."""
         if self._held is None and sys.stderr.isatty() and sys.stdout.isatty():
             with self.lock:  # type: ignore[union-attr]
                 self._held = []
 
-    def release(self) -> None:
+    def let_out(self) -> None:
         """Lines are written again, those that waited first."""
         if self._held is not None:
             with self.lock:  # type: ignore[union-attr]

@@ -108,7 +108,7 @@ class ChatSession:
 
     def aside(self, text: str) -> None:
         self._out.flush()
-        LINES.release()
+        LINES.let_out()
         console(stderr=True).print(printable(text, ""), style="dim", markup=False, soft_wrap=True)
 
     def say(self, *messages: Message) -> None:
@@ -168,7 +168,7 @@ class ChatSession:
             return False
         finally:
             self._write("\n")
-            LINES.release()
+            LINES.let_out()
 
     def _show_events(self, events: Iterable[Event]) -> None:
         thinking = is_open = False
@@ -189,13 +189,13 @@ class ChatSession:
                 self._calls.show(event)
 
     def _write(self, text: str) -> None:
-        LINES.hold()
+        LINES.hold_back()
         self._out.write(printable(text, "") if self._out.isatty() else text)
         self._out.flush()
 
     def _write_dim(self, text: str) -> None:
         if self._out.isatty():
-            LINES.hold()
+            LINES.hold_back()
             self._out.write(f"\033[2m{printable(text, '')}\033[0m")
             self._out.flush()
 
