@@ -105,7 +105,7 @@ class ChatCommand(TyperCommand):
     *("engine", "device", "dtype", "attention", "kv_bits", "approximate", "exact", "evict", "recall"),
     *("residency", "keep_first", "keep_last", "gpu_memory", "speculation", "draft_model", "draft_max"),
     *("tools", "enable_tools", "disable_tools", "tools_from", "tools_root", "backend", "base_url"),
-    *("continued", "save", "list_all", "export", "data_dir", "config"),
+    *("show_consulted", "continued", "save", "list_all", "export", "data_dir", "config"),
 )
 def chat(*, config: Config, model: ModelArgument = None, answers: AnswerFlags, saved: SavedFlags) -> None:
     """Talk to a model in this terminal; /help lists what can be done there.
@@ -140,7 +140,7 @@ def talk(config: Config, saved: SavedConversation | None, flags: AnswerFlags, *,
     # In a chat a person is asked before a tool does harm: none runs behind it.
     with open_model(replace(config, server_tools=False)) as llm, tools_of(llm, config) as acting:
         journal = open_journal(llm, config, is_saving=is_saving)
-        terminal = Terminal(sys.stdout, interactive=sys.stdin.isatty())
+        terminal = Terminal(sys.stdout, interactive=sys.stdin.isatty(), shows_consulted=config.show_consulted)
         session = ChatSession(llm, conversation, options, terminal, journal, acting)
         if session.interactive and (conversation.system or acting):
             _prewarm(llm, conversation.system, acting)

@@ -321,6 +321,9 @@ class Config:
     consult_depth: int = _setting(
         1, whole(0, 8), "How many models may ask one another in a chain; 0: none asks another."
     )
+    show_consulted: bool = _setting(
+        False, SWITCH, "Show in a chat what a model answered that another one asked, and not only who it was."
+    )
     remote_retries: int = _setting(
         2, whole(0, 20), "How often a request is sent again that a remote service failed."
     )
