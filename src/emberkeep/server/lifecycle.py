@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
+from contextvars import Context
 from typing import TYPE_CHECKING, Protocol
 
 import uvicorn
@@ -168,7 +169,11 @@ async def _close(backend: Answering, hurry: asyncio.Event) -> None:
 @contextmanager
 def _signals(stop: Callable[[], None]) -> Generator[None, None, None]:
     loop = asyncio.get_running_loop()
-    before = {sig: signal.signal(sig, lambda *_: loop.call_soon_threadsafe(stop)) for sig in ending_signals()}
+
+    def stop_soon(*_: object) -> None:
+        loop.call_soon_threadsafe(stop, context=Context())  # not that of the request that runs just now
+
+    before = {sig: signal.signal(sig, stop_soon) for sig in ending_signals()}
     try:
         yield
     finally:
