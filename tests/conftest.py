@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from platformdirs import user_cache_path
 
 from emberkeep.config import DEFAULT_MODEL
 from emberkeep.files import locked, private_folder
+from emberkeep.logs import LINES
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.llama_library import ensure_llama_library
 from emberkeep.models.pull import pull
@@ -121,3 +123,14 @@ def memory(tmp_path: Path) -> Iterator[Memory]:
 def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a test writes very many files, and cuts no power."""
     monkeypatch.setattr("os.fsync", lambda _: None)
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before() -> Iterator[None]:
+    """A command that ran here has begun to log for its whole process."""
+    yield
+    root = logging.getLogger()
+    if LINES in root.handlers:
+        root.removeHandler(LINES)
+        root.setLevel(logging.WARNING)
+        logging.getLogger("emberkeep").setLevel(logging.NOTSET)

@@ -10,12 +10,23 @@ _COMPUTE = ("serve", "chat", "bench")
 
 
 def main() -> None:
-    if sys.argv[1:] and sys.argv[1] in _COMPUTE:
+    if _command(sys.argv[1:]) in _COMPUTE:
         ask_for_large_pages()
     # Not before: the process may have been started anew.
     from emberkeep.cli.main import main as command
 
     command()
+
+
+def _command(arguments: list[str]) -> str:
+    """The first word behind the options that all commands have."""
+    rest = iter(arguments)
+    for word in rest:
+        if word == "--log-level":
+            next(rest, None)
+        elif not word.startswith("-"):
+            return word
+    return ""
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def test_a_memory_that_cannot_be_opened_is_one_warning(
     (data_dir / "memory.sqlite3").write_bytes(b"no database" * 1000)
     result = ok("--max-tokens", "4", input="one\ntwo\n")
     assert len(result.stdout.splitlines()) == 2
-    assert [line.startswith("reused ") for line in result.stderr.splitlines()] == [True, True]
+    assert [line.split()[0] for line in result.stderr.splitlines()] == ["nothing", "reused", "reused"]
     assert [str(data_dir / "memory.sqlite3") in record.getMessage() for record in caplog.records] == [True]
 
 

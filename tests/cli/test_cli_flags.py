@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
 import typer
+from typer.main import get_group
 from typer.testing import CliRunner
 
 from emberkeep.cli.flags import with_settings
+from emberkeep.cli.main import app
 from emberkeep.config import Config
 from emberkeep.errors import ConfigError
 
@@ -77,3 +80,50 @@ def test_own_flags_come_first_unless_they_are_named() -> None:
 def test_a_wrong_value_is_explained_by_the_setting() -> None:
     with pytest.raises(ConfigError, match=r"ctx = 'x' \(flag --ctx\) is not a whole number from 128"):
         Harbour("ctx").moor("ark", "--ctx", "x")
+
+
+def leaves(command: Any, path: str = "emberkeep") -> list[tuple[str, Any]]:
+    """Every command that does something."""
+    inner = getattr(command, "commands", {})
+    return [leaf for name, one in inner.items() for leaf in leaves(one, f"{path} {name}")] or [(path, command)]
+
+
+def test_every_command_says_how_much_is_logged() -> None:
+    commands = leaves(get_group(app))
+    assert len(commands) > 40
+    without = [path for path, command in commands if not {"-v", "--log-level"} <= flags_of(command)]
+    assert without == []
+
+
+def flags_of(command: Any) -> set[str]:
+    return {flag for param in command.params for flag in param.opts}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "level"),
+    [
+        (["config", "show"], "auto  default"),
+        (["config", "show", "-v"], "debug  flag --log-level"),
+        (["config", "show", "--log-level", "error"], "error  flag --log-level"),
+        (["-v", "config", "show"], "debug  flag --log-level"),
+        (["--log-level", "info", "config", "show"], "info  flag --log-level"),
+        (["--log-level", "info", "config", "show", "--log-level", "error"], "error  flag --log-level"),
+    ],
+)
+def test_the_log_is_chosen_before_or_behind_the_name_of_a_command(arguments: list[str], level: str) -> None:
+    (line,) = [
+        line for line in CliRunner().invoke(app, arguments).stdout.splitlines() if line.startswith("log_level")
+    ]
+    assert " ".join(line.split()[1:]) == " ".join(level.split())
+
+
+def test_an_unknown_level_is_explained() -> None:
+    with pytest.raises(ConfigError, match="log_level = 'loud'"):
+        CliRunner().invoke(app, ["config", "show", "--log-level", "loud"], catch_exceptions=False)
+
+
+def test_a_command_logs_as_its_settings_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "emberkeep.toml").write_text('log_level = "info"\n')
+    Harbour("ctx").moor("ark")
+    logging.getLogger("emberkeep.kv").info("a move")
+    assert capsys.readouterr().err.endswith(" INFO a move\n")

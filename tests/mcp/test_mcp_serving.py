@@ -93,6 +93,17 @@ def test_our_own_client_uses_our_own_server(remembered, tmp_path):
     assert not told.failed and "Möwe" in read.text
 
 
+def test_what_is_found_in_memory_has_a_score(remembered, tmp_path):
+    async def story():
+        async with connected(tmp_path, ours(remembered)) as clients:
+            await call(clients, "ours__remember", question="What is the boat called?", answer="Möwe")
+            return await call(clients, "ours__search_memory", query="boat called")
+
+    score, said, *_ = asyncio.run(story()).text.splitlines()
+    assert 0.5 < float(score.removeprefix("score ")) <= 1
+    assert said.endswith("What is the boat called?")
+
+
 def test_dangerous_tools_have_to_be_enabled(tmp_path):
     async def names(*flags):
         async with connected(tmp_path, ours(tmp_path, *flags)) as clients:

@@ -57,6 +57,27 @@ def test_what_has_left_a_context_is_found(memory: Memory) -> None:
     assert done(memory, "search_memory", query="zeppelin") == "Nothing was found: try other words."
 
 
+def test_results_have_scores_from_0_to_1_that_fall_with_their_order(memory: Memory) -> None:
+    said = ["The boat is called Marigold.", "I bought paint for the boat.", "Marigold grows in the garden."]
+    memory.archive(ALICE, [turn(text, f"Noted, number {i}.") for i, text in enumerate(said)])
+    found = done(memory, "search_memory", query="boat called Marigold", max_results=10)
+    lines = found.splitlines()
+    scores = [float(line.removeprefix("score ")) for line in lines if line.startswith("score ")]
+    assert len(scores) == len(said)
+    assert scores == sorted(scores, reverse=True)
+    assert 1 >= scores[0] > scores[-1] > 0
+    assert lines[0].startswith("score ") and lines[1].endswith(said[0])
+
+
+def test_a_sentence_with_all_that_was_asked_scores_far_more_than_one_with_a_word_of_it(memory: Memory) -> None:
+    memory.archive(ALICE, [turn("The boat is called Marigold.", "Noted.")])
+    whole, part = (
+        float(done(memory, "search_memory", query=query).split()[1])
+        for query in ("boat called Marigold", "when was a boat built in Norway or Denmark")
+    )
+    assert whole > 0.5 > 2 * part
+
+
 def test_no_user_sees_or_changes_what_is_anothers(memory: Memory) -> None:
     done(memory, "set_fact", name="home", value="Lyon")
     done(memory, "remember", question="What is the boat called?", answer="Marigold")

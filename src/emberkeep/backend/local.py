@@ -526,6 +526,19 @@ def _timed(fit: Fit, lookup: LookupRecord) -> Fit:
     return replace(fit, evictions=(*fit.evictions[:-1], latest))
 
 
+def _lookup_line(request: Request, lookup: LookupRecord) -> str:
+    """For the log, without any text of the request."""
+    whose = f" of conversation {request.conversation_id}" if request.conversation_id else ""
+    tiers = {"hot": lookup.hot_tokens, "warm": lookup.warm_tokens, "cold": lookup.cold_tokens}
+    tiers |= {"remote": lookup.remote_tokens, "moved": lookup.moved_tokens}
+    found = ", ".join(f"{tokens} {tier}" for tier, tokens in tiers.items() if tokens) or "none"
+    told = f"of {lookup.prompt_tokens} tokens{whose} reused: {found}; {lookup.load_ms:.1f} ms to load; "
+    if (place := lookup.divergence) is None:
+        return f"{told}why no more: {lookup.reason}"
+    where = f" in {place.where}" if place.where else ""
+    return f"{told}why no more: {lookup.reason} at token {place.token_index}{where}"
+
+
 class RecentLookups:
     """What the latest requests reused and why not more, for the figures. Added to and read by any thread. An
     operator reads it, so no text of a request is in it."""
@@ -542,7 +555,8 @@ class RecentLookups:
             "divergence": {"token_index": lookup.divergence.token_index} if lookup.divergence else None,
         }
         self._latest.append((request.namespace, record))
-        log.debug("lookup: %s", record)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s", _lookup_line(request, lookup))
 
     def forget(self, owners: Container[str]) -> None:
         for latest in [latest for latest in list(self._latest) if latest[0] in owners]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
@@ -17,6 +18,7 @@ from typing import Protocol
 
 from emberkeep.errors import ContextExceeded
 from emberkeep.session.tool_results import exchange_messages
+from emberkeep.text import shorten
 from emberkeep.types import (
     CallEnded,
     Caller,
@@ -42,6 +44,8 @@ from emberkeep.types import (
     new_call_id,
 )
 
+log = logging.getLogger("emberkeep.tools")
+
 SAME_CALLS = 2
 """How often a call with the same arguments is executed in one turn."""
 MOST_CALLS = 64
@@ -49,6 +53,8 @@ MOST_CALLS = 64
 _REPEATED_CHARS = 1000
 _BESIDE = 8
 """Calls that run at the same time."""
+_LOGGED_NAME, _LOGGED_TEXT = 64, 160
+"""Characters of a name, which a model may have made up, and of arguments or a result."""
 _GAP = "\n\n"
 """Separates the texts before and after a call, where the client gets both as one answer."""
 
@@ -171,7 +177,9 @@ class ToolLoop:
 
         async def run(call: ToolCall) -> ToolOutcome:
             reason = repeated.get(call.id) or self.gate.refusal(call)
-            return ToolOutcome(call, reason, failed=True) if reason else await self.tools.run(call, caller)
+            outcome = ToolOutcome(call, reason, failed=True) if reason else await self.tools.run(call, caller)
+            log_outcome(outcome)
+            return outcome
 
         async with aclosing(execute_calls(calls, run, self.tools.may_run_beside)) as happening:
             async for event in happening:
@@ -304,6 +312,16 @@ def _canonical(arguments: str) -> str:
         return json.dumps(read, sort_keys=True)
     except (ValueError, RecursionError):
         return arguments
+
+
+def log_outcome(outcome: ToolOutcome) -> None:
+    """Who reads the log is told what was said only where everything is logged."""
+    if not log.isEnabledFor(logging.INFO):
+        return
+    call, ending = outcome.call, "failed" if outcome.failed else f"gave {len(outcome.text)} characters"
+    log.info("the tool %s %s after %.0f ms", shorten(call.name, _LOGGED_NAME), ending, outcome.ms)
+    given, got = shorten(call.arguments, _LOGGED_TEXT), shorten(outcome.text, _LOGGED_TEXT)
+    log.debug("%s(%s): %r", shorten(call.name, _LOGGED_NAME), given, got)
 
 
 async def execute_calls(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, BadParameter, Option, Typer
 
 from emberkeep.cli.console import complain, console, show, show_facts
-from emberkeep.cli.flags import ConfigFlag, ModelFlag, flags_of, load_config, with_flags
+from emberkeep.cli.flags import ConfigFlag, ModelFlag, flags_of, load_config, logged, with_flags
 from emberkeep.cli.model_setup import install_model
 from emberkeep.types import Json
 
@@ -284,6 +284,7 @@ def make_app(
     return app
 
 
+@logged
 def report(
     folder: Annotated[Path, Argument(metavar="DIR", exists=True, file_okay=False, help="Folder of the files.")],
     output: Annotated[

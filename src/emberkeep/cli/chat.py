@@ -33,6 +33,7 @@ from emberkeep.cli.model_setup import install_model, open_model
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.files import private_folder
+from emberkeep.logs import is_verbose
 from emberkeep.types import Message, Sampling, SavedConversation
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class ChatCommand(TyperCommand):
     *("engine", "device", "dtype", "attention", "kv_bits", "approximate", "exact", "evict", "recall"),
     *("residency", "keep_first", "keep_last", "gpu_memory", "speculation", "draft_model", "draft_max"),
     *("tools", "enable_tools", "disable_tools", "tools_from", "tools_root", "backend", "base_url"),
-    *("continued", "save", "list_all", "export", "data_dir", "config"),
+    *("show_consulted", "continued", "save", "list_all", "export", "data_dir", "config"),
 )
 def chat(*, config: Config, model: ModelArgument = None, answers: AnswerFlags, saved: SavedFlags) -> None:
     """Talk to a model in this terminal; /help lists what can be done there.
@@ -133,12 +134,13 @@ def talk(config: Config, saved: SavedConversation | None, flags: AnswerFlags, *,
         "max_tokens": flags.max_tokens,
         "evict": config.evict,
     }
-    # What could not be archived is said below the answer, and once.
-    logging.getLogger("emberkeep.session").setLevel(logging.ERROR)
+    if not is_verbose():
+        # What could not be archived is said below the answer, and once.
+        logging.getLogger("emberkeep.session").setLevel(logging.ERROR)
     # In a chat a person is asked before a tool does harm: none runs behind it.
     with open_model(replace(config, server_tools=False)) as llm, tools_of(llm, config) as acting:
         journal = open_journal(llm, config, is_saving=is_saving)
-        terminal = Terminal(sys.stdout, interactive=sys.stdin.isatty())
+        terminal = Terminal(sys.stdout, interactive=sys.stdin.isatty(), shows_consulted=config.show_consulted)
         session = ChatSession(llm, conversation, options, terminal, journal, acting)
         if session.interactive and (conversation.system or acting):
             _prewarm(llm, conversation.system, acting)
@@ -187,7 +189,8 @@ def _tokens_of(acting: ToolSession) -> int:
 
 def _prewarm(llm: Emberkeep, system: str, acting: ToolSession | None) -> None:
     """Evaluate the system message and the tools while the user types. The first answer tells what goes wrong."""
-    logging.getLogger("emberkeep.backend").setLevel(logging.ERROR)
+    if not is_verbose():
+        logging.getLogger("emberkeep.backend").setLevel(logging.ERROR)
     with suppress(EmberkeepError):
         tools = acting.definitions() if acting else ()
         llm.keep_warm([Message("system", system)] if system else [], tools=tools or None)
@@ -217,11 +220,14 @@ def plain_lines(source: TextIO) -> Iterator[str]:
 
 def terminal_lines(history: Path) -> Iterator[str]:
     """Messages typed at a prompt until Ctrl-D, or Ctrl-C twice. A pasted text is one message."""
+    from prompt_toolkit.patch_stdout import patch_stdout
+
     session = _session(history)
     interrupted = False
     while True:
         try:
-            line = session.prompt("> ")
+            with patch_stdout(raw=True):  # what is logged meanwhile appears above the prompt
+                line = session.prompt("> ")
         except EOFError:
             return
         except KeyboardInterrupt:

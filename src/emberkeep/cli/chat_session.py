@@ -6,12 +6,14 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from textwrap import indent
 from typing import TYPE_CHECKING, TextIO
 
 from emberkeep.cli.chat_history import ChatHistory, Journal
 from emberkeep.cli.console import complain, console, plural, printable
 from emberkeep.cli.slash import Quit, run_command
 from emberkeep.errors import ContextExceeded, EmberkeepError
+from emberkeep.logs import LINES
 from emberkeep.types import (
     CallEnded,
     CallStarted,
@@ -62,6 +64,8 @@ class Terminal:
     out: TextIO
     interactive: bool
     ask: Callable[[str], str] = ask_aloud
+    shows_consulted: bool = False
+    """What a model answered that another one asked is shown, too."""
 
 
 class ChatSession:
@@ -84,7 +88,7 @@ class ChatSession:
         self._out = terminal.out
         self._journal = journal
         self.acting = acting
-        self._calls = CallView(acting, self.aside, terminal.ask)
+        self._calls = CallView(acting, self.aside, terminal)
         self._answered_by = ""
 
     def run(self, lines: Iterable[str]) -> None:
@@ -102,11 +106,16 @@ class ChatSession:
     def stats(self) -> Mapping[str, Json]:
         return self.llm.stats()
 
+    @property
+    def consulted(self) -> str:
+        return self._calls.consulted
+
     def search(self, query: str) -> list[Recollection]:
         return self._journal.search(query)
 
     def aside(self, text: str) -> None:
         self._out.flush()
+        LINES.let_out()
         console(stderr=True).print(printable(text, ""), style="dim", markup=False, soft_wrap=True)
 
     def say(self, *messages: Message) -> None:
@@ -166,6 +175,7 @@ class ChatSession:
             return False
         finally:
             self._write("\n")
+            LINES.let_out()
 
     def _show_events(self, events: Iterable[Event]) -> None:
         thinking = is_open = False
@@ -186,11 +196,13 @@ class ChatSession:
                 self._calls.show(event)
 
     def _write(self, text: str) -> None:
+        LINES.hold_back()
         self._out.write(printable(text, "") if self._out.isatty() else text)
         self._out.flush()
 
     def _write_dim(self, text: str) -> None:
         if self._out.isatty():
+            LINES.hold_back()
             self._out.write(f"\033[2m{printable(text, '')}\033[0m")
             self._out.flush()
 
@@ -199,12 +211,15 @@ class ChatSession:
 
 
 class CallView:
-    """`tell`: a remark to the person; `ask`: a question, answered with a line."""
+    """`tell`: a remark to the person who is asked at the `terminal`."""
 
-    def __init__(self, acting: ToolSession | None, tell: Callable[[str], None], ask: Callable[[str], str]) -> None:
+    consulted = ""
+    """What the latest model answered that another one asked."""
+
+    def __init__(self, acting: ToolSession | None, tell: Callable[[str], None], terminal: Terminal) -> None:
         self._acting = acting
         self._tell = tell
-        self._ask = ask
+        self._terminal = terminal
 
     def show(self, event: CallStarted | CallEnded | PermissionAsked) -> None:
         """Blocks while the user decides."""
@@ -212,6 +227,10 @@ class CallView:
             self._tell(f"→ {call_line(event.call)}")
         elif isinstance(event, CallEnded):
             self._tell(f"  {_outcome_line(event.outcome)}")
+            if event.outcome.remark:  # only those of other models have one
+                self.consulted = event.outcome.text
+                if self._terminal.shows_consulted:
+                    self._tell(indent(self.consulted, "  "))
         else:
             self._decide(event.call)
 
@@ -225,7 +244,7 @@ class CallView:
     def _read_decision(self) -> Decision:
         while True:
             try:
-                answer = self._ask(_QUESTION).strip().lower()
+                answer = self._terminal.ask(_QUESTION).strip().lower()
             except EOFError:
                 return Decision.NO
             if answer in _ANSWERS:

@@ -9,7 +9,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
@@ -187,10 +187,25 @@ def _disk(config: Config) -> Finding:
 def _speed(config: Config) -> Finding:
     from emberkeep.sched.probe import probe
 
-    machine = probe(nearest_folder(config.data_dir))
-    copies, reads = machine.copy_speed, machine.disk_speed
-    said = [f"{readable_size(r.value)}/s{'' if r.measured else ' (assumed)'}" for r in (copies, reads)]
-    return Finding(Level.OK, f"RAM is copied at {said[0]}, the data folder read at {said[1]}")
+    folder, device = nearest_folder(config.data_dir), _device_of_torch(config)
+    if device is None:
+        return Finding(Level.OK, probe(folder).speeds)
+    from emberkeep.runtime.local_model import device_probe
+
+    return Finding(Level.OK, replace(probe(folder, device=device_probe(device)), device=device).speeds)
+
+
+def _device_of_torch(config: Config) -> str | None:
+    """A GPU that the hf engine would use; None where there is none, or another check tells why."""
+    if not has_hf():
+        return None
+    try:
+        from emberkeep.engine.hf.device import choose_device
+
+        chosen = choose_device(config.device)
+    except (EngineError, ImportError, OSError, RuntimeError):
+        return None
+    return None if chosen.type == "cpu" else str(chosen)
 
 
 def _data_dir(config: Config) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import MISSING, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -13,6 +14,7 @@ from typer.models import OptionInfo
 
 from emberkeep import config as settings
 from emberkeep.config import Config, default_of, help_for, is_list, type_of
+from emberkeep.logs import begin_logging
 
 Command = Callable[..., None]
 
@@ -22,6 +24,12 @@ ConfigFlag = Annotated[
     Path | None, typer.Option("--config", help="Configuration file to read instead of the usual places.")
 ]
 
+VerboseFlag = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Log everything that happens, as --log-level debug does.")
+]
+
+_log_level: ContextVar[str | None] = ContextVar("log_level", default=None)
+"""What the flags of the command that runs ask for."""
 _SHORT = {"model": ["-m"], "port": ["-p"]}
 _WITHOUT_NO = ("notools",)
 
@@ -54,9 +62,32 @@ def with_settings(*names: str) -> Callable[[Command], Command]:
 
 
 def with_flags(command: Command, flags: Iterable[Parameter]) -> Command:
-    """Typer finds out about flags from a function's signature."""
-    command.__signature__ = Signature(list(flags))  # type: ignore[attr-defined]
-    return command
+    """Typer finds out about flags from a function's signature. Every command has those of the log besides, which
+    hold for the settings that are loaded in it."""
+
+    def run(**given: Any) -> None:
+        context, own = given.pop("context"), (given.pop("verbose"), given.pop("log_level"))
+        before = context.find_root().params
+        token = _log_level.set(_asked(*own) or _asked(before.get("verbose"), before.get("log_level")))
+        try:
+            command(**given)
+        finally:
+            _log_level.reset(token)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = Signature([*flags, *_LOG_FLAGS])  # type: ignore[attr-defined]
+    return run
+
+
+def logged(function: Command) -> Command:
+    """A command of a function whose parameters are its flags, with those of the log."""
+    hints = get_type_hints(function, include_extras=True)
+    own = signature(function).parameters.items()
+    return with_flags(function, [_flag(name, hints[name], flag.default) for name, flag in own])
+
+
+def _asked(verbose: bool | None, log_level: str | None) -> str | None:
+    return "debug" if verbose else log_level
 
 
 def flags_of(kind: type) -> list[Parameter]:
@@ -87,14 +118,24 @@ def setting(key: str) -> OptionInfo:
 
 
 def load_config(**flags: object) -> Config:
-    """Settings for a command, whose flags have their names; one that is None or no list was not given.
+    """Settings for a command, whose flags have their names; one that is None or no list was not given. From then
+    on it logs as they say.
 
     Raises ConfigError.
     """
-    return settings.load_config({key: None if value == [] else value for key, value in flags.items()}).config
+    return settle(**flags).config
+
+
+def settle(**flags: object) -> settings.LoadedConfig:
+    """The same, with where each value came from."""
+    given = {key: None if value == [] else value for key, value in flags.items()}
+    loaded = settings.load_config({"log_level": _log_level.get(), **given})
+    begin_logging(loaded.config.log_level)
+    return loaded
 
 
 ModelFlag = Annotated[str | None, setting("model")]
+LogLevelFlag = Annotated[str | None, setting("log_level")]
 
 
 def _flags_by_parameter(function: Command) -> dict[str, tuple[Callable[..., Any], list[Parameter]]]:
@@ -129,3 +170,10 @@ def _flag(name: str, kind: Any, default: object) -> Parameter:
 def _split(given: list[str] | None) -> list[str] | None:
     """Each of them may be several names."""
     return [name for part in given for name in part.split(",")] if given else None
+
+
+_LOG_FLAGS = (
+    _flag("verbose", VerboseFlag, False),
+    _flag("log_level", LogLevelFlag, None),
+    _flag("context", typer.Context, Parameter.empty),
+)

@@ -19,7 +19,7 @@ from emberkeep.cli.chat import ChatCommand, chat
 from emberkeep.cli.cluster import app as cluster_app
 from emberkeep.cli.console import complain
 from emberkeep.cli.doctor import doctor
-from emberkeep.cli.flags import ConfigFlag, JsonFlag, with_settings
+from emberkeep.cli.flags import ConfigFlag, JsonFlag, LogLevelFlag, VerboseFlag, logged, settle, with_settings
 from emberkeep.cli.launch import EXAMPLES as LAUNCH_EXAMPLES
 from emberkeep.cli.launch import launch
 from emberkeep.cli.mcp import app as mcp_app
@@ -28,7 +28,7 @@ from emberkeep.cli.model_setup import install_model
 from emberkeep.cli.models import app as models_app
 from emberkeep.cli.ps import ps, stop
 from emberkeep.cli.tools import app as tools_app
-from emberkeep.config import Config, LoadedConfig, load_config, public_values, show_value
+from emberkeep.config import Config, LoadedConfig, public_values, show_value
 from emberkeep.errors import EmberkeepError
 from emberkeep.signals import Leaving, ending_signals
 from emberkeep.types import Json
@@ -88,6 +88,8 @@ def emberkeep(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
+    verbose: VerboseFlag = False,
+    log_level: LogLevelFlag = None,
 ) -> None:
     pass
 
@@ -135,9 +137,10 @@ def settings() -> None:
 
 
 @config_app.command("show")
+@logged
 def show_config(config: ConfigFlag = None, as_json: JsonFlag = False) -> None:
     """Every setting, its value and where the value came from. Secrets are masked."""
-    loaded = load_config({"config": config})
+    loaded = settle(config=config)
     if as_json:
         print(json.dumps(_settings_json(loaded), indent=2))
     else:

@@ -17,6 +17,7 @@ from emberkeep.cli.console import ask_first, complain, console, plural, printabl
 from emberkeep.cli.flags import JsonFlag, YesFlag, with_settings
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
+from emberkeep.logs import begin_logging, is_verbose
 from emberkeep.types import Json, private_namespace
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def serve(
     Dangerous tools are left out unless they are enabled. Without --http the program that starts this talks to it
     over stdin and stdout; the log goes to stderr.
     """
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    begin_logging(config.log_level, is_server=True)
     _serve(config if with_mcp else replace(config, mcp=()), private_namespace(user), http=http)
 
 
@@ -159,7 +160,8 @@ def _with_servers(config: Config, use: Callable[[McpClients], Awaitable[T]], onl
 
     log = logging.getLogger("emberkeep.mcp")
     level = log.level
-    log.setLevel(logging.ERROR)  # the command itself tells why a server did not start
+    if not is_verbose():
+        log.setLevel(logging.ERROR)  # the command itself tells why a server did not start
     try:
         return asyncio.run(story())
     except OSError as error:

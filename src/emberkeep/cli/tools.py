@@ -126,6 +126,8 @@ def run(
 
 async def _call(box: ToolBox, name: str, given: list[str], user: str, *, may_run: bool) -> str:
     """Raises EmberkeepError for whatever went wrong."""
+    from emberkeep.backend.tool_loop import log_outcome
+
     function = box.find(name)
     if function is None and any(known.name == name for known in box.known()):
         raise EmberkeepError(f"{name} is switched off by enable_tools or disable_tools: `emberkeep config show`.")
@@ -135,6 +137,7 @@ async def _call(box: ToolBox, name: str, given: list[str], user: str, *, may_run
     if target is not None and target.is_dangerous and not may_run:
         ask_first(f"Run {name} with {printable(arguments)}?")
     outcome = await box.run(call, Caller(private_namespace(user)))
+    log_outcome(outcome)
     if outcome.failed:
         raise EmberkeepError(printable(outcome.text.removeprefix("Error: ")))
     if outcome.remark:

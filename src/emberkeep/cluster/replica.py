@@ -23,6 +23,7 @@ from emberkeep.cluster.slots import config_of_replica, forget_rest, most_replica
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError, Overloaded, StoreFailed
 from emberkeep.library.arguments import declared_prefixes
+from emberkeep.logs import begin_logging
 from emberkeep.routing import RouteKeys
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import warmup
@@ -40,7 +41,7 @@ class ReplicaServer:
 
     async def __init__(self, config: Config, version: str, opening: Opening) -> None:  # type: ignore[misc]
         """Blocks until the model is loaded. Raises EmberkeepError, OSError."""
-        logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+        begin_logging(config.log_level, is_server=True)
         context = serve.get_replica_context()
         self._id = context.replica_id.unique_id
         self._config = config

@@ -40,6 +40,7 @@ from emberkeep.config.kinds import (
 from emberkeep.config.machine import total_ram
 from emberkeep.config.tables import HYGIENE, PREFIXES, REMOTES, SERVERS, McpServer, WarmPrefix
 from emberkeep.errors import ConfigError
+from emberkeep.logs import AUTO
 from emberkeep.types import AttentionTier, HygieneRule, Json, Recall, RemoteModel, Repair, Residency, Ttl
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -320,6 +321,9 @@ class Config:
     consult_depth: int = _setting(
         1, whole(0, 8), "How many models may ask one another in a chain; 0: none asks another."
     )
+    show_consulted: bool = _setting(
+        False, SWITCH, "Show in a chat what a model answered that another one asked, and not only who it was."
+    )
     remote_retries: int = _setting(
         2, whole(0, 20), "How often a request is sent again that a remote service failed."
     )
@@ -397,7 +401,11 @@ class Config:
         one_of("affinity", "round_robin", "least_loaded"),
         "Which replica answers: the one that knows the prompt, each in turn, or the one with the least to do.",
     )
-    log_level: str = _setting("info", one_of("debug", "info", "warning", "error"), "How much is logged.")
+    log_level: str = _setting(
+        AUTO,
+        one_of(AUTO, "debug", "info", "warning", "error"),
+        "How much is logged; auto: info in servers, and warnings in other commands.",
+    )
 
     def __repr__(self) -> str:
         values = ", ".join(f"{key}={value!r}" for key, value in public_values(self).items())

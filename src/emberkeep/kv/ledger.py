@@ -1,10 +1,11 @@
 """The store's ledger: which chunks exist, where their bytes are, and what has to go when room is short.
 
-No locks and no I/O: `KvStore` calls everything here with its lock held.
+No locks, and no I/O but lines of the log at `debug`: `KvStore` calls everything here with its lock held.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from emberkeep.kv.policy import LOW_WATER, Keeping, Rhythm, StoreClock, StoreCou
 from emberkeep.kv.ram_tier import RamTier, Tally
 from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, RadixTree, held_at, sibling_with
 from emberkeep.types import Label, Lineage, MissReason, Ttl
+
+log = logging.getLogger("emberkeep.kv")
 
 T = TypeVar("T")
 
@@ -131,7 +134,10 @@ class Ledger:
             self.entries.changes.used[chunk.key] = chunk
         self.entries.forget_empty()
         for tail in entry.stale_tails(self.keeping.cold_after):
-            self.counters.cooled_by_turns += self.ram.free_branch(self.tree.get(tail.chunk), tail.tick)
+            cooled = self.ram.free_branch(self.tree.get(tail.chunk), tail.tick)
+            self.counters.cooled_by_turns += cooled
+            if cooled:
+                log.debug("warm: %d chunks of a branch that was left leave RAM", cooled)
         return entry
 
     # ── coming ──
@@ -332,9 +338,11 @@ class Ledger:
 
     def shrink_ram(self) -> None:
         """Bring RAM under its budget."""
-        self.counters.warm_evictions += self.ram.shrink(
-            self._worth, lambda chunk: self.drop(chunk, MissReason.EVICTED)
-        )
+        before = self.ram.tally.bytes
+        count = self.ram.shrink(self._worth, lambda chunk: self.drop(chunk, MissReason.EVICTED))
+        self.counters.warm_evictions += count
+        if count:
+            log.debug("warm: %d chunks are evicted, %d bytes", count, before - self.ram.tally.bytes)
 
     def evict(self, room: int, most_files: int, newcomer: Chunk | None) -> int:
         """Drop chunks on disk until all files that are known fit into `room` bytes, down to the low-water mark;
@@ -347,6 +355,9 @@ class Ledger:
         expired = sum(chunk.expires <= now for chunk in victims)
         self.counters.expired_evictions += expired
         self.counters.cold_evictions += len(victims) - expired
+        if victims and log.isEnabledFor(logging.DEBUG):
+            size = sum(chunk.bytes for chunk in victims)
+            log.debug("cold: %d chunks are evicted, %d of them expired, %d bytes", len(victims), expired, size)
         return len(victims)
 
     def shrink_disk(

@@ -122,6 +122,7 @@ class BlockReader:
 
     def _count(self, values: Sequence[Any], seconds: float) -> None:
         came = [len(value) for value in values if isinstance(value, bytes)]
+        log.debug("remote -> warm: %d chunks, %d bytes in %.1f ms", len(came), sum(came), 1e3 * seconds)
         with self._lock:
             if came:
                 self._costs.fetch.measure(sum(came), seconds)

@@ -399,6 +399,7 @@ class RemoteWriter:
         written = self._link.guarded(lambda pipe: self._fill(pipe, items, missing), size)
         if written is None:
             return
+        log.debug("warm -> remote: %d chunks, %d bytes", len(written), sum(written.values()))
         with self._changed:
             self.counters.written_chunks += len(written)
             self.counters.written_bytes += sum(written.values())

@@ -488,6 +488,8 @@ class KvStore:
         with self._lock:
             idle = self._ledger.ram.free_expired(self._ledger.clock.now())
             self.counters.cooled_when_idle += idle
+        if idle:
+            log.debug("warm: %d chunks that nothing has wanted for their TTL leave RAM", idle)
         if self._disk:
             self._disk.wake()
         return idle
@@ -586,6 +588,9 @@ class KvStore:
                 self.counters.unreadable_chunks += result.state is FetchState.UNREADABLE
                 if result.state is not FetchState.UNREADABLE:
                     below = self._ledger.lose(chunk, is_there=result.is_there)
+        if result.payload is not None:
+            size, ms = len(result.payload), 1e3 * result.seconds
+            log.debug("cold -> warm: %d tokens, %d bytes in %.1f ms", len(chunk.tokens), size, ms)
         if below and self._disk:
             missing = self._disk.files.missing(below)
             self.transact(lambda ledger: ledger.orphans.drop(missing))

@@ -290,10 +290,13 @@ class Writer:
         except OSError as error:
             self._refused(batch, error)
             return
-        self.write_seconds += perf_counter() - begin
-        sizes = written.sizes
+        seconds, sizes = perf_counter() - begin, written.sizes
+        self.write_seconds += seconds
         self.written_chunks += len(sizes)
         self.written_bytes += sum(sizes.values())
+        if sizes and log.isEnabledFor(logging.DEBUG):
+            tokens = sum(len(chunk.tokens) for chunk, _ in batch if chunk.key in sizes)
+            log.debug("warm -> cold: %d tokens, %d bytes in %.1f ms", tokens, sum(sizes.values()), 1e3 * seconds)
         replaced = [tail for chunk, tail in batch if tail and chunk.key in sizes]
         self._attempt(lambda: self._decisions.complete_store(sizes, replaced))
         if written.error is not None:

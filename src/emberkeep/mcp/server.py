@@ -21,6 +21,7 @@ from mcp.server.lowlevel import Server
 from mcp.server.stdio import stdio_server
 from mcp.server.transport_security import TransportSecuritySettings
 
+from emberkeep.backend.tool_loop import log_outcome
 from emberkeep.errors import MemoryFailed, NoSuchEntry
 from emberkeep.memory.memory import Memory
 from emberkeep.memory.records import message_json
@@ -131,6 +132,7 @@ class McpHost:
             raise MCPError(wire.INVALID_PARAMS, self._toolbox.explain_unknown(params.name))
         call = ToolCall(uuid4().hex, params.name, json.dumps(params.arguments or {}))
         outcome = await self._toolbox.run(call, self._caller)
+        log_outcome(outcome)
         return wire.CallToolResult(
             content=[wire.TextContent(type="text", text=outcome.text)], is_error=outcome.failed
         )

@@ -41,7 +41,7 @@ from emberkeep.runtime.tools import server_tools
 from emberkeep.sched.admission import Admission, open_admission
 from emberkeep.sched.draft_model import LoadedDraft
 from emberkeep.sched.engine_thread import EngineThread
-from emberkeep.sched.probe import Machine, assumed, probe, step_seconds
+from emberkeep.sched.probe import DeviceProbe, Machine, assumed, log_plan, probe, step_seconds
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
 from emberkeep.types import (
     EXACT_BITS,
@@ -78,6 +78,8 @@ _KV_SHARE_OF_RAM = 4
 """At most this part of RAM, or of what is for models, for the KV cells of the engine, unless a single context
 needs more."""
 
+_PROBED = 64 << 20
+"""Bytes that are copied to learn how fast a GPU is: less would measure how long a copy takes to begin."""
 _SHARE_OF_DRAFT = 0.1
 """Of a GPU's free memory, for the KV cells of a draft model."""
 
@@ -90,6 +92,8 @@ class _Opened:
     """What the model's card tells."""
     states: EmbeddingEngine | None = None
     """Pooled, where that was asked for."""
+    device: DeviceProbe | None = None
+    """Where it computes, if that has memory of its own. Belongs to the engine's thread."""
 
 
 def open_local(
@@ -124,15 +128,28 @@ def open_local(
         opened.engine.capabilities.context,
         details={**opened.details, **({"draft_model": draft.name} if draft else {})},
     )
-    machine = probe(
-        config.data_dir,
-        opened.engine.footprint,
-        lambda: thread.submit(lambda: step_seconds(opened.engine)).result(),
-    )
+    machine = _measure(config, opened, thread)
     backend = assemble(config, opened.engine, opened.template, card, thread, machine, draft, parts)
     if opened.states is not None:
         backend.embed_with(make_embedder(config, card.id, opened.states, backend.scheduler.call))
     return backend
+
+
+def _measure(config: Config, opened: _Opened, thread: EngineThread) -> Machine:
+    """What it runs on, which is logged with what its memory is planned with."""
+
+    def there(work: Callable[[], float]) -> Callable[[], float]:
+        return lambda: thread.submit(work).result()
+
+    device = opened.device
+    machine = probe(
+        config.data_dir,
+        opened.engine.footprint,
+        there(lambda: step_seconds(opened.engine)),
+        DeviceProbe(there(device.load_speed), there(device.read_speed)) if device else None,
+    )
+    log_plan(opened.engine.footprint, machine)
+    return machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +387,16 @@ def _open_hf(model: ModelFile, config: Config, digests: Path, *, is_draft: bool 
         "kv_bytes_per_token": engine.capabilities.kv_bytes_per_token,
         "weights_sha256": digest,
     }
-    return _Opened(engine, loaded.chat_template, details)
+    return _Opened(engine, loaded.chat_template, details, device=None if on_cpu else device_probe(loaded.device))
+
+
+def device_probe(name: str) -> DeviceProbe:
+    """Of a device of torch. Raises EngineError for one that is not here."""
+    from emberkeep.engine.hf.device import DeviceLimits
+
+    limits = DeviceLimits(name)
+    limits.settle()  # the first use of a device takes longer than all that follow
+    return DeviceProbe(lambda: limits.load_speed(_PROBED), lambda: limits.read_speed(_PROBED))
 
 
 def placing_of(config: Config) -> Placing:

@@ -274,7 +274,9 @@ class PrefixCache:
             return False
         if outcome is Outcome.NO_ROOM:
             return False
-        self._store.was_imported(sum(map(len, payloads)), perf_counter() - begin)
+        size, seconds = sum(map(len, payloads)), perf_counter() - begin
+        self._store.was_imported(size, seconds)
+        log.debug("warm -> hot: up to token %d, %d bytes in %.1f ms", last.end, size, 1e3 * seconds)
         for load in loads:
             sequence.loaded(load)
         return True
@@ -453,6 +455,7 @@ class PrefixCache:
             )
             if cursor.position != end:
                 return False
+        log.debug("hot -> warm: up to token %d, %d bytes", cursor.position, sum(map(len, payloads)))
         return True
 
     def _share(self, start: Cursor, around: tuple[NewChunk, KvExport]) -> None:
@@ -489,6 +492,7 @@ class PrefixCache:
         try:
             payload = self._engine.export_snapshot(sequence.slot)
             self._store.insert_snapshot(cursor, payload, sequence.made(0, sequence.computed))
+            log.debug("hot -> warm: a snapshot at token %d, %d bytes", cursor.position, len(payload))
         except EngineError as error:
             log.warning("what was computed is not kept: %s", error)
 

@@ -1,7 +1,8 @@
-"""What this machine can do, measured once when a model is loaded: in two seconds at most, and never an error."""
+"""What this machine can do, measured once when a model is loaded: in three seconds at most, and never an error."""
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import threading
@@ -12,13 +13,15 @@ from time import perf_counter
 
 import numpy as np
 
-from emberkeep.config import free_ram, total_ram
+from emberkeep.config import free_ram, readable_size, total_ram
 from emberkeep.engine.base import Engine, Footprint, Rows
 from emberkeep.sched.engine_thread import promised
 from emberkeep.types import Json
 
+log = logging.getLogger("emberkeep.sched")
+
 _EACH_S = 0.6
-"""Three measurements are timed; one that takes longer is given up."""
+"""Each measurement that takes longer is given up."""
 _COPIED = 32 << 20
 _READ = 8 << 20
 
@@ -46,9 +49,50 @@ class Machine:
     """Of reading in the data folder."""
     step_seconds: Reading = Reading(0.5)
     """Of one token alone."""
+    load_speed: Reading | None = None
+    """From RAM to the device; None where that has no memory of its own, or the engine cannot measure it."""
+    device_speed: Reading | None = None
+    """Of reading and writing within that memory."""
+
+    @property
+    def speeds(self) -> str:
+        """As a person reads them."""
+        told = {"RAM is copied at": self.copy_speed, "the data folder read at": self.disk_speed}
+        device = {f"RAM goes to {self.device} at": self.load_speed, "memory there is used at": self.device_speed}
+        told |= {what: reading for what, reading in device.items() if reading is not None}
+        return ", ".join(f"{what} {_rate(reading)}" for what, reading in told.items())
 
     def json(self) -> dict[str, Json]:
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProbe:
+    """How an engine measures a device with memory of its own, in bytes per second. Both block."""
+
+    load_speed: Callable[[], float]
+    read_speed: Callable[[], float]
+
+
+_SLOW_LINK, _SLOW_DEVICE = Reading(4e9), Reading(1e11)
+
+
+def log_plan(footprint: Footprint | None, machine: Machine) -> None:
+    """What memory is planned with, and how fast it is: what an operator has to know where something does not
+    fit or is slow."""
+    if footprint is not None:
+        log.info(
+            "memory of %s: %s in all, %s fixed; bytes per token of a step %.0f, per token of context %.0f, "
+            "per pair of them %.3g, per row of logits %.0f",
+            footprint.device,
+            readable_size(footprint.capacity),
+            readable_size(footprint.fixed),
+            footprint.per_step_token,
+            footprint.per_context_token,
+            footprint.per_pair,
+            footprint.per_logits_row,
+        )
+    log.info("%s, one token is computed in %.1f ms", machine.speeds, 1e3 * machine.step_seconds.value)
 
 
 def assumed(footprint: Footprint | None = None) -> Machine:
@@ -62,7 +106,12 @@ def assumed(footprint: Footprint | None = None) -> Machine:
     return Machine(ram, ram_left, footprint.device, Reading(footprint.capacity, measured=True), left)
 
 
-def probe(folder: Path, footprint: Footprint | None = None, step: Callable[[], float] | None = None) -> Machine:
+def probe(
+    folder: Path,
+    footprint: Footprint | None = None,
+    step: Callable[[], float] | None = None,
+    device: DeviceProbe | None = None,
+) -> Machine:
     """Measure. `folder` is read and written (nothing stays there); `step` takes one step and tells its seconds."""
     cautious = assumed(footprint)
     return Machine(
@@ -74,6 +123,8 @@ def probe(folder: Path, footprint: Footprint | None = None, step: Callable[[], f
         copy_speed=_reading(_copy_speed, cautious.copy_speed),
         disk_speed=_reading(lambda: _disk_speed(folder), cautious.disk_speed),
         step_seconds=_reading(step, cautious.step_seconds) if step else cautious.step_seconds,
+        load_speed=_reading(device.load_speed, _SLOW_LINK) if device else None,
+        device_speed=_reading(device.read_speed, _SLOW_DEVICE) if device else None,
     )
 
 
@@ -86,6 +137,10 @@ def step_seconds(engine: Engine) -> float:
         return perf_counter() - begin
     finally:
         engine.trim(0, 0)
+
+
+def _rate(reading: Reading) -> str:
+    return f"{readable_size(reading.value)}/s{'' if reading.measured else ' (assumed)'}"
 
 
 def _reading(measure: Callable[[], float], otherwise: Reading) -> Reading:

@@ -7,6 +7,7 @@ holds is in the store as well, so that giving its slot away costs a reload and n
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from emberkeep.sched.sequence import FAIR_SLICE, Phase, Sequence
 from emberkeep.sched.speculation import Chosen, Speculation
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types import Json, Lineage
+
+log = logging.getLogger("emberkeep.sched")
 
 _STEP_S = 2.5
 """About the longest step while only prompts are evaluated: newcomers and cancellations wait for its end."""
@@ -116,6 +119,7 @@ class Slots:
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence's state in the engine. Never raises; twice is harmless."""
         if self._by_slot.get(sequence.slot) is sequence:
+            log.debug("hot: %d tokens leave slot %d", sequence.computed, sequence.slot)
             self.vacate(sequence.slot)
 
     def vacate(self, slot: int) -> None:

@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
+from contextvars import Context
 from typing import TYPE_CHECKING, Protocol
 
 import uvicorn
@@ -23,6 +24,7 @@ from emberkeep.backend.capabilities import keep_warm
 from emberkeep.config import Config, check_exposure
 from emberkeep.errors import EmberkeepError
 from emberkeep.library.arguments import declared_prefixes
+from emberkeep.logs import begin_logging
 from emberkeep.runtime import open_models
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import Connections, Server, uvicorn_config
@@ -38,8 +40,6 @@ log = logging.getLogger(__name__)
 
 HURRY_S = 5.0
 """After the second signal: time for the backend to write what it has."""
-_TALKATIVE = ("httpx", "httpx2")
-"""Libraries that log whole URLs, in which some services expect their key."""
 
 
 def serve(config: Config, *, install: Callable[[Config], None]) -> None:
@@ -49,9 +49,7 @@ def serve(config: Config, *, install: Callable[[Config], None]) -> None:
     """
     check_exposure(config)
     prefixes = declared_prefixes(config)
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
-    for library in _TALKATIVE:
-        logging.getLogger(library).setLevel(logging.WARNING)
+    begin_logging(config.log_level, is_server=True)
     with bind(config.host, config.port) as listener, ExitStack() as until_the_end:
         install(config)
         models = open_models(config)
@@ -171,7 +169,11 @@ async def _close(backend: Answering, hurry: asyncio.Event) -> None:
 @contextmanager
 def _signals(stop: Callable[[], None]) -> Generator[None, None, None]:
     loop = asyncio.get_running_loop()
-    before = {sig: signal.signal(sig, lambda *_: loop.call_soon_threadsafe(stop)) for sig in ending_signals()}
+
+    def stop_soon(*_: object) -> None:
+        loop.call_soon_threadsafe(stop, context=Context())  # not that of the request that runs just now
+
+    before = {sig: signal.signal(sig, stop_soon) for sig in ending_signals()}
     try:
         yield
     finally:

@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from emberkeep.api.errors import Failure, Refused, error_shape, failure_of
 from emberkeep.config import Config
 from emberkeep.errors import Overloaded
+from emberkeep.logs import request_id
 from emberkeep.server.limits import Limits
 from emberkeep.types import Completed, merge_usage
 
@@ -212,6 +213,7 @@ class RequestId:
         record, given = record_of(scope), Headers(scope=scope).get("x-request-id", "")
         if _REQUEST_ID.fullmatch(given):
             record.id = given
+        request_id.set(record.id)
         name = record.id.encode()
 
         async def named(message: Message) -> None:

@@ -63,7 +63,8 @@ NOTHING = "Nothing was found: try other words."
 
 SEARCH = Tool(
     "search_memory",
-    "Search earlier messages of your conversations with this user that are not in the context any more.",
+    "Search earlier messages of your conversations with this user that are not in the context any more. The best "
+    "come first, each with a score from 0 (unrelated) to 1 (it says all that was asked for).",
     {
         "type": "object",
         "properties": {
@@ -87,7 +88,7 @@ def search(memory: Memory, owner: str, arguments: str) -> str:
         return f"Memory could not be searched: {error}"
     if not found:
         return NOTHING
-    return listed(fitting(found, _CHARS, len)).strip()
+    return "".join(f"score {one.score:.2f}\n{_entry(one)}" for one in fitting(found, _CHARS, len)).strip()
 
 
 def _read(arguments: str) -> tuple[str, int]:

@@ -238,6 +238,12 @@ class Sessions:
             plan_ms=plan_ms,
             archive_ms=1e3 * (perf_counter() - begin),
         )
+        log.info(
+            "%d messages (%d tokens) left the context, %s",
+            eviction.messages,
+            tokens,
+            "archived" if eviction.archived else "not archived",
+        )
         with self._lock:
             self._counters.evictions += 1
             self._counters.evicted_messages += eviction.messages
