@@ -275,8 +275,8 @@ class Calibration:
                 self._cohorts.popitem(last=False)
 
     def stats(self) -> dict[str, Json]:
-        """With ratios above 1 more was used than predicted; `suggested_margin` would have covered 95 of 100, within
-        limits, and is None before that can be told."""
+        """With ratios above 1 more was used than predicted. `suggested_margin` would have covered 95 of 100; it is
+        None before that can be told."""
         with self._lock:
             every, count = list(self._all), self._count
             cohorts = {cohort: list(ratios) for cohort, ratios in sorted(self._cohorts.items(), key=_in_order)}
