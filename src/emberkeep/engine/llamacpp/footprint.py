@@ -1,8 +1,8 @@
-"""What a llama.cpp engine needs of memory: from what it says that it allocated, and what the process or a GPU holds.
+"""What a llama.cpp engine needs of memory: from what it says that it allocated, and what a process or a GPU holds.
 
 With a context nearly everything is allocated: weights, cells and buffers for the largest step. In RAM, pages count
-when they are touched: those of weights and cells when the engine is open, those of buffers in a step. On a GPU they
-count at once, and only scratch of its kernels comes later.
+when they are touched: those of weights and cells when the engine is open, those of buffers in a step. On a GPU all
+of it counts at once, and only scratch of the kernels comes later.
 """
 
 from __future__ import annotations
