@@ -19,7 +19,9 @@ from emberkeep.engine.hf.footprint import (
 from emberkeep.engine.hf.model_loader import HfSettings
 from emberkeep.engine.hf.pool import LayerShape, StreamShape
 from emberkeep.engine.hf.residency import LayerBytes, plan_residency
-from helpers.engines import RecordingEngine
+from emberkeep.sched.admission import peak
+from emberkeep.types import Plan
+from helpers.engines import RecordingEngine, evaluate
 
 
 @pytest.mark.parametrize("context", [100, 1344, 8192])
@@ -37,7 +39,53 @@ def test_no_prompt_is_longer_than_the_context(monkeypatch, context):
     assert 0 < max(ends) <= context
 
 
-GB = 10**9
+class Slow(RecordingEngine):
+    """A step of 128 rows takes so long."""
+
+    def __init__(self, seconds: float | None) -> None:
+        super().__init__(cells=1 << 14, context=4096, batch=512)
+        self.seconds = seconds
+
+    def step_seconds(self, rows: int, depth: int, outputs: int) -> float | None:
+        return self.seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps"), [(0.01, [512, 512]), (0.5, [128, 128]), (10.0, []), (None, [])], ids=str
+)
+def test_steps_on_a_cpu_are_measured_unless_they_take_long(seconds, steps):
+    engine = Slow(seconds)
+    found = footprint(*on_cpu(), engine, HfSettings(4096, None, 4, 512))
+    assert [shape[2] for (shape,) in engine.shapes] == steps
+    assert found.device == "cpu"
+    assert found.fixed > 0
+
+
+def test_what_a_step_takes_on_a_cpu_is_measured_where_that_is_more_than_estimated(monkeypatch):
+    """As a library's workspaces are: nobody knows them before."""
+    peaks = {"now": 0}
+    monkeypatch.setattr("emberkeep.config.resident_ram", lambda: 1000 * MB)
+    monkeypatch.setattr(footprints, "peak_bytes", lambda device: peaks["now"])
+    taken = []
+    for peaks["now"] in (1000 * MB, 1600 * MB):
+        taken.append(footprint(*on_cpu(), Slow(0.01), HfSettings(4096, None, 4, 512)))
+    little, much = taken
+    assert little.fixed == much.fixed == 1000 * MB
+    assert little.per_step_token == 4 * (8 * 64 + 4 * 128)
+    assert 512 * (much.per_step_token + much.per_context_token + 512 * much.per_pair) == pytest.approx(600 * MB)
+
+
+def on_cpu() -> tuple[object, ...]:
+    config = SimpleNamespace(
+        get_text_config=lambda decoder: SimpleNamespace(hidden_size=64, intermediate_size=128)
+    )
+    model = SimpleNamespace(network=SimpleNamespace(config=config), vocab=SimpleNamespace(size=100))
+    channels = SimpleNamespace(channels=8)
+    memory = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+    return model, memory, [SimpleNamespace(keys=channels, values=channels)]
+
+
+MB, GB = 10**6, 10**9
 CUDA = torch.device("cuda")
 SHAPE = SimpleNamespace(
     num_hidden_layers=64,
@@ -90,3 +138,13 @@ def test_steps_on_a_cpu_are_as_large_as_asked_for():
     network = SimpleNamespace(device=torch.device("cpu"))
     assert affordable_batch(SimpleNamespace(network=network), 4096, None) == 4096
     assert state_reserve(torch.device("cpu"), None, GB) == 0
+
+
+@pytest.mark.parametrize("tokens", [40, 250, 1000])
+def test_a_request_in_ram_takes_what_is_predicted(open_hf, tokens):
+    engine = open_hf(cells=2048, batch=256)
+    engine.peak_bytes()
+    evaluate(engine, 0, 0, tokens)
+    actual = engine.peak_bytes()
+    assert actual is not None
+    assert actual == pytest.approx(peak(engine.footprint, Plan(256, 16), tokens, 0, rows=1), rel=0.03)

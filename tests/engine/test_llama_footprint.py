@@ -1,17 +1,31 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from emberkeep.config import total_ram
-from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, step_timing
-from emberkeep.engine.llamacpp.context import footprint_of
-from emberkeep.engine.llamacpp.shared_library import take_buffers
+from emberkeep.engine.base import Footprint
+from emberkeep.engine.llamacpp import Gpu, LlamaEngine, LlamaModel, LlamaSettings, footprint, step_timing
+from emberkeep.engine.llamacpp.footprint import on_gpu
+from emberkeep.engine.llamacpp.shared_library import Buffer, _on_log, take_buffers
 from emberkeep.engine.llamacpp.step_timing import measure
 from emberkeep.engine.step_table import StepTable
+from emberkeep.errors import TooLarge
+from emberkeep.sched.admission import Admission, open_admission, peak
+from emberkeep.types import Plan
 from helpers.engines import KINDS, always, evaluate
-from helpers.tiny_gguf import HEADS
+from helpers.tiny_gguf import EXPERTS_USED, HEADS, INNER, LAYERS, WIDTH
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@pytest.fixture
+def empty_process(monkeypatch):
+    """Nothing but what llama.cpp says is held: what the process has is another number each time."""
+    for module in ("model", "footprint"):
+        monkeypatch.setattr(f"emberkeep.engine.llamacpp.{module}.resident_ram", lambda: 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -36,9 +50,27 @@ def test_the_process_holds_at_least_the_cells(open_engine):
     assert held is None or held > 65_536 * engine.capabilities.kv_bytes_per_token
 
 
-def test_an_engine_with_a_choice_has_room_for_scores(open_engine, monkeypatch):
+@pytest.mark.parametrize("tokens", [40, 600, 1000])
+def test_a_request_takes_what_is_predicted(open_engine, tokens):
+    """Whatever of it llama.cpp does not say: what it is said to have allocated is a fraction of this process."""
+    engine = open_engine("wide", batch=128)
+    engine.peak_bytes()
+    evaluate(engine, 0, 0, tokens)
+    actual = engine.peak_bytes()
+    assert actual is not None
+    assert actual == pytest.approx(peak(engine.footprint, Plan(128, 16), tokens, 0, rows=1), rel=0.03)
+
+
+def test_what_the_process_holds_beyond_its_buffers_is_always_there(open_engine, monkeypatch):
+    """As the interpreter, vocabulary and threads, or copies of weights in a layout of its own."""
+    engine = open_engine()
+    for held in (0, engine.footprint.fixed + GIB):
+        monkeypatch.setattr(footprint, "resident_ram", lambda held=held: held)
+        assert open_engine().footprint.fixed >= held
+
+
+def test_an_engine_with_a_choice_has_room_for_scores(open_engine, empty_process):
     """A number for each row, cell and head, which it needs without flash attention only."""
-    monkeypatch.setattr("emberkeep.engine.llamacpp.model.resident_ram", lambda: 0)
     table = StepTable((1,), (64,), ((1.0,),))
     fixed, either = (
         open_engine(tables=tables).footprint for tables in ({True: table}, {True: table, False: table})
@@ -46,9 +78,8 @@ def test_an_engine_with_a_choice_has_room_for_scores(open_engine, monkeypatch):
     assert either.fixed - fixed.fixed == 256 * 1024 * HEADS * 4
 
 
-def test_what_was_only_measured_is_not_counted(open_engine, model_file, monkeypatch):
+def test_what_was_only_measured_is_not_counted(open_engine, model_file, monkeypatch, empty_process):
     """Nor what a context takes that is opened in the place of another."""
-    monkeypatch.setattr("emberkeep.engine.llamacpp.model.resident_ram", lambda: 0)
     settings = LlamaSettings(context=1024, cells=1024, sequences=8, batch=256, threads=1)
     engines = []
     for is_measured in (False, True):
@@ -63,12 +94,107 @@ def test_what_was_only_measured_is_not_counted(open_engine, model_file, monkeypa
     take_buffers()
     evaluate(changing, 0, 0, 20)
     assert changing.stats()["flash_attention_changes"] == 1
-    assert take_buffers() == 0
+    assert take_buffers() == []
 
 
-def test_with_layers_on_a_gpu_nothing_is_known(model_file):
-    model = LlamaModel(model_file("dense"))
-    model.offloads = True
-    settings = LlamaSettings(context=1024, cells=1024, sequences=2)
-    assert footprint_of(model, settings, 100, False) is None
-    model.close()
+# ── GPUs that are not here ──
+
+LOG = b"""\
+load_tensors:   CPU_Mapped model buffer size =   100.00 MiB
+load_tensors:        CUDA0 model buffer size =  4000.00 MiB
+load_tensors:        CUDA1 model buffer size =  2000.00 MiB
+llama_context:  CUDA_Host  output buffer size =     1.00 MiB
+llama_kv_cache:      CUDA0 KV buffer size =   600.00 MiB
+llama_kv_cache:      CUDA1 KV buffer size =   300.00 MiB
+llama_kv_cache:        CPU KV buffer size =    50.00 MiB
+sched_reserve:      CUDA0 compute buffer size =   200.00 MiB
+sched_reserve:      CUDA1 compute buffer size =   210.50 MiB
+sched_reserve:  CUDA_Host compute buffer size =    20.00 MiB
+"""
+KV_BYTES = 1200
+SETTINGS = LlamaSettings(context=1024, cells=1024, sequences=2)
+
+
+def gpu(number: int, free: int, total: int = 24 * GIB) -> Gpu:
+    return Gpu(number, f"CUDA{number}", "of this test", free, total)
+
+
+@pytest.fixture
+def told() -> list[Buffer]:
+    take_buffers()
+    for line in LOG.splitlines():
+        _on_log(1, line, None)
+    return take_buffers()
+
+
+@pytest.fixture
+def planned(model_file, told):
+    """The footprint of a tiny model whose buffers are on GPUs."""
+    models = []
+
+    def plan(*found: Gpu, kind: str = "dense", kv_type: str = "f16") -> Footprint | None:
+        models.append(LlamaModel(model_file(kind)))
+        return on_gpu(models[-1], replace(SETTINGS, kv_type=kv_type), told, KV_BYTES, found)
+
+    yield plan
+    for model in models:
+        model.close()
+
+
+def test_what_is_on_a_gpu_is_told_from_what_is_in_ram(planned):
+    found = planned(gpu(0, free=9 * GIB), gpu(1, free=20 * GIB))
+    assert (found.device, found.fixed, found.in_ram) == ("CUDA0", 4800 * MIB, 171 * MIB)
+    assert found.capacity == 4800 * MIB + 9 * GIB
+
+
+def test_the_gpu_with_least_room_decides(planned):
+    found = planned(gpu(0, free=9 * GIB), gpu(1, free=2 * GIB))
+    assert (found.device, found.fixed) == ("CUDA1", int(2510.5 * MIB))
+    assert planned(gpu(0, free=9 * GIB), gpu(2, free=1 * GIB)).device == "CUDA0"  # the other one has nothing of it
+
+
+def test_a_gpu_has_no_more_than_all_of_its_memory(planned):
+    """Some drivers say that everything is free."""
+    assert planned(gpu(0, free=24 * GIB)).capacity == 24 * GIB
+
+
+def test_where_nothing_is_told_nothing_is_planned(planned):
+    assert planned(gpu(7, free=GIB)) is None
+    assert planned(gpu(0, free=0, total=0)) is None
+
+
+def test_kernels_have_a_row_of_the_widest_product_in_hand_and_unpack_a_layer(planned):
+    dense, experts = planned(gpu(0, GIB)), planned(gpu(0, GIB), kind="moe")
+    assert dense.per_step_token == 4 * (WIDTH + INNER)
+    assert experts.per_step_token == EXPERTS_USED * dense.per_step_token
+    assert dense.per_context_token == 0
+    assert planned(gpu(0, GIB), kv_type="q4_0").per_context_token == 4 * KV_BYTES / LAYERS
+
+
+def admission(footprint: Footprint, open_engine) -> Admission:
+    shape = open_engine().capabilities
+    opened = open_admission(footprint, shape, largest_slice=512, margin=0.0, store_room=lambda: 0)
+    assert opened is not None
+    return opened
+
+
+def test_where_a_gpu_is_nearly_full_the_slice_is_smaller_and_then_prompts_are_refused(planned, open_engine):
+    plain = planned(gpu(0, free=GIB), kv_type="q8_0")
+    room = math.ceil(100 * plain.per_step_token + 1000 * plain.per_context_token)
+    tight = replace(plain, capacity=plain.fixed + room)
+    assert admission(plain, open_engine).admit(1000, 0).plan.prefill_slice == 512
+    assert admission(tight, open_engine).admit(1000, 0).plan.prefill_slice == 64
+    with pytest.raises(
+        TooLarge, match=r"A prompt of 5,000 tokens needs .* and there are .* \(CUDA0\): send at most"
+    ):
+        admission(tight, open_engine).admit(5000, 0)
+
+
+def test_what_a_request_took_of_a_gpu_is_what_is_no_longer_free(open_engine, monkeypatch):
+    engine = open_engine()
+    engine._model.offloads = True
+    engine.footprint = Footprint("CUDA0", 10 * GIB, 4 * GIB, 0, 0, 0, 0)
+    monkeypatch.setattr("emberkeep.engine.llamacpp.engine.gpus", lambda: [gpu(1, GIB), gpu(0, 5 * GIB)])
+    assert engine.peak_bytes() == 5 * GIB
+    monkeypatch.setattr("emberkeep.engine.llamacpp.engine.gpus", list)
+    assert engine.peak_bytes() is None

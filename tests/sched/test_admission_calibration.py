@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from emberkeep.engine.base import Footprint
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.sched.admission import Calibration
@@ -28,20 +30,36 @@ class Measured(FakeEngine):
 # ── figures ──
 
 
-def test_the_middle_and_the_end_of_the_ratios_are_told():
+def told(count: int, median: float | None, p95: float | None, least: float | None, most: float | None) -> dict:
+    return {"count": count, "min": least, "median": median, "p95": p95, "max": most}
+
+
+def alike(ratio: float | None, count: int = 1) -> dict:
+    return told(count, ratio, ratio, ratio, ratio)
+
+
+def test_the_middle_and_the_ends_of_the_ratios_are_told():
     calibration = Calibration()
     for actual in range(901, 1001):
         calibration.note(admitted(), actual)
-    stats = calibration.stats()
-    assert stats["actual_to_predicted"] == {"count": 100, "median": 0.951, "p95": 0.996}
-    assert stats["suggested_margin"] == 0
+    assert calibration.stats()["actual_to_predicted"] == told(100, 0.951, 0.996, 0.901, 1.0)
 
 
-def test_the_suggested_margin_covers_what_was_predicted_too_low():
+@pytest.mark.parametrize(
+    ("actual", "suggested"),
+    [
+        ([1000] * 18 + [1250] * 2, 0.25),  # follows what 95 of 100 stay below
+        ([1000] * 99 + [4000], 0.05),  # one that was an accident changes nothing
+        ([800] * 16, 0.05),
+        ([1800] * 16, 0.5),
+        ([1250] * 15, None),  # too few
+    ],
+)
+def test_the_suggested_margin_covers_what_was_predicted_too_low_within_limits(actual, suggested):
     calibration = Calibration()
-    for actual in [1000] * 50 + [1250] * 2:
-        calibration.note(admitted(), actual)
-    assert calibration.stats()["suggested_margin"] == 0.25
+    for each in actual:
+        calibration.note(admitted(), each)
+    assert calibration.stats()["suggested_margin"] == suggested
 
 
 def test_requests_of_like_length_and_plan_are_a_cohort():
@@ -51,23 +69,16 @@ def test_requests_of_like_length_and_plan_are_a_cohort():
     calibration.note(admitted(512, plan=Plan(64, 8)), 500)
     calibration.note(admitted(1024), 900)
     assert calibration.stats()["cohorts"] == [
-        {"prompt_tokens": [512, 1023], "prefill_slice": 64, "kv_bits": 8, "count": 1, "median": 0.5, "p95": 0.5},
-        {"prompt_tokens": [512, 1023], "prefill_slice": 512, "kv_bits": 16, "count": 2, "median": 1.0, "p95": 1.0},
-        {
-            "prompt_tokens": [1024, 2047],
-            "prefill_slice": 512,
-            "kv_bits": 16,
-            "count": 1,
-            "median": 0.9,
-            "p95": 0.9,
-        },
+        {"prompt_tokens": [512, 1023], "prefill_slice": 64, "kv_bits": 8, **alike(0.5)},
+        {"prompt_tokens": [512, 1023], "prefill_slice": 512, "kv_bits": 16, **told(2, 1.0, 1.0, 0.8, 1.0)},
+        {"prompt_tokens": [1024, 2047], "prefill_slice": 512, "kv_bits": 16, **alike(0.9)},
     ]
 
 
 def test_nothing_is_suggested_before_anything_was_compared():
     stats = Calibration().stats()
     assert stats["suggested_margin"] is None
-    assert stats["actual_to_predicted"] == {"count": 0, "median": None, "p95": None}
+    assert stats["actual_to_predicted"] == alike(None, 0)
 
 
 def test_its_memory_is_bounded_and_it_counts_on():
@@ -75,7 +86,7 @@ def test_its_memory_is_bounded_and_it_counts_on():
     for number in range(3000):
         calibration.note(admitted(700, plan=Plan(1 + number % 200, 16)), 1000 if number < 1500 else 2000)
     stats = calibration.stats()
-    assert stats["actual_to_predicted"] == {"count": 3000, "median": 2.0, "p95": 2.0}
+    assert stats["actual_to_predicted"] == alike(2.0, 3000)
     assert len(stats["cohorts"]) == 64
 
 
@@ -86,7 +97,7 @@ def test_a_request_that_ran_alone_is_compared():
     with Rig(engine=Measured(999_999, 900)) as rig:
         calibration = rig.scheduler.calibration
         rig.run(PROMPT, admitted=admitted())
-    assert calibration.stats()["actual_to_predicted"] == {"count": 1, "median": 0.9, "p95": 0.9}
+    assert calibration.stats()["actual_to_predicted"] == alike(0.9)
 
 
 def test_on_a_cpu_what_the_store_holds_is_not_the_engines():

@@ -16,6 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from emberkeep import __version__
 from emberkeep.backend.models import Models
 from emberkeep.config import Config
+from emberkeep.engine.base import Footprint
+from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import DeadlineExceeded, EngineError, Overloaded
 from emberkeep.server.app import create_app
 from emberkeep.server.metrics import FIGURES
@@ -45,7 +47,7 @@ DOCS = (Path(__file__).parents[2] / "docs/http-api.md").read_text(encoding="utf-
 LEFT_OUT = (
     r"engine\.(attention|pool\.block_tokens)",  # a name, and a constant
     r"machine\..*",  # as it was when the model was loaded
-    r"planning\.(enabled|cohorts)",  # a setting, and a table
+    r"planning\.(enabled|cohorts|footprint\.device)",  # a setting, a table, and a name
     r"memory\.(oldest|newest)",  # times
     r"model",  # a label of emberkeep_info
     r"recent_lookups.*",  # single requests
@@ -261,7 +263,9 @@ def test_the_model_and_the_version_are_labels() -> None:
 def stats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Json]:
     """What a real backend tells, as dotted paths, after it has done something."""
     config = Config(data_dir=tmp_path_factory.mktemp("data"))
-    backend = fake_backend(config)
+    engine = FakeEngine()
+    engine.footprint = Footprint("cpu", 1 << 40, 1 << 20, 1, 1, 1, 1)
+    backend = fake_backend(config, engine)
 
     async def answer() -> dict[str, Json]:
         asked = Request(prompt="hello", max_tokens=8, sampling=Sampling(temperature=0.0))

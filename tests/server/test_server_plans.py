@@ -186,5 +186,15 @@ def test_the_machine_and_the_planning_are_in_the_stats(tmp_path: Path) -> None:
     assert stats["machine"]["device_total"] == {"value": FIXED + ROOM, "measured": True}
     assert stats["planning"]["enabled"] is True
     assert stats["planning"]["margin"] == 0.05
+    assert stats["planning"]["footprint"] == {
+        "device": "cuda:0",
+        "capacity": FIXED + ROOM,
+        "fixed": FIXED,
+        "per_step_token": 10,
+        "per_context_token": 50,
+        "per_pair": 0.05,
+        "per_logits_row": 200,
+        "in_ram": 0,
+    }
     assert stats["planning"]["suggested_margin"] is None
     assert stats["planning"]["cohorts"] == []

@@ -464,6 +464,7 @@ class LocalBackend:
             "planning": {
                 "enabled": admission is not None,
                 "margin": admission.margin if admission else None,
+                "footprint": admission.footprint.json() if admission else None,
                 "refused": self._refused,
                 "truncated": self._truncated,
                 **self.scheduler.calibration.stats(),

@@ -7,7 +7,7 @@ And the `machine`: its CPU, and the RAM that some defaults are a share of.
 from __future__ import annotations
 
 from emberkeep.config.kinds import LoraFile, parse_size, public_url, readable_size
-from emberkeep.config.machine import cpu_facts, free_ram, resident_ram, total_ram
+from emberkeep.config.machine import cpu_facts, free_ram, peak_ram, resident_ram, total_ram
 from emberkeep.config.settings import (
     DEFAULT_MODEL,
     FIELDS,
@@ -49,6 +49,7 @@ __all__ = [
     "is_loopback",
     "load_config",
     "parse_size",
+    "peak_ram",
     "placed_by_itself",
     "public_url",
     "public_values",

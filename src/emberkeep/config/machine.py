@@ -8,6 +8,9 @@ from pathlib import Path
 
 _IF_UNKNOWN = 8 << 30
 _GROUP = Path("/sys/fs/cgroup")
+_STATUS, _MARKS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_LOWER_PEAK = "5"
+"""What Linux reads as: the peak is what is held now."""
 _KIND = ("model name", "CPU implementer", "CPU part", "CPU variant")
 _INSTRUCTIONS = ("flags", "Features")
 
@@ -44,6 +47,17 @@ def resident_ram() -> int | None:
         return None
 
 
+def peak_ram() -> int | None:
+    """The most bytes of RAM that this process held since this was last asked; where the system does not tell, what
+    it holds now, or None."""
+    peak = _value(_STATUS, "VmHWM:")
+    try:
+        _MARKS.write_text(_LOWER_PEAK)
+    except OSError:
+        peak = None
+    return resident_ram() if peak is None else peak << 10
+
+
 def cpu_facts(*, instructions: bool = False) -> tuple[str, ...]:
     """What tells this machine's CPU from others, as far as it shapes what is computed.
 
@@ -68,7 +82,7 @@ def _number(path: Path) -> int | None:
 def _value(path: Path, name: str) -> int | None:
     """The number behind a name, in a file with a line for each."""
     try:
-        lines = path.read_text().splitlines()
-        return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), None)
+        lines = map(str.split, path.read_text().splitlines())
+        return next((int(words[1]) for words in lines if words[:1] == [name]), None)
     except (OSError, ValueError, IndexError):
         return None

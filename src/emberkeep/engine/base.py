@@ -8,13 +8,14 @@ except that `vocab` is immutable and free for all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum, StrEnum
 from typing import ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep.config import readable_size
 from emberkeep.errors import EngineError
 from emberkeep.types import AttentionTier, ExpertStats, Json, Vocab
 
@@ -138,6 +139,25 @@ class Footprint:
     per_context_token: float
     per_pair: float
     per_logits_row: int
+    in_ram: int = 0
+    """What the engine holds in RAM besides, where `device` is a GPU."""
+
+    def json(self) -> dict[str, Json]:
+        return asdict(self)
+
+    def describe(self) -> str:
+        """For a person who reads a log."""
+        growth = {
+            "token of a step": self.per_step_token,
+            "token of context": self.per_context_token,
+            "pair of both": self.per_pair,
+            "row of logits": self.per_logits_row,
+        }
+        parts = [f"{readable_size(self.fixed)} of {readable_size(self.capacity)} on {self.device}"]
+        if self.in_ram:
+            parts.append(f"{readable_size(self.in_ram)} in RAM")
+        parts += [f"{readable_size(size)} per {what}" for what, size in growth.items() if size]
+        return ", ".join(parts)
 
 
 class KvExport(Protocol):

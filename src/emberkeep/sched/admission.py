@@ -244,6 +244,10 @@ _REMEMBERED = 1024
 _REMEMBERED_PER_COHORT = 256
 _COHORTS = 64
 """Those that had something to tell lately."""
+_ENOUGH = 16
+"""Comparisons from which on a margin is suggested."""
+_LEAST_MARGIN, _MOST_MARGIN = 0.05, 0.5
+"""Peaks that were alike so far say little about the next one, and beyond the other one a prediction is wrong."""
 
 Cohort = tuple[int, Plan]
 """Requests of about the same length (the power of two below it) with the same plan."""
@@ -271,12 +275,13 @@ class Calibration:
                 self._cohorts.popitem(last=False)
 
     def stats(self) -> dict[str, Json]:
-        """With ratios above 1 more was used than predicted; `suggested_margin` would have covered 99 of 100."""
+        """With ratios above 1 more was used than predicted. `suggested_margin` would have covered 95 of 100; it is
+        None before that can be told."""
         with self._lock:
             every, count = list(self._all), self._count
             cohorts = {cohort: list(ratios) for cohort, ratios in sorted(self._cohorts.items(), key=_in_order)}
         return {
-            "suggested_margin": max(_quantile(every, 0.99) - 1, 0.0) if every else None,
+            "suggested_margin": _margin(every),
             "actual_to_predicted": {**_summary(every), "count": count},
             "cohorts": [_cohort_json(cohort, ratios) for cohort, ratios in cohorts.items()],
         }
@@ -331,9 +336,17 @@ def _cohort_json(cohort: Cohort, ratios: list[float]) -> dict[str, Json]:
 def _summary(ratios: list[float]) -> dict[str, Json]:
     return {
         "count": len(ratios),
+        "min": _quantile(ratios, 0) if ratios else None,
         "median": _quantile(ratios, 0.5) if ratios else None,
         "p95": _quantile(ratios, 0.95) if ratios else None,
+        "max": _quantile(ratios, 1) if ratios else None,
     }
+
+
+def _margin(ratios: list[float]) -> float | None:
+    if len(ratios) < _ENOUGH:
+        return None
+    return min(max(round(_quantile(ratios, 0.95) - 1, 4), _LEAST_MARGIN), _MOST_MARGIN)
 
 
 def _quantile(ratios: list[float], share: float) -> float:

@@ -300,10 +300,10 @@ FIGURES = (
     Figure(
         r"planning\.suggested_margin",
         "planning_suggested_margin_ratio",
-        "The share that would have covered 99 of 100 requests.",
+        "The share that would have covered 95 of 100 requests, from 0.05 to 0.5.",
     ),
     Figure(
-        r"planning\.actual_to_predicted\.(?P<statistic>median|p95)",
+        r"planning\.actual_to_predicted\.(?P<statistic>min|median|p95|max)",
         "planning_actual_to_predicted_ratio",
         "Memory that requests used, by what was predicted.",
     ),
@@ -311,6 +311,11 @@ FIGURES = (
         r"planning\.actual_to_predicted\.count",
         "planning_compared_total",
         "Requests whose memory was compared with its prediction.",
+    ),
+    Figure(
+        r"planning\.footprint\.(?P<part>capacity|fixed|in_ram|per_\w+)",
+        "planning_footprint_bytes",
+        "What the engine's memory is made of, by part.",
     ),
     Figure(r"sessions\.evictions", "context_evictions_total", "Times that messages left a context."),
     Figure(r"sessions\.evicted_messages", "evicted_messages_total", "Messages that left a context."),

@@ -109,8 +109,8 @@ class HfEngine:
             tier: fingerprint(model, layout, weights_digest, tier, layers=computed)
             for tier in self.attention.available
         }
-        self.footprint: Footprint | None = footprint(model, self._memory, layers, self, settings)
         self._step_table = measure_steps(self)
+        self.footprint: Footprint | None = footprint(model, self._memory, layers, self, settings)
         self._transfer.prepare()
 
     # ── evaluating ──

@@ -1,4 +1,8 @@
-"""What a Hugging Face engine needs of memory: measured on CUDA, where torch counts; estimated elsewhere."""
+"""What a Hugging Face engine needs of memory: measured with a few steps when it is opened.
+
+On CUDA torch counts every byte. In RAM only the pages of the whole process are counted, so what a step adds is
+estimated too, and the larger number counts.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,10 @@ _STEP_PART = 4
 _SMALLEST_BATCH = 512
 _PROBES = (512, 2048)
 """Prompt tokens per step whose peaks are compared."""
+_LONG_ENOUGH_S, _TIMED_ROWS = 1.0, 128
+"""What the steps on a CPU take together, about, by what one of so many rows took; a person waits for the model."""
+_FEWEST_ROWS = 32
+"""Fewer say nothing: a count of pages is off by some MiB."""
 
 
 class _Steps(Protocol):
@@ -33,6 +41,8 @@ class _Steps(Protocol):
     def evaluate(self, batch: Sequence[Rows]) -> Outcome: ...
 
     def trim(self, sequence: int, start: int) -> None: ...
+
+    def step_seconds(self, rows: int, depth: int, outputs: int) -> float | None: ...
 
 
 def affordable_cells(
@@ -89,21 +99,11 @@ def cells_of_share(model: HfModel, share: float) -> int:
 def footprint(
     model: HfModel, memory: KvMemory, layers: Sequence[LayerShape], engine: _Steps, settings: HfSettings
 ) -> Footprint:
-    """`engine` is idle; on CUDA it evaluates a few prompts."""
+    """`engine` is idle, and evaluates a few prompts; on a CPU none that would take long by its `step_seconds`."""
     row = max(layer.keys.channels + layer.values.channels for layer in layers) * memory.dtype.itemsize
     if memory.device.type == "cuda":
         return _measure(model, memory, row, engine, settings)
-    from emberkeep.config import resident_ram, total_ram
-
-    return Footprint(
-        device=memory.device.type,
-        capacity=total_ram(),
-        fixed=resident_ram() or model.weights_bytes + memory.bytes,
-        per_step_token=_per_step_token(model, memory.dtype),
-        per_context_token=row,
-        per_pair=1 + memory.dtype.itemsize,  # a mask, as it is written and as the kernel wants it
-        per_logits_row=_per_logits_row(model, memory.dtype),
-    )
+    return _measure_ram(model, memory, row, engine, settings)
 
 
 def peak_bytes(device: torch.device) -> int | None:
@@ -111,9 +111,9 @@ def peak_bytes(device: torch.device) -> int | None:
         peak = int(torch.cuda.max_memory_allocated(device))
         torch.cuda.reset_peak_memory_stats(device)
         return peak
-    from emberkeep.config import resident_ram
+    from emberkeep.config import peak_ram
 
-    return resident_ram()
+    return peak_ram()
 
 
 def _measure(model: HfModel, memory: KvMemory, row: int, engine: _Steps, settings: HfSettings) -> Footprint:
@@ -137,15 +137,42 @@ def _measure(model: HfModel, memory: KvMemory, row: int, engine: _Steps, setting
     )
 
 
+def _measure_ram(model: HfModel, memory: KvMemory, row: int, engine: _Steps, settings: HfSettings) -> Footprint:
+    from emberkeep.config import resident_ram, total_ram
+
+    each, per_pair = float(_per_step_token(model, memory.dtype)), 1 + memory.dtype.itemsize
+    tokens = _quick_rows(engine, min(settings.batch, engine.capabilities.context))
+    if tokens >= _FEWEST_ROWS:
+        _peak_of(engine, memory.device, tokens, 0)  # libraries and threads allocate their workspaces once
+        base = resident_ram() or 0
+        beyond = _peak_of(engine, memory.device, tokens, 0) - base
+        each = max(each, beyond / tokens - row - tokens * per_pair)
+    return Footprint(
+        device=memory.device.type,
+        capacity=total_ram(),
+        fixed=resident_ram() or model.weights_bytes + memory.bytes,
+        per_step_token=each,
+        per_context_token=row,
+        per_pair=per_pair,  # a mask, as it is written and as the kernel wants it
+        per_logits_row=_per_logits_row(model, memory.dtype),
+    )
+
+
+def _quick_rows(engine: _Steps, most: int) -> int:
+    """So many that two steps of them are quick; 0 where it is not known what a step takes."""
+    seconds = engine.step_seconds(_TIMED_ROWS, 0, 0)
+    return min(int(_TIMED_ROWS * _LONG_ENOUGH_S / 2 / seconds), most) if seconds else 0
+
+
 def _peak_of(engine: _Steps, device: torch.device, tokens: int, before: int) -> int:
     """The most memory while a prompt of so many tokens is evaluated, `before` others coming first."""
     for start, count in ((0, before), (before, tokens)):
-        torch.cuda.reset_peak_memory_stats(device)
+        peak_bytes(device)
         if count:
             engine.evaluate([Rows(0, start, np.zeros(count, np.int32), outputs=0)])
-    peak = int(torch.cuda.max_memory_allocated(device))
+    peak = peak_bytes(device)
     engine.trim(0, 0)
-    return peak
+    return peak or 0
 
 
 def _per_step_token(model: HfModel, dtype: torch.dtype) -> int:

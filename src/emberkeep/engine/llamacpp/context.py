@@ -23,8 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from emberkeep.config import total_ram
-from emberkeep.engine.base import DRAFT_ROWS, Footprint, Rows
+from emberkeep.engine.base import DRAFT_ROWS, Rows
 from emberkeep.engine.llamacpp.c_api import (
     FLASH_ATTENTION_OFF,
     FLASH_ATTENTION_ON,
@@ -53,7 +52,6 @@ from emberkeep.engine.llamacpp.shared_library import (
     loaded_digest,
     loader_variables,
     system_info,
-    take_buffers,
     take_errors,
     version,
 )
@@ -402,25 +400,3 @@ def score_bytes(model: LlamaModel, settings: LlamaSettings) -> int:
     """What a step takes without flash attention at most: a number for each row, cell and head."""
     heads = max(int(llama().llama_model_n_head(model.handle)), 1)
     return settings.batch * settings.cells * heads * _F32
-
-
-def footprint_of(
-    model: LlamaModel, settings: LlamaSettings, kv_bytes_per_token: int, is_switched: bool
-) -> Footprint | None:
-    """Asked once, when the context was opened. None with layers on a GPU: it is not told what is where.
-
-    `is_switched`: it was opened with flash attention, and may be opened without.
-    """
-    told = take_buffers() + (score_bytes(model, settings) if is_switched else 0)
-    if model.offloads:
-        return None
-    least = int(llama().llama_model_size(model.handle)) + settings.cells * kv_bytes_per_token
-    return Footprint(
-        device="cpu",
-        capacity=total_ram(),
-        fixed=model.resident_before + max(told, least),
-        per_step_token=kv_bytes_per_token,  # what a step computed is copied out of the context
-        per_context_token=0,
-        per_pair=0,
-        per_logits_row=0,
-    )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.config import free_ram, resident_ram
+from emberkeep.config import free_ram, peak_ram
 from emberkeep.engine.base import (
     Blended,
     Capabilities,
@@ -37,7 +37,6 @@ from emberkeep.engine.llamacpp.context import (
     Tuning,
     available_cores,
     fingerprint,
-    footprint_of,
     open_context,
     outputs,
     probe_layout,
@@ -46,6 +45,7 @@ from emberkeep.engine.llamacpp.context import (
 )
 from emberkeep.engine.llamacpp.expert_counter import ExpertCounter
 from emberkeep.engine.llamacpp.flash_switch import FlashSwitch
+from emberkeep.engine.llamacpp.footprint import footprint_of
 from emberkeep.engine.llamacpp.kv_packing import pack_range, packs, unpack_range
 from emberkeep.engine.llamacpp.kv_state import (
     PARTIAL,
@@ -58,7 +58,7 @@ from emberkeep.engine.llamacpp.kv_state import (
 )
 from emberkeep.engine.llamacpp.model import LlamaModel, gpus
 from emberkeep.engine.llamacpp.reposition import can_reposition
-from emberkeep.engine.llamacpp.shared_library import buffers_that_go, llama, take_errors
+from emberkeep.engine.llamacpp.shared_library import buffers_that_go, llama, take_buffers, take_errors
 from emberkeep.engine.llamacpp.staging import Staging
 from emberkeep.engine.llamacpp.transpose import Layouts, counterpart
 from emberkeep.engine.packing import is_packed
@@ -129,8 +129,7 @@ class LlamaEngine:
             self._layout = probe_layout(self._context, model)
             self._unit = self._layout.unit if self._layout else KvUnit.SNAPSHOT
             self._share_windows = self._layout is None or windows_suffice(self._context, self._layout, settings)
-            # Before another context is opened, which does not stay.
-            self.footprint = footprint_of(model, settings, self._row_bytes(), self._switch.has_choice)
+            allocated = take_buffers()  # before another context is opened, which does not stay
             self._learn_other_layout()
             if model.offloads and self._layout is not None and self._unit.has_ranges:
                 self._staging = Staging(gpus()[0].handle, self._layout.range_bytes(_CHUNK))
@@ -138,6 +137,7 @@ class LlamaEngine:
             self.fingerprint = fingerprint(
                 model, weights_digest, settings, self._context, self._layout, either=self._switch.has_choice
             )
+            self.footprint = footprint_of(model, settings, allocated, self._row_bytes(), self._switch.has_choice)
         except EngineError:
             self.close()
             raise
@@ -546,8 +546,13 @@ class LlamaEngine:
         raise EngineError("llama.cpp's state cannot be moved: use the Hugging Face engine (--engine hf).")
 
     def peak_bytes(self) -> int | None:
-        """What the process holds now: pages that were touched once stay."""
-        return resident_ram()
+        if not self._model.offloads:
+            return peak_ram()
+        if self.footprint is None:
+            return None
+        # What a GPU was given it keeps.
+        free = next((gpu.free for gpu in gpus() if gpu.name == self.footprint.device), None)
+        return None if free is None else max(self.footprint.capacity - free, 0)
 
     def stats(self) -> dict[str, Json]:
         return {

@@ -156,8 +156,19 @@ def _digest_of(paths: list[Path]) -> str:
 
 _LEVELS = {2: logging.DEBUG, 3: logging.WARNING, 4: logging.ERROR}
 _recent_errors: list[str] = []
-_BUFFER = re.compile(r"buffer size =\s*([\d.]+) MiB")
-_buffers: list[float] = []
+_BUFFER = re.compile(r"(\S+)\s+(\S+) buffer size =\s*([\d.]+) MiB")
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    place: str
+    """As `CPU`, `CPU_REPACK`, `CUDA0`, `CUDA_Host`."""
+    kind: str
+    """`model`, `KV`, `RS`, `compute`, `output`, `LoRA`."""
+    size: int
+
+
+_buffers: list[Buffer] = []
 
 
 @c_api.LogCallback  # type: ignore[untyped-decorator]
@@ -167,7 +178,7 @@ def _on_log(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
         _recent_errors.append(line)
         del _recent_errors[:-8]
     if found := _BUFFER.search(line):
-        _buffers.append(float(found[1]))
+        _buffers.append(Buffer(found[1], found[2], int(float(found[3]) * (1 << 20))))
     # llama.cpp tells the caller the same through return codes: its own words are for debugging.
     if level in _LEVELS and line and log.isEnabledFor(logging.DEBUG):
         log.debug("%s", line)
@@ -191,11 +202,11 @@ def take_errors() -> str:
     return re.sub(r"^\w+: ", "", first).rstrip(".")
 
 
-def take_buffers() -> int:
-    """Bytes that llama.cpp said it allocated since the last call: only its log says so."""
-    total = sum(_buffers)
+def take_buffers() -> list[Buffer]:
+    """What llama.cpp said it allocated since the last call: only its log says so."""
+    taken = list(_buffers)
     _buffers.clear()
-    return int(total * (1 << 20))
+    return taken
 
 
 @contextmanager
