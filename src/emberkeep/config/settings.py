@@ -338,6 +338,9 @@ class Config:
         3600.0, clamped_seconds(2, _YEAR_S), "The same for conversations, and for what asks for the class long."
     )
     ttl_extended_s: float = _setting(86_400.0, clamped_seconds(2, _YEAR_S), "The same for the class extended.")
+    expire: bool = _setting(
+        False, SWITCH, "Delete what has outlived its TTL, from RAM and disk too, at the next sweep; pins stay."
+    )
     sweep_s: float = _setting(
         30.0, clamped_seconds(1, 3600), "How often to look for prefixes to warm again and conversations to let go."
     )

@@ -75,6 +75,8 @@ class DiskTier:
         self._other_stores: int | None = None
         """Bytes of other fingerprints' stores; None until looked at."""
         self._removing = threading.Lock()
+        self._telling = threading.Lock()
+        """Else the index might be told of an entry after it was told that it is forgotten."""
         self._look_again_at = 0.0
         self._unreadable: set[ChunkKey] = set()
         """Orphans that could not be read, until `_look_again_at`."""
@@ -139,6 +141,18 @@ class DiskTier:
             forgotten.owe(forgetting, whose)
             raise
         return swept
+
+    def erase(self) -> None:
+        """Leave nothing in any file of what the ledger has let go of, nor what says nothing of when it expires.
+
+        Raises OSError when something may be left.
+        """
+        self._writer.settle()
+        left = self.remove_files()
+        self._save()
+        self.files.erase_traces()
+        if left:
+            raise OSError(f"{len(left)} files cannot be removed")
 
     def remove_files(self) -> set[ChunkKey]:
         """Remove the files that the ledger has let go of; returns which could not be. They count, and are tried
@@ -303,11 +317,14 @@ class DiskTier:
     def _save_notes(self) -> None:
         """Never raises."""
         try:
-            with self.files.forgotten.held():  # no process can begin to forget meanwhile
-                self._forgetter.notice()
-                self._tell_index()
+            self._save()
         except OSError as error:
             log.warning("cannot save when chunks were last used: %s", error)
+
+    def _save(self) -> None:
+        with self.files.forgotten.held(), self._telling:  # no process can begin to forget meanwhile
+            self._forgetter.notice()
+            self._tell_index()
 
     def _tell_index(self) -> None:
         unsaved = self._owner.transact(Ledger.take_unsaved)
