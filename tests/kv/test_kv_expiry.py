@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,13 @@ import numpy as np
 import pytest
 
 from emberkeep.kv.chunk_files import ChunkFiles
+from emberkeep.kv.entries import Entry, Tail
+from emberkeep.kv.index import Index
 from emberkeep.kv.policy import Keeping, StoreClock
 from emberkeep.kv.store import Budgets, KvStore
+from emberkeep.kv.tree import ChunkKey
 from emberkeep.kv.unused_stores import UnusedStores
-from emberkeep.types import Lineage, MissReason, Ttl
+from emberkeep.types import EntryKind, Label, Lineage, MissReason, Ttl
 from helpers.canaries import TOKENS, Canary, found_in
 from helpers.kv_building import (
     FINGERPRINT,
@@ -28,6 +32,7 @@ from helpers.kv_building import (
     prompt,
     put,
 )
+from helpers.waiting import eventually
 
 ANN, BOB = Canary(0), Canary(1)
 SHORT_S, LONG_S, EXTENDED_S = 300.0, 3600.0, 86_400.0
@@ -112,16 +117,23 @@ def test_after_its_ttl_and_one_sweep_nothing_of_it_is_on_disk(store: KvStore, tm
     assert store.stats()["evictions"]["cold"]["expired"] == 4
 
 
-def test_what_the_index_has_moved_leaves_no_trace_either(store: KvStore, tmp_path: Path, time: Time) -> None:
-    many = [Canary(number) for number in range(2, 18)]
-    for length in (150, 280, TOKENS):  # what is told again and again is moved about in the file
-        for place, canary in enumerate(many):
-            keep(store, canary, Ttl.LONG if place % 3 else Ttl.SHORT, length)
-        store.flush()
-    time.pass_(SHORT_S)
-    store.sweep()
-    left = [canary for canary in many if found_in(tmp_path, canary)]
-    assert left == [canary for place, canary in enumerate(many) if place % 3]
+def test_what_the_index_has_moved_leaves_no_trace_either(tmp_path: Path) -> None:
+    index, rng = Index(tmp_path / "index.db", FINGERPRINT), random.Random(1)
+    names = [f"user{number:04}x" for number in range(2000)]
+    entries = [Entry.new(Label(EntryKind.CONVERSATION, name, ""), Lineage(name)) for name in names]
+    for _ in range(4):  # rows that grow and shrink are moved about in the file
+        for entry in entries:
+            entry.tails.extend(Tail(ChunkKey(bytes(32)), 0, 0, 0) for _ in range(rng.randrange(8)))
+            while len(entry.tails) > rng.randrange(1, 8):
+                entry.tails.pop()
+        index.save_entries(entry for entry in entries if rng.random() < 0.7)
+    gone = entries[::3]
+    index.remove_entries(entry.id for entry in gone)
+    index.erase_traces()
+    index.close()
+    data = (tmp_path / "index.db").read_bytes()
+    assert [entry.lineage.owner for entry in gone if entry.lineage.owner.encode() in data] == []
+    assert names[1].encode() in data
 
 
 def test_without_the_setting_it_stays_on_disk(tmp_path: Path, time: Time) -> None:
@@ -288,6 +300,17 @@ def test_what_was_evicted_leaves_no_trace_either(tmp_path: Path, time: Time) -> 
     store.close()
 
 
+def test_text_for_drafts_goes_with_what_is_evicted_since_nothing_says_any_more_when_it_expires(time: Time) -> None:
+    store = opened(None, time)
+    keep(store, ANN, Ttl.LONG)
+    lineage = Lineage(ANN.namespace)
+    store.corpus.prepare(lineage)
+    assert eventually(lambda: store.corpus.find(lineage, ANN.tokens[:200], 4))
+    store.resize_ram(0)
+    assert store.corpus.find(lineage, ANN.tokens[:200], 4) is None
+    store.close()
+
+
 def test_ghosts_of_the_time_before_the_setting_go(tmp_path: Path, time: Time) -> None:
     store = opened(tmp_path, time, expire=False)
     keep(store, ANN, Ttl.SHORT)
@@ -363,9 +386,9 @@ def test_a_disk_that_refuses_is_asked_again(
     with monkeypatch.context() as broken:
         broken.setattr("emberkeep.kv.chunk_files.delete", no_space)
         store.sweep()
-    assert "still on disk" in caplog.text
-    assert load(store, ANN.tokens, namespace=ANN.namespace) == 0
-    assert chunk_files(tmp_path)
+        assert "still on disk" in caplog.text
+        assert load(store, ANN.tokens, namespace=ANN.namespace) == 0
+        assert chunk_files(tmp_path)
     store.sweep()
     assert_gone(tmp_path, ANN, store)
 
