@@ -306,16 +306,18 @@ def _packages(config: Config) -> Finding:
 
 def _backends(config: Config) -> Finding:
     """Who answers, in which order; no request is sent."""
-    from emberkeep.backend.remote.vendors import has_key
+    from emberkeep.backend.remote.vendors import has_key, with_defaults
     from emberkeep.models.remotes import Remotes
     from emberkeep.runtime import backend_names
 
     try:
         names, remotes = backend_names(config), Remotes(config).list()
         keyless = [remote.name for remote in remotes if not has_key(remote, os.environ)]
+        usual = [with_defaults(remote, os.environ) for remote in remotes if remote.name not in keyless]
     except ConfigError as error:
         return Finding(Level.FAIL, str(error))
-    text = ", then ".join(names)
+    keys = dict.fromkeys(remote.api_key_env for remote in usual if remote.api_key_env)
+    text = ", then ".join(names) + (f"; keys from {', '.join(keys)}" if keys else "")
     if keyless:
         return Finding(Level.WARN, f"{text}; the key of {', '.join(keyless)} is not set: `emberkeep api list`.")
     return Finding(Level.OK, text)
