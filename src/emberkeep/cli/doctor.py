@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from errno import EISDIR
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,16 @@ import typer
 from emberkeep import large_pages
 from emberkeep.cli.console import console
 from emberkeep.cli.flags import with_settings
-from emberkeep.config import DEFAULT_MODEL, Config, check_exposure, free_ram, readable_size, total_ram
+from emberkeep.config import (
+    DEFAULT_MODEL,
+    Config,
+    check_exposure,
+    forsaken_memory,
+    free_ram,
+    memory_file,
+    readable_size,
+    total_ram,
+)
 from emberkeep.engine.extras import has_hf, hf_versions
 from emberkeep.errors import ConfigError, EngineError, ModelError, ModelNotFound
 from emberkeep.files import nearest_folder
@@ -174,6 +184,25 @@ def _memory(config: Config) -> Finding:
     if budget > total // 2:
         return Finding(Level.WARN, f"{text}: lower ram_budget, the model needs room as well.")
     return Finding(Level.OK, text)
+
+
+def _archive(config: Config) -> Finding:
+    """Where the memory is; nothing is made or opened."""
+    if not config.memory:
+        return Finding(Level.OK, "off: nothing is archived")
+    path = memory_file(config)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(EISDIR, "it is a folder")
+        with tempfile.TemporaryFile(dir=nearest_folder(path.parent)):
+            pass
+    except OSError as error:
+        return Finding(Level.FAIL, f"{path} cannot be written ({error.strerror}): choose another memory_path.")
+    if other := forsaken_memory(config):
+        from emberkeep.runtime.memory import about_forsaken
+
+        return Finding(Level.WARN, f"in {path}; {about_forsaken(other)}")
+    return Finding(Level.OK, f"in {path}" if path.exists() else f"will be in {path}")
 
 
 def _disk(config: Config) -> Finding:
@@ -344,6 +373,7 @@ CHECKS: dict[str, Callable[[Config], Finding]] = {
     "memory": _memory,
     "pages": _pages,
     "data dir": _data_dir,
+    "archive": _archive,
     "disk": _disk,
     "speed": _speed,
     "mlock": _mlock,
