@@ -393,6 +393,21 @@ def test_a_disk_that_refuses_is_asked_again(
     assert_gone(tmp_path, ANN, store)
 
 
+def test_an_index_that_cannot_be_asked_does_not_keep_it(
+    store: KvStore, tmp_path: Path, time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(store, ANN, Ttl.SHORT)
+    store.flush()
+    time.pass_(SHORT_S)
+    with monkeypatch.context() as broken:
+        broken.setattr(Index, "_write", no_space)
+        store.sweep()
+        assert load(store, ANN.tokens, namespace=ANN.namespace) == 0
+        assert chunk_files(tmp_path) == []
+    store.sweep()
+    assert_gone(tmp_path, ANN, store)
+
+
 def test_stores_that_nobody_has_open_are_swept(tmp_path: Path, time: Time) -> None:
     other = opened(tmp_path, time, fingerprint=OTHER)
     keep(other, ANN, Ttl.SHORT)

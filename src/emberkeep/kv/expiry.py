@@ -75,11 +75,17 @@ class Expiry:
         return gone
 
     def _used_elsewhere(self, chunks: Sequence[Chunk], entries: Sequence[Entry]) -> set[ChunkKey]:
-        """Learn how long other processes want these; returns what they have pinned. Raises OSError."""
+        """Learn how long other processes want these; returns what they have pinned. Where the index does not say,
+        they are deleted all the same."""
         if self._disk is None or not (chunks or entries):
             return set()
-        index = self._disk.files.index
-        later = index.later_uses([chunk.key for chunk in chunks], [entry.id for entry in entries])
+        try:
+            self._disk.save_notes()  # else it might still say what was pinned here
+            index = self._disk.files.index
+            later = index.later_uses([chunk.key for chunk in chunks], [entry.id for entry in entries])
+        except OSError as error:
+            log.warning("it is not known what other processes still want: %s", error)
+            return set()
 
         def learn(ledger: Ledger) -> set[ChunkKey]:
             ledger.put_off(later)
