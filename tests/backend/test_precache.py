@@ -181,6 +181,37 @@ def test_an_idle_conversation_leaves_engine_and_ram_and_comes_back(house):
     assert again.lookup.cold_tokens == again.usage.cached_tokens > told.usage.prompt_tokens * 0.8
 
 
+def test_where_a_ttl_is_a_promise_an_idle_conversation_is_nowhere_after_it(house, tmp_path):
+    backend, _ = house.open(expire=True)
+    completed(backend, chat("When is it open?", namespace=ALICE))
+    settle(backend)
+    backend._store.flush()
+    assert backend.scheduler.idle_entries() and list(tmp_path.glob("kv/*/chunks/*/*.kv"))
+    assert not backend.warmer._prefixes  # nobody but a request makes it live longer
+    backend._store._ledger.clock._offset += 3600
+    backend.warmer.sweep()
+    backend.scheduler.call(lambda: None).result()
+    assert backend.scheduler.stats()["idle_sequences"] == 0
+    assert backend._store.held_bytes() == (0, 0)
+    assert not list(tmp_path.glob("kv/*/chunks/*/*.kv"))
+    again = completed(backend, chat("When is it open?", namespace=ALICE))
+    assert again.usage.cached_tokens == 0
+
+
+def test_what_is_idle_without_a_name_is_let_go_where_a_ttl_is_a_promise(house):
+    backend, _ = house.open(expire=True, ram_budget=0, disk_budget=0, ttl_short_s=2)
+    completed(backend, chat("When is it open?", namespace=ALICE))
+    settle(backend)
+    backend.warmer.sweep()
+    backend.scheduler.call(lambda: None).result()
+    assert backend.scheduler.stats()["idle_sequences"] == 1
+    for sequence in backend.scheduler._slots.idle:
+        sequence.entry, sequence.last_used = None, sequence.last_used - 3  # as where nothing of it could be kept
+    backend.warmer.sweep()
+    backend.scheduler.call(lambda: None).result()
+    assert backend.scheduler.stats()["idle_sequences"] == 0
+
+
 def test_warming_over_messages_and_tools_says_what_it_did(house):
     backend, engine = house.open()
     tool = Tool("find_book", "Finds a book.", {"type": "object"})

@@ -67,6 +67,17 @@ def test_a_list_says_whether_a_key_is_set_and_never_which(monkeypatch: pytest.Mo
     assert KEY not in ok("list") + ok("list", "--json")
 
 
+def test_a_list_says_which_of_two_variables_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("GEMINI_API_KEY", "GOOGLE_API_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+    ok("add", "gem", "gemini")
+    assert "GEMINI_API_KEY is not set" in ok("list")
+    monkeypatch.setenv("GOOGLE_API_KEY", KEY)
+    assert "GOOGLE_API_KEY is set" in ok("list")
+    monkeypatch.setenv("GEMINI_API_KEY", KEY)
+    assert "GEMINI_API_KEY is set" in ok("list")
+
+
 def test_models_of_the_configuration_are_listed_too(tmp_path: Path) -> None:
     (tmp_path / "emberkeep.toml").write_text('[backends.gpt]\nbackend = "openai"\nmodel = "gpt-6-sol"\n')
     ok(*CLAUDE)

@@ -166,6 +166,13 @@ def test_who_answers_and_whose_key_is_missing(tmp_path: Path, monkeypatch: pytes
     assert findings(tmp_path, backend="unknown")["answers"].level is Level.FAIL
 
 
+def test_it_is_said_which_variable_a_key_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XAI_API_KEY", raising=False)
+    monkeypatch.setenv("GROK_API_KEY", "secret")
+    found = findings(tmp_path, backends=(RemoteModel("grk", "grok"),))["answers"]
+    assert found.text.endswith("; keys from GROK_API_KEY")
+
+
 def test_a_server_whose_program_is_missing_is_told(tmp_path: Path) -> None:
     lost = McpServer("lost", ("no-such-program",))
     assert "no program no-such-program" in findings(tmp_path, mcp=(lost,))["mcp"].text

@@ -64,7 +64,7 @@ def test_only_newer_rows_are_asked_for(folder):
 def test_a_known_key_is_left_alone(folder):
     index = Index(database(folder), FINGERPRINT)
     before = index.rows_after(0)
-    index.add([(described(before[0]), 7)])
+    index.add([(described(before[0]), 7, 0.0)])
     assert [row.bytes for row in index.rows_after(0)] == [row.bytes for row in before]
 
 

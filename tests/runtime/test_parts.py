@@ -12,6 +12,7 @@ import pytest
 from emberkeep.config import Config
 from emberkeep.kv.forgotten import RECORD
 from emberkeep.kv.store import KvStore
+from emberkeep.kv.tree import store_name
 from emberkeep.runtime import parts
 from emberkeep.runtime.parts import SharedParts, open_store, open_vectors
 
@@ -106,3 +107,28 @@ def test_where_nothing_was_embedded_forgetting_writes_no_vectors(tmp_path: Path)
     shared.forget("")
     assert not (tmp_path / "vectors.db").exists()
     shared.close()
+
+
+def test_where_a_ttl_is_a_promise_no_vectors_are_on_disk(tmp_path: Path) -> None:
+    before = open_vectors(Config(data_dir=tmp_path))
+    assert before is not None
+    before.add({b"key": b"vector"})
+    before.close()
+    config = Config(data_dir=tmp_path, expire=True)
+    store = open_store(config, ONE, {})
+    assert open_vectors(config) is None
+    assert not list(tmp_path.glob("vectors.db*"))
+    assert store.keeping.expire
+    store.close()
+
+
+def test_where_a_ttl_is_a_promise_stores_of_models_that_are_not_loaded_are_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swept: list[Path] = []
+    monkeypatch.setattr(parts.UnusedStores, "_expire", lambda self, path: swept.append(path))
+    open_store(Config(data_dir=tmp_path), OTHER, {}).close()
+    store = open_store(Config(data_dir=tmp_path, expire=True), ONE, {})
+    store.sweep()
+    assert swept == [tmp_path / "kv" / store_name(OTHER)]
+    store.close()

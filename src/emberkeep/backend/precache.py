@@ -37,7 +37,8 @@ class KeepAlive:
     sweep_s: float = 30.0
     """How often to look."""
     tracked: int = 16
-    """Prefixes of conversations that are kept warm at most, besides the declared ones."""
+    """Prefixes of conversations that are kept warm at most, besides the declared ones. None where what outlives
+    its TTL is deleted: only requests make state live longer there."""
 
 
 @dataclass(slots=True)
@@ -120,6 +121,8 @@ class Precache:
 
     def seen(self, request: Request, lineage: Lineage, keys: CacheKeys) -> None:
         """A conversation goes on: its stable beginning stays warm while it is open."""
+        if not self._settings.tracked:
+            return
         prefix = replace(
             request,
             messages=stable_messages(request.messages),
@@ -174,8 +177,9 @@ class Precache:
             for store in self._scheduler.stores:
                 store.sweep()
             expired = self._store.catalogue.expired(self._scheduler.idle_entries())
-            if expired:
-                self._scheduler.drop_idle(expired)
+            unnamed_s = self._settings.ttl[Ttl.SHORT] if self._store.keeping.expire else None
+            if expired or unnamed_s is not None:
+                self._scheduler.drop_idle(expired, unnamed_s)
         except EmberkeepError as error:
             log.debug("no sweep: %s", error)
         except Exception:

@@ -141,7 +141,7 @@ def _cells(remote: RemoteModel, env: Mapping[str, str]) -> tuple[str, str, str, 
     from emberkeep.backend.remote.vendors import has_key, with_defaults
 
     try:
-        usual = with_defaults(remote)
+        usual = with_defaults(remote, env)
     except ConfigError:
         return f"{remote.backend} (not installed)", remote.model, public_url(remote.base_url or ""), ""
     variable = usual.api_key_env

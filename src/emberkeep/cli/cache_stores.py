@@ -81,7 +81,9 @@ def open_stores(config: Config, model: str | None, *, shared: bool = False) -> I
         for folder in closed_folders(config, model, served):
             try:
                 link = open_link(config) if shared else None
-                found.append(opened.enter_context(closing(ClosedStore(folder, ttls(config), link))))
+                found.append(
+                    opened.enter_context(closing(ClosedStore(folder, ttls(config), link, expire=config.expire)))
+                )
             except OSError as error:
                 complain(f"{folder.path} is left out: {error}.")
         yield found

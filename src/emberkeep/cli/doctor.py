@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from errno import EISDIR
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,16 @@ import typer
 from emberkeep import large_pages
 from emberkeep.cli.console import console
 from emberkeep.cli.flags import with_settings
-from emberkeep.config import DEFAULT_MODEL, Config, check_exposure, free_ram, readable_size, total_ram
+from emberkeep.config import (
+    DEFAULT_MODEL,
+    Config,
+    check_exposure,
+    forsaken_memory,
+    free_ram,
+    memory_file,
+    readable_size,
+    total_ram,
+)
 from emberkeep.engine.extras import has_hf, hf_versions
 from emberkeep.errors import ConfigError, EngineError, ModelError, ModelNotFound
 from emberkeep.files import nearest_folder
@@ -176,6 +186,25 @@ def _memory(config: Config) -> Finding:
     return Finding(Level.OK, text)
 
 
+def _archive(config: Config) -> Finding:
+    """Where the memory is; nothing is made or opened."""
+    if not config.memory:
+        return Finding(Level.OK, "off: nothing is archived")
+    path = memory_file(config)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(EISDIR, "it is a folder")
+        with tempfile.TemporaryFile(dir=nearest_folder(path.parent)):
+            pass
+    except OSError as error:
+        return Finding(Level.FAIL, f"{path} cannot be written ({error.strerror}): choose another memory_path.")
+    if other := forsaken_memory(config):
+        from emberkeep.runtime.memory import about_forsaken
+
+        return Finding(Level.WARN, f"in {path}; {about_forsaken(other)}")
+    return Finding(Level.OK, f"in {path}" if path.exists() else f"will be in {path}")
+
+
 def _disk(config: Config) -> Finding:
     free = shutil.disk_usage(nearest_folder(config.data_dir)).free
     text = f"{readable_size(free)} free, disk_budget is {readable_size(config.disk_budget)}"
@@ -321,16 +350,18 @@ def _packages(config: Config) -> Finding:
 
 def _backends(config: Config) -> Finding:
     """Who answers, in which order; no request is sent."""
-    from emberkeep.backend.remote.vendors import has_key
+    from emberkeep.backend.remote.vendors import has_key, with_defaults
     from emberkeep.models.remotes import Remotes
     from emberkeep.runtime import backend_names
 
     try:
         names, remotes = backend_names(config), Remotes(config).list()
         keyless = [remote.name for remote in remotes if not has_key(remote, os.environ)]
+        usual = [with_defaults(remote, os.environ) for remote in remotes if remote.name not in keyless]
     except ConfigError as error:
         return Finding(Level.FAIL, str(error))
-    text = ", then ".join(names)
+    keys = dict.fromkeys(remote.api_key_env for remote in usual if remote.api_key_env)
+    text = ", then ".join(names) + (f"; keys from {', '.join(keys)}" if keys else "")
     if keyless:
         return Finding(Level.WARN, f"{text}; the key of {', '.join(keyless)} is not set: `emberkeep api list`.")
     return Finding(Level.OK, text)
@@ -357,6 +388,7 @@ CHECKS: dict[str, Callable[[Config], Finding]] = {
     "memory": _memory,
     "pages": _pages,
     "data dir": _data_dir,
+    "archive": _archive,
     "disk": _disk,
     "speed": _speed,
     "mlock": _mlock,

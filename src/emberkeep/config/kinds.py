@@ -158,7 +158,11 @@ def or_word(kind: Kind, word: str, stands_for: Callable[[], Any] = lambda: None)
     def public(value: Any) -> Json:
         return None if value is None else kind.public(value)
 
-    return Kind(parse, f"{kind.accepts}, or {word}", kind.type, show, word, public=public, hides=kind.hides)
+    def settle(value: Any, base: Path) -> Any:
+        return None if value is None else kind.settle(value, base)
+
+    accepts = f"{kind.accepts}, or {word}"
+    return Kind(parse, accepts, kind.type, show, word, settle=settle, public=public, hides=kind.hides)
 
 
 # ── numbers and switches ──

@@ -243,6 +243,9 @@ class Config:
         0.5, share(0.1, 0.9), "Share of the context that is still filled after messages have left."
     )
     memory: bool = _setting(True, SWITCH, "Archive what leaves a context, so that it can be found again.")
+    memory_path: Path | None = _setting(
+        None, or_word(PATH, "auto"), "File of the memory; auto: memory.sqlite3 in data_dir."
+    )
     memory_budget: int = _setting(
         10 << 30, BYTES, "Size of the memory on disk; beyond it the oldest archived turns and stored responses go."
     )
@@ -342,6 +345,9 @@ class Config:
         3600.0, clamped_seconds(2, _YEAR_S), "The same for conversations, and for what asks for the class long."
     )
     ttl_extended_s: float = _setting(86_400.0, clamped_seconds(2, _YEAR_S), "The same for the class extended.")
+    expire: bool = _setting(
+        False, SWITCH, "Delete what has outlived its TTL, from RAM and disk too, at the next sweep; pins stay."
+    )
     sweep_s: float = _setting(
         30.0, clamped_seconds(1, 3600), "How often to look for prefixes to warm again and conversations to let go."
     )
@@ -438,6 +444,22 @@ def placed_by_itself(config: Config) -> Config:
 def ttls(config: Config) -> dict[Ttl, float]:
     """Seconds of each class."""
     return {Ttl.SHORT: config.ttl_short_s, Ttl.LONG: config.ttl_long_s, Ttl.EXTENDED: config.ttl_extended_s}
+
+
+def memory_file(config: Config) -> Path:
+    return config.memory_path or memory_in(config.data_dir)
+
+
+def memory_in(data_dir: Path) -> Path:
+    """Where the memory is unless the configuration says."""
+    return data_dir / "memory.sqlite3"
+
+
+def forsaken_memory(config: Config) -> Path | None:
+    """The memory in the data folder, where there is one and another one is used. Looks at the disk."""
+    usual = memory_in(config.data_dir)
+    is_used = usual.resolve() == memory_file(config).resolve()
+    return usual.resolve() if usual.is_file() and not is_used else None
 
 
 def help_for(key: str) -> str:

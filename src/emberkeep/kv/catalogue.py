@@ -98,12 +98,12 @@ class Catalogue:
         return self._transact(Ledger.lineages)
 
     def expired(self, ids: Iterable[EntryId]) -> list[EntryId]:
-        """Those of `ids` that no request has wanted for their TTL."""
+        """Those of `ids` that no request has wanted for their TTL; where such are deleted, those that are gone."""
 
         def look(ledger: Ledger) -> list[EntryId]:
-            now, ttl = ledger.clock.now(), ledger.keeping.ttl
-            found = [ledger.entries.get(entry_id) for entry_id in ids]
-            return [e.id for e in found if e and not e.is_pinned and e.used_at + ttl[e.ttl] <= now]
+            known = {entry_id: ledger.entries.get(entry_id) for entry_id in ids}
+            is_gone = ledger.keeping.expire
+            return [id_ for id_, entry in known.items() if (ledger.expired(entry) if entry else is_gone)]
 
         return self._transact(look)
 
@@ -141,7 +141,7 @@ class Catalogue:
 
         def change(ledger: Ledger) -> tuple[list[Chunk], int]:
             before = len(ledger.entries)
-            gone = ledger.drop_expired()
+            gone = ledger.drop_expired(list(ledger.tree))
             ledger.entries.forget_empty()
             return gone, before - len(ledger.entries)
 

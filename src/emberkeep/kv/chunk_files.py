@@ -24,11 +24,12 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 
 from emberkeep.files import private_folder, sync
 from emberkeep.kv import chunkfile
@@ -116,10 +117,12 @@ class ChunkFiles:
         self,
         entries: Sequence[tuple[Description, memoryview]],
         is_wanted: Callable[[ChunkKey], bool] = lambda key: True,
+        expires: Mapping[ChunkKey, float] = MappingProxyType({}),
     ) -> Written:
         """Make chunks durable. Some may be in their places when others could not be written.
 
         `is_wanted` is asked last of all, while no process can begin to forget: what is not wanted leaves no trace.
+        `expires`: for the index, in the store's seconds.
         """
         staged: list[tuple[Description, Path, int]] = []
         sizes: dict[ChunkKey, int] = {}
@@ -134,7 +137,7 @@ class ChunkFiles:
                             self._publish(description.key, temporary)
                             sizes[description.key] = size
                 finally:  # what is in its place counts, whatever became of the others
-                    self.index.add([(d, size) for d, _, size in staged if d.key in sizes])
+                    self.index.add([(d, size) for d, _, size in staged if d.key in sizes], expires)
         except OSError as error:
             failed = error
         for description, _ in entries:
@@ -224,6 +227,19 @@ class ChunkFiles:
         for key in gone:
             self._strays.pop(key, None)
 
+    def erase_traces(self) -> None:
+        """Delete what says nothing of when it expires: files that cannot be read or failed verification, and what
+        SQLite keeps of deleted rows. Raises OSError when something may be left."""
+        self.drop_strays()
+        self._quarantine.empty()
+        self.clean_up()
+        self.index.erase_traces()
+
+    @property
+    def has_undated(self) -> bool:
+        """Files of which nothing says when they expire. Raises OSError."""
+        return bool(self._strays or self._quarantine.paths())
+
     # ── forgetting ──
 
     def sweep(self, whose: Whose) -> int:
@@ -294,7 +310,7 @@ class ChunkFiles:
         for path in reversed(others):
             if sum(sizes.values()) <= allowed:
                 break
-            if _remove_if_unused(path):
+            if remove_if_unused(path):
                 log.info("removed the stored state of a model that is no longer served (%d bytes)", sizes[path])
                 del sizes[path]
         return sum(sizes.values())
@@ -390,7 +406,7 @@ class ChunkFiles:
             # A user who is just being forgotten has files left, which are about to go.
             going = self.forgotten.unfinished()
             allowed = [(d, size) for d, size in described if not any(d.namespace in whose for _, whose in going)]
-            self.index.add(allowed)
+            self.index.add(allowed, {})
         for description, _ in described:
             self._strays.pop(description.key, None)
         return [row_of(description, size) for description, size in allowed], damaged
@@ -410,7 +426,7 @@ class ChunkFiles:
     def _sweep_tmp(self) -> None:
         for entry in list_folder(self._tmp.parent):
             if entry.name != self._tmp.name:
-                _remove_if_unused(Path(entry.path), lock_name=OWNER)
+                remove_if_unused(Path(entry.path), lock_name=OWNER)
 
 
 def _hold(folder: Path, lock_name: str, mode: int) -> int:
@@ -434,7 +450,16 @@ def _lock(path: Path, mode: int) -> int:
     return descriptor
 
 
-def _remove_if_unused(path: Path, lock_name: str = "in-use") -> bool:
+def is_unused(path: Path) -> bool:
+    """No process has the store in `path` open."""
+    try:
+        os.close(_lock(path / "in-use", fcntl.LOCK_EX | fcntl.LOCK_NB))
+    except OSError:
+        return False
+    return True
+
+
+def remove_if_unused(path: Path, lock_name: str = "in-use") -> bool:
     try:
         descriptor = _lock(path / lock_name, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -449,14 +474,15 @@ def _remove_if_unused(path: Path, lock_name: str = "in-use") -> bool:
 def stores_under(root: Path) -> list[Path]:
     """The folders of all stores, the latest used first."""
     found = [path for path in root.iterdir() if _is_store(path)] if root.is_dir() else []
-    return sorted(found, key=_last_change, reverse=True)
+    return sorted(found, key=last_change, reverse=True)
 
 
 def _is_store(path: Path) -> bool:
     return re.fullmatch("[0-9a-f]{32}", path.name) is not None and path.is_dir() and not path.is_symlink()
 
 
-def _last_change(folder: Path) -> float:
+def last_change(folder: Path) -> float:
+    """When a store was last written to, in seconds since 1970; 0 where that cannot be told."""
     try:
         return (folder / INDEX).stat().st_mtime
     except OSError:
@@ -504,6 +530,12 @@ class Quarantine:
                 delete(path)
                 size -= bytes_
         self.bytes = size
+
+    def empty(self) -> None:
+        """Raises OSError."""
+        for path in self.paths():
+            delete(path)
+        self.bytes = 0
 
     def paths(self) -> list[Path]:
         """Raises OSError."""

@@ -75,6 +75,8 @@ class DiskTier:
         self._other_stores: int | None = None
         """Bytes of other fingerprints' stores; None until looked at."""
         self._removing = threading.Lock()
+        self._telling = threading.Lock()
+        """Else the index might be told of an entry after it was told that it is forgotten."""
         self._look_again_at = 0.0
         self._unreadable: set[ChunkKey] = set()
         """Orphans that could not be read, until `_look_again_at`."""
@@ -105,7 +107,7 @@ class DiskTier:
         """Write what is left and let go of the folder."""
         self._reader.close()
         self._writer.close()
-        self._save_notes()
+        self._try_to_save_notes()
         self.remove_files()
         self.files.close()
 
@@ -139,6 +141,24 @@ class DiskTier:
             forgotten.owe(forgetting, whose)
             raise
         return swept
+
+    def erase(self) -> None:
+        """Leave nothing in any file of what the ledger has let go of, nor what says nothing of when it expires.
+
+        Raises OSError when something may be left.
+        """
+        self._writer.settle()
+        left = self.remove_files()
+        self.save_notes()
+        self.files.erase_traces()
+        if left:
+            raise OSError(f"{len(left)} files cannot be removed")
+
+    def save_notes(self) -> None:
+        """Tell the index what only it will know. Raises OSError."""
+        with self.files.forgotten.held(), self._telling:  # no process can begin to forget meanwhile
+            self._forgetter.notice()
+            self._tell_index()
 
     def remove_files(self) -> set[ChunkKey]:
         """Remove the files that the ledger has let go of; returns which could not be. They count, and are tried
@@ -206,7 +226,7 @@ class DiskTier:
         self._make_room(0)
         # Uses alone wait for company: while a prompt is evaluated there are new ones all the time.
         if self._owner.transact(lambda ledger: ledger.entries.changes.is_pressing):
-            self._save_notes()
+            self._try_to_save_notes()
 
     # ── inside ──
 
@@ -300,12 +320,10 @@ class DiskTier:
     def _evict_some(self, room: int, newcomer: Chunk | None) -> int:
         return self._owner.transact(lambda ledger: ledger.evict(room, MOST_FILES, newcomer))
 
-    def _save_notes(self) -> None:
+    def _try_to_save_notes(self) -> None:
         """Never raises."""
         try:
-            with self.files.forgotten.held():  # no process can begin to forget meanwhile
-                self._forgetter.notice()
-                self._tell_index()
+            self.save_notes()
         except OSError as error:
             log.warning("cannot save when chunks were last used: %s", error)
 

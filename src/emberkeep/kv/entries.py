@@ -124,6 +124,8 @@ class Entries:
         """Which entries have a tail in a chunk."""
         self._maybe_empty: set[EntryId] = set()
         self.ghosts = Ghosts()
+        self.tells_ghosts = True
+        """The index is told of them; else they end with the process."""
         self.changes = UnsavedChanges()
 
     def __iter__(self) -> Iterator[Entry]:
@@ -213,7 +215,8 @@ class Entries:
 
     def remember(self, ghost: Ghost) -> None:
         self.ghosts.add([ghost])
-        self.changes.ghosts.append(ghost)
+        if self.tells_ghosts:
+            self.changes.ghosts.append(ghost)
 
     def forget_lineages(self, lineages: Container[Lineage], *, index_knows: bool) -> None:
         """Every trace. `index_knows`: the index is right about them, and need not be told."""

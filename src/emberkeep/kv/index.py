@@ -114,6 +114,16 @@ class Notes:
     meta: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class LaterUses:
+    """What any process on the folder has told the index of chunks and entries."""
+
+    expires: dict[ChunkKey, float]
+    used_at: dict[EntryId, float]
+    pinned: list[Entry]
+    """All that are."""
+
+
 class Unreadable(OSError):
     """The database is broken, or says something that cannot be true."""
 
@@ -143,12 +153,13 @@ class Index:
                  FROM chunk WHERE seq > ? ORDER BY seq"""
         return _translated(lambda: [self._row(values) for values in self._db.execute(sql, (seq,))])
 
-    def add(self, entries: Iterable[tuple[Description, int]]) -> None:
-        """Insert (description, file size) pairs in one transaction; known keys are left alone."""
+    def add(self, entries: Iterable[tuple[Description, int, float]]) -> None:
+        """Insert (description, file size, expiry) in one transaction; known keys are left alone. An expiry of 0 is
+        not known."""
         sql = """INSERT OR IGNORE INTO chunk
-                 (key, namespace, parent, take, start, tokens, sampled, made, identity, bytes)
-                 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
-        self._write(sql, [_values(description, size) for description, size in entries])
+                 (key, namespace, parent, take, start, tokens, sampled, made, identity, bytes, expires)
+                 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+        self._write(sql, [(*_values(description, size), expires) for description, size, expires in entries])
 
     def remove(self, keys: Iterable[ChunkKey]) -> None:
         self._write("DELETE FROM chunk WHERE key = ?", [(key,) for key in keys])
@@ -157,11 +168,22 @@ class Index:
         sql = "UPDATE chunk SET last_used = ?, hits = ?, expires = ? WHERE key = ?"
         self._write(sql, [(u.last_used, u.hits, u.expires, key) for key, u in uses])
 
-    def entries(self) -> list[Entry]:
+    def entries(self, *, pinned_only: bool = False) -> list[Entry]:
         """Raises Unreadable."""
         sql = """SELECT namespace, kind, key, head, ttl, name, source, turns, used_at, is_pinned, tails
-                 FROM entry"""
-        return _translated(lambda: [_entry(values) for values in self._db.execute(sql)])
+                 FROM entry WHERE is_pinned >= ?"""
+        return _translated(lambda: [_entry(values) for values in self._db.execute(sql, (pinned_only,))])
+
+    def later_uses(self, keys: Iterable[ChunkKey], ids: Iterable[EntryId]) -> LaterUses:
+        """Of these chunks and entries, as far as they are known. Raises Unreadable."""
+        of_chunk, of_entry = "SELECT expires FROM chunk WHERE key = ?", "SELECT used_at FROM entry WHERE id = ?"
+
+        def read() -> LaterUses:
+            expires = {key: row[0] for key in keys for row in self._db.execute(of_chunk, (key,))}
+            used_at = {id_: row[0] for id_ in ids for row in self._db.execute(of_entry, (id_,))}
+            return LaterUses(expires, used_at, self.entries(pinned_only=True))
+
+        return _translated(read)
 
     def save_entries(self, entries: Iterable[Entry]) -> None:
         sql = """INSERT OR REPLACE INTO entry
@@ -196,6 +218,14 @@ class Index:
         for table in ("chunk", "entry", "gone"):
             named = self._namespaces(table)
             self._write(f"DELETE FROM {table} WHERE namespace = ?", [(name,) for name in named if name in whose])
+        self._rewrite()
+
+    def erase_traces(self) -> None:
+        """Leave nothing of rows that were deleted, and no ghost. Raises OSError, as above."""
+        self._db_do("DELETE FROM gone")
+        self._rewrite()
+
+    def _rewrite(self) -> None:
         self._db_do("VACUUM")
         ((busy, *_),) = self._db_do("PRAGMA wal_checkpoint(TRUNCATE)")
         if busy:
@@ -254,7 +284,7 @@ class SharedIndex:
         self._fingerprint = fingerprint
         self._index = Index(path, fingerprint)
         self._lock = threading.Lock()
-        self._untold_rows: dict[ChunkKey, tuple[Description, int]] = {}
+        self._untold_rows: dict[ChunkKey, tuple[Description, int, float]] = {}
         self._untold_removals: set[ChunkKey] = set()
         self._following = self._index
         self._following_lock = threading.Lock()
@@ -286,11 +316,11 @@ class SharedIndex:
         """Replace the database by an empty one. Raises OSError."""
         self._index.start_over()
 
-    def add(self, added: Iterable[tuple[Description, int]]) -> None:
+    def add(self, added: Iterable[tuple[Description, int]], expires: Mapping[ChunkKey, float]) -> None:
         """Only while no process can begin to forget. Never raises: the index is a cache, and what it refuses now
-        it is told with the next change."""
+        it is told with the next change. `expires`: as far as it is known."""
         with self._lock:
-            self._untold_rows |= {description.key: (description, size) for description, size in added}
+            self._untold_rows |= {one.key: (one, size, expires.get(one.key, 0.0)) for one, size in added}
             try:
                 self._index.remove(self._untold_removals)
                 self._untold_removals.clear()
@@ -324,6 +354,18 @@ class SharedIndex:
         self.forget_untold(whose)
         with self._lock:
             self._index.erase(whose)
+
+    def erase_traces(self) -> None:
+        """Leave nothing in the file of rows that were removed, and no ghost. Raises OSError."""
+        with self._lock:
+            self._index.remove(self._untold_removals)
+            self._untold_removals.clear()
+            self._index.erase_traces()
+
+    def later_uses(self, keys: Iterable[ChunkKey], ids: Iterable[EntryId]) -> LaterUses:
+        """Of these chunks and entries. Raises OSError."""
+        with self._lock:
+            return self._index.later_uses(keys, ids)
 
     def notes(self) -> Notes:
         """Raises OSError."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from emberkeep.kv.content import ContentIndex
 from emberkeep.kv.entries import Entries, Entry, UnsavedChanges, Uses, ghost_of
-from emberkeep.kv.index import ChunkRow
+from emberkeep.kv.index import ChunkRow, LaterUses
 from emberkeep.kv.policy import LOW_WATER, Keeping, Rhythm, StoreClock, StoreCounters, WriteBudget, worth_writing
 from emberkeep.kv.ram_tier import RamTier, Tally
 from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, RadixTree, held_at, sibling_with
@@ -72,6 +72,7 @@ class Ledger:
         self.tree = RadixTree()
         self.ram = RamTier(ram_budget)
         self.entries = Entries(self.tree)
+        self.entries.tells_ghosts = not self.keeping.expire  # a ghost has its owner's name, and no end
         self.disk = Tally()
         self.orphans = Orphans()
         self.to_remove: dict[ChunkKey, int] = {}
@@ -79,6 +80,8 @@ class Ledger:
         self.to_remove_bytes = 0
         self.unwritten: set[ChunkKey] = set()
         """In RAM only, because they were not worth writing when their turn came."""
+        self.deletions = 0
+        """Chunks that left, but for tails that are inside others: files may have traces of them."""
         self._content: ContentIndex | None = None
         self.on_delete: Callable[[Container[str]], None] = lambda owners: None
         """Told whose chunks were removed, have expired or were lost: others may have removed those. Must be quick,
@@ -206,7 +209,8 @@ class Ledger:
 
     def adopt(self, rows: Iterable[ChunkRow]) -> None:
         """Enter chunks that are on disk; those whose parent is not known yet wait for it."""
-        wanted_until = self.wanted_until(Ttl.EXTENDED)  # for chunks of which only the file is known
+        # For chunks of which only the file is known: where a TTL is a promise they cannot stay.
+        wanted_until = 0.0 if self.keeping.expire else self.wanted_until(Ttl.EXTENDED)
         known = self.tree.by_key
         todo = list(rows)[::-1]  # the oldest is taken first: parents come before their children
         while todo:
@@ -258,7 +262,11 @@ class Ledger:
                 self.entries.remember(ghost_of(victim, reason))
             if victim.on_disk:
                 self.discard_file(victim.key, victim.bytes)
-        if reason in (MissReason.REMOVED, MissReason.EXPIRED):
+        if reason is None:
+            return gone
+        self.deletions += len(gone)
+        # What was merely evicted has no end any more by which its text would go.
+        if reason is not MissReason.EVICTED or self.keeping.expire:
             self.on_delete({victim.lineage.owner for victim in gone})
         return gone
 
@@ -283,6 +291,7 @@ class Ledger:
             self._lose_orphan(chunk, is_there=is_there)
             return []
         gone = self._take_out(chunk)
+        self.deletions += len(gone)
         self.on_delete({victim.lineage.owner for victim in gone})
         below = [victim for victim in gone if victim.on_disk and victim is not chunk]
         for victim in below:
@@ -388,14 +397,56 @@ class Ledger:
                 heappush(heap, ranked(parent))
         return victims
 
-    def drop_expired(self) -> list[Chunk]:
-        """Drop everything that is not wanted any more, leaves first."""
+    def drop_expired(self, chunks: Iterable[Chunk], but: Container[ChunkKey] = ()) -> list[Chunk]:
+        """Drop those of `chunks` that are not wanted any more, and what they grow from, leaves first. Returns what
+        was dropped."""
         now = self.clock.now()
         victims: list[Chunk] = []
-        while expired := [chunk for chunk in self.tree if chunk.expires <= now and chunk.may_go]:
-            for chunk in expired:
+        for end in chunks:
+            chunk: Chunk | None = end
+            while chunk and not chunk.is_root and chunk in self.tree and chunk.expires <= now and chunk.may_go:
+                if chunk.key in but:
+                    break
                 victims += self.drop(chunk, MissReason.EXPIRED)
+                chunk = chunk.parent
         return victims
+
+    def drop_expired_orphans(self) -> None:
+        """Let files go that wait for their parent and are not wanted any more."""
+        now = self.clock.now()
+        for row in [row for row in self.orphans if row.expires <= now]:
+            self.orphans.take(row.parent, row.key)
+            self.discard_file(row.key, row.bytes)
+            self.deletions += 1
+
+    def expired(self, entry: Entry) -> bool:
+        """No request has wanted it for its TTL, and it is not pinned."""
+        return not entry.is_pinned and entry.used_at + self.keeping.ttl[entry.ttl] <= self.clock.now()
+
+    def forget_expired(self, entries: Iterable[Entry]) -> int:
+        """Forget what those of `entries` are called that have expired; what of them is wanted by others stays,
+        without their names. Returns how many."""
+        gone = [entry for entry in entries if self.entries.get(entry.id) is entry and self.expired(entry)]
+        for entry in gone:
+            self.entries.forget(entry)
+            self.on_delete({entry.lineage.owner})
+        self.deletions += len(gone)
+        return len(gone)
+
+    def put_off(self, later: LaterUses) -> None:
+        """Other processes on the folder have used chunks and entries, too."""
+        for key, expires in later.expires.items():
+            if chunk := self.tree.get(key):
+                chunk.expires = max(chunk.expires, expires)
+        for id_, used_at in later.used_at.items():
+            if entry := self.entries.get(id_):
+                entry.used_at = max(entry.used_at, used_at)
+
+    def bring_forward(self, chunks: Iterable[Chunk], expires: float) -> None:
+        """No chunk is wanted for longer than the longest TTL that there is now."""
+        for chunk in chunks:
+            chunk.expires = min(chunk.expires, expires)
+            self.entries.changes.used[chunk.key] = chunk
 
     def discard_file(self, key: ChunkKey, size: int) -> None:
         """There is a file that nothing here leads to: it is to be removed. It counts until it is gone."""

@@ -85,6 +85,8 @@ class Keeping:
     """Bytes."""
     worth: Worth = worth
     """What goes first when room is short."""
+    expire: bool = False
+    """What has outlived its TTL is deleted (`kv/expiry.py`); else it goes first when room is short."""
 
 
 # ── load or recompute: both costs are measured while serving, not assumed ──
@@ -204,12 +206,17 @@ class Saved:
     wall: float
 
 
+def _passing() -> float:
+    """Seconds that also pass while the machine sleeps, where the system tells them."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
 class StoreClock:
     def __init__(
         self,
         saved: Saved | None = None,
         *,
-        monotonic: Callable[[], float] = time.monotonic,
+        monotonic: Callable[[], float] = _passing,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._monotonic = monotonic

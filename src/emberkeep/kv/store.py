@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from emberkeep.kv.content import Moved, to_pieces
 from emberkeep.kv.corpus import TokenCorpus
 from emberkeep.kv.disk_tier import DiskSettings, DiskTier, Forgetter
 from emberkeep.kv.entries import Entry
+from emberkeep.kv.expiry import Expiry
 from emberkeep.kv.forgotten import Whose, of_user
 from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.policy import CostModel, Keeping, Saved, StoreClock, StoreCounters, WriteBudget
@@ -81,14 +83,16 @@ class KvStore:
         keeping: Keeping | None = None,
         about: Mapping[str, Any] | None = None,
         clock: Callable[[Saved | None], StoreClock] = StoreClock,
+        beside: Callable[[], None] | None = None,
     ) -> None:
         """`about` is written into the store's folder, for people and tools that come without the model. `link`: to
-        a server that other hosts share; it belongs to the store from now on."""
+        a server that other hosts share; it belongs to the store from now on. `beside`: what else a sweep does."""
         self.fingerprint = fingerprint
         self.costs = CostModel()
         self.counters = StoreCounters()
         self.keeping = keeping or Keeping()
         self._budgets = budgets
+        self._beside = beside
         self._lock = threading.Lock()
         self._ledger = Ledger(self.keeping, budgets.ram, self.counters, clock(None))
         self._fits_engine = True
@@ -103,6 +107,9 @@ class KvStore:
             except BaseException:
                 files.close()
                 raise
+        self._expiry = Expiry(self.transact, self._disk) if self.keeping.expire else None
+        if self._expiry:
+            self._expiry.sweep()  # before anything is served
         self._remote: RemoteTier | None = None
         if link is not None:
             folder = self._disk.files.folder if self._disk else None
@@ -126,7 +133,8 @@ class KvStore:
             ledger.adopt(rows)
         day, written = notes.meta.get("write_day", 0), notes.meta.get("written", 0)
         ledger.writes = WriteBudget(self.keeping.writes_per_day, day, written)
-        ledger.entries.ghosts.add(notes.ghosts)
+        if ledger.entries.tells_ghosts:
+            ledger.entries.ghosts.add(notes.ghosts)
         ledger.entries.restore(notes.entries)
         self.counters.damaged_chunks += damaged
         settings = DiskSettings(self._budgets.disk, self._budgets.ram // 16, about)
@@ -482,9 +490,13 @@ class KvStore:
         return entry
 
     def sweep(self) -> int:
-        """Give back the RAM of what no request has wanted for its TTL; returns how many chunks left it. Blocks on
-        disk for a moment."""
+        """Give back the RAM of what no request has wanted for its TTL, or delete it (`Keeping.expire`); returns
+        how many chunks left RAM only. Blocks on disk for a moment."""
         self.notice_forgotten()
+        if self._expiry:
+            self._expiry.sweep()
+        if self._beside:
+            self._beside()
         with self._lock:
             idle = self._ledger.ram.free_expired(self._ledger.clock.now())
             self.counters.cooled_when_idle += idle
@@ -493,6 +505,17 @@ class KvStore:
         if self._disk:
             self._disk.wake()
         return idle
+
+    def expires_in(self) -> float:
+        """Seconds until something has outlived its TTL that has not yet; infinite where nothing does."""
+
+        def look(ledger: Ledger) -> float:
+            ttl, now = self.keeping.ttl, ledger.clock.now()
+            ends = [entry.used_at + ttl[entry.ttl] for entry in ledger.entries]
+            ends += [chunk.expires for chunk in ledger.tree]
+            return min((end - now for end in ends if end > now), default=inf)
+
+        return self.transact(look)
 
     # ── life ──
 

@@ -286,7 +286,8 @@ class Writer:
         begin = perf_counter()
         try:
             entries = self._entries(batch)
-            written = self._files.write(entries, self._decisions.is_wanted) if entries else Written({})
+            expires = {chunk.key: chunk.expires for chunk, _ in batch}
+            written = self._files.write(entries, self._decisions.is_wanted, expires) if entries else Written({})
         except OSError as error:
             self._refused(batch, error)
             return

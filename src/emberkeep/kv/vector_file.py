@@ -145,6 +145,14 @@ def _open(path: Path) -> apsw.Connection:
     return db
 
 
+def delete_vectors(path: Path) -> None:
+    """Delete the file, whoever has it open: they go on with what no process finds any more. Never raises."""
+    try:
+        _remove(path)
+    except OSError as error:
+        log.warning("vectors are still on disk: %s", error)
+
+
 def _remove(path: Path) -> None:
     for suffix in ("", "-wal", "-shm"):
         Path(f"{path}{suffix}").unlink(missing_ok=True)

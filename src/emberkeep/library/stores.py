@@ -82,15 +82,23 @@ class ClosedStore:
     Every method blocks on disk. Raises OSError where the folder cannot be used.
     """
 
-    def __init__(self, folder: StoreFolder, ttl: Mapping[Ttl, float], link: RemoteLink | None = None) -> None:
-        """`link`: to a server where other hosts find what is stored."""
+    def __init__(
+        self,
+        folder: StoreFolder,
+        ttl: Mapping[Ttl, float],
+        link: RemoteLink | None = None,
+        *,
+        expire: bool = False,
+    ) -> None:
+        """`link`: to a server where other hosts find what is stored. `expire`: to open it is to delete what has
+        outlived its TTL."""
         self.folder = folder
         self._store = KvStore(
             folder.fingerprint,
             Budgets(ram=0, disk=sys.maxsize),
             ChunkFiles(folder.path.parent, folder.fingerprint),
             link=link,
-            keeping=Keeping(ttl),
+            keeping=Keeping(ttl, expire=expire),
         )
 
     @property

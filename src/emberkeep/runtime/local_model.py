@@ -222,7 +222,7 @@ def assemble(
     settings = LocalSettings(
         lineages=lineages,
         permits=Permits(config.parallel + config.queue, config.max_concurrent_per_user),
-        keep_alive=KeepAlive(ttls(config), config.sweep_s, config.tracked_conversations),
+        keep_alive=KeepAlive(ttls(config), config.sweep_s, 0 if config.expire else config.tracked_conversations),
         machine=machine or assumed(engine.footprint),
         hygiene=parts.hygiene,
         admission=admission,

@@ -14,7 +14,8 @@ from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.policy import Keeping
 from emberkeep.kv.remote_link import RemoteLink, RemoteSettings
 from emberkeep.kv.store import Budgets, KvStore
-from emberkeep.kv.vector_file import VectorFile
+from emberkeep.kv.unused_stores import UnusedStores
+from emberkeep.kv.vector_file import VectorFile, delete_vectors
 from emberkeep.memory.memory import Memory
 from emberkeep.runtime.memory import open_memory_or_none
 from emberkeep.session.hygiene import Hygiene
@@ -197,8 +198,10 @@ def open_link(config: Config) -> RemoteLink | None:
 
 
 def open_vectors(config: Config) -> VectorFile | None:
-    """Of all models that embed; None where none are kept on disk."""
-    return VectorFile(config.data_dir / _VECTORS, config.vector_budget) if config.vector_budget else None
+    """Of all models that embed; None where none are kept on disk. A text can be guessed from its vector: where
+    nothing may outlast its TTL, they are in RAM only."""
+    is_kept = config.vector_budget and not config.expire
+    return VectorFile(config.data_dir / _VECTORS, config.vector_budget) if is_kept else None
 
 
 def _clear_vectors(config: Config) -> None:
@@ -216,14 +219,18 @@ def open_store(
 
     Raises ConfigError where hosts are to share it and cannot.
     """
-    keeping = Keeping(ttls(config), config.turns_to_cold, config.disk_writes_per_day)
+    keeping = Keeping(ttls(config), config.turns_to_cold, config.disk_writes_per_day, expire=config.expire)
+    beside = None
+    if config.expire:
+        delete_vectors(config.data_dir / _VECTORS)
+        beside = UnusedStores(config.data_dir / "kv", keeping).sweep
 
     budgets = Budgets(int(config.ram_budget * share), config.disk_budget)
 
     link = None if is_draft else open_link(config)
 
     def store(files: ChunkFiles | None) -> KvStore:
-        return KvStore(fingerprint, budgets, files, link=link, keeping=keeping, about=about)
+        return KvStore(fingerprint, budgets, files, link=link, keeping=keeping, about=about, beside=beside)
 
     if config.disk_budget:
         try:

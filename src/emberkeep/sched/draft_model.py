@@ -300,10 +300,8 @@ class DraftModel:
             if shadow.lineage.owner in owners:
                 shadow.forget()
 
-    def drop_idle(self, entries: Container[EntryId]) -> None:
-        for shadow in self._slots.idle:
-            if shadow.entry in entries:
-                self._slots.drop(shadow)
+    def drop_idle(self, entries: Container[EntryId], unnamed_s: float | None) -> None:
+        self._slots.drop_idle(entries, unnamed_s)
 
     def stats(self) -> DraftModelStats:
         return DraftModelStats(

@@ -256,16 +256,15 @@ class Scheduler:
 
         return self.call(drop)
 
-    def drop_idle(self, entries: Iterable[EntryId]) -> Future[None]:
-        """Drop what is idle in the engine for these: the store has it as well."""
+    def drop_idle(self, entries: Iterable[EntryId], unnamed_s: float | None = None) -> Future[None]:
+        """Drop what is idle in the engine for these: the store has it as well. With `unnamed_s`, also what has
+        been idle for so many seconds without an entry."""
         listed = set(entries)
 
         def drop() -> None:
-            for sequence in self._slots.idle:
-                if sequence.entry in listed:
-                    self._slots.drop(sequence)
+            self._slots.drop_idle(listed, unnamed_s)
             if self._draft is not None:
-                self._draft.drop_idle(listed)
+                self._draft.drop_idle(listed, unnamed_s)
 
         return self.call(drop)
 

@@ -144,6 +144,15 @@ class Slots:
             if sequence.entry == entry and sequence.turn <= before_turn:
                 self.drop(sequence)
 
+    def drop_idle(self, entries: Container[EntryId], unnamed_s: float | None) -> None:
+        """Give up what is idle for these; with `unnamed_s`, also what has been for so many seconds without an
+        entry."""
+        since = float("-inf") if unnamed_s is None else monotonic() - unnamed_s
+        for sequence in self.idle:
+            is_old = sequence.entry is None and sequence.last_used <= since
+            if is_old or sequence.entry in entries:
+                self.drop(sequence)
+
     def forget(self, owners: Container[str]) -> None:
         """Give up everything that rests for these, exact or not; of what is being computed nothing is kept."""
         for sequence in [*self.idle, *self.active]:

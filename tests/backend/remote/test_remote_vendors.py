@@ -87,6 +87,28 @@ def test_a_missing_key_is_refused_with_the_name_of_its_variable(backend: str) ->
         open_provider(remote(backend), {})
 
 
+@pytest.mark.parametrize(
+    ("backend", "newer", "older"),
+    [("gemini", "GEMINI_API_KEY", "GOOGLE_API_KEY"), ("grok", "XAI_API_KEY", "GROK_API_KEY")],
+)
+def test_the_older_name_of_a_key_counts_where_the_newer_one_is_not_set(
+    backend: str, newer: str, older: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str | None] = []
+    monkeypatch.setattr(
+        "emberkeep.backend.remote.vendors._load", lambda vendor: lambda known, key: given.append(key)
+    )
+    for env in ({older: "old"}, {newer: " ", older: "old"}, {newer: "new", older: "old"}):
+        assert has_key(remote(backend), env)
+        open_provider(remote(backend), env)
+    assert given == ["old", "old", "new"]
+    assert with_defaults(remote(backend), {older: "old"}).api_key_env == older
+    assert with_defaults(remote(backend), {newer: "new", older: "old"}).api_key_env == newer
+    with pytest.raises(RemoteRefused, match=newer):
+        open_provider(remote(backend), {})
+    assert not has_key(replace(remote(backend), api_key_env="WORK_KEY"), {older: "old"})
+
+
 def test_a_key_under_another_name_is_looked_for_there_only() -> None:
     one = replace(remote("anthropic"), api_key_env="WORK_KEY")
     assert has_key(one, {"WORK_KEY": CANARY})

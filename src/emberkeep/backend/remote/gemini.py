@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import mimetypes
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -60,6 +61,10 @@ _MISHAPS = frozenset(
         types.FinishReason.TOO_MANY_TOOL_CALLS,
         types.FinishReason.OTHER,
     }
+)
+# The SDK says which of two variables it would take, also where it is given the key.
+logging.getLogger("google_genai._api_client").addFilter(
+    lambda record: not record.getMessage().startswith("Both GOOGLE_API_KEY and GEMINI_API_KEY are set")
 )
 _TIMEOUT = httpx.Timeout(READ_S, connect=CONNECT_S)
 _DELAY = re.compile(r'"retryDelay":\s*"(\d+(?:\.\d+)?)s"')

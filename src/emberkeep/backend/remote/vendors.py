@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
 
 from emberkeep.backend.remote.base import OpenProvider, Provider
 from emberkeep.errors import ConfigError, RemoteRefused
@@ -32,6 +33,8 @@ class Vendor:
     base_url: str | None = None
     """None: the SDK's own, or there is no default."""
     needs_url: bool = False
+    older_key_env: str | None = None
+    """The variable that held its key before, and is used where the usual one is not set."""
 
 
 _HERE = "emberkeep.backend.remote"
@@ -42,9 +45,23 @@ VENDORS: Mapping[str, Vendor] = {
         f"{_HERE}.anthropic:open_anthropic", "anthropic", "ANTHROPIC_API_KEY", True, "claude-sonnet-5-5", 200_000
     ),
     "gemini": Vendor(
-        f"{_HERE}.gemini:open_gemini", "google.genai", "GEMINI_API_KEY", True, "gemini-3.8-flash", 1_048_576
+        f"{_HERE}.gemini:open_gemini",
+        "google.genai",
+        "GEMINI_API_KEY",
+        True,
+        "gemini-3.8-flash",
+        1_048_576,
+        older_key_env="GOOGLE_API_KEY",
     ),
-    "grok": Vendor(f"{_HERE}.grok:open_grok", "xai_sdk", "XAI_API_KEY", True, "grok-4.6", 131_072),
+    "grok": Vendor(
+        f"{_HERE}.grok:open_grok",
+        "xai_sdk",
+        "XAI_API_KEY",
+        True,
+        "grok-4.6",
+        131_072,
+        older_key_env="GROK_API_KEY",
+    ),
     "ollama": Vendor(f"{_HERE}.ollama:open_ollama", "ollama", context=4096, base_url="http://127.0.0.1:11434"),
     "trtllm": Vendor(f"{_HERE}.trtllm:open_trtllm", "openai", base_url="http://127.0.0.1:8000"),
     "compatible": Vendor(f"{_HERE}.openai:open_openai", "openai", needs_url=True),
@@ -53,7 +70,7 @@ VENDORS: Mapping[str, Vendor] = {
 
 def open_provider(remote: RemoteModel, env: Mapping[str, str]) -> Provider:
     """Does not connect. Raises ConfigError, and RemoteRefused where a key is missing."""
-    known = with_defaults(remote)
+    known = with_defaults(remote, env)
     vendor = VENDORS.get(remote.backend)
     if vendor is None:
         return _load_entry_point(remote.backend)(known, _key(known, env))
@@ -69,14 +86,17 @@ def check_address(remote: RemoteModel) -> None:
         raise ConfigError(f"{remote.name} needs an address: give it a base_url (--base-url).")
 
 
-def with_defaults(remote: RemoteModel) -> RemoteModel:
-    """With the vendor's defaults for what the user left out. Raises ConfigError for an unknown vendor."""
+def with_defaults(remote: RemoteModel, env: Mapping[str, str] = MappingProxyType({})) -> RemoteModel:
+    """With the vendor's defaults for what the user left out; of the variables for its key, the one that is set in
+    `env`. Raises ConfigError for an unknown vendor."""
     vendor = _vendor(remote.backend)
+    names = [name for name in (vendor.key_env, vendor.older_key_env) if name is not None]
+    in_use = next((name for name in names if _value(env, name)), vendor.key_env)
     return replace(
         remote,
         model=remote.model or vendor.model,
         base_url=remote.base_url or vendor.base_url,
-        api_key_env=remote.api_key_env or vendor.key_env,
+        api_key_env=remote.api_key_env or in_use,
     )
 
 
@@ -94,11 +114,15 @@ def has_key(remote: RemoteModel, env: Mapping[str, str]) -> bool:
     """Whether the key is there, or none is needed. Raises ConfigError for an unknown vendor."""
     if not _vendor(remote.backend).needs_key and remote.api_key_env is None:
         return True
-    return _key(with_defaults(remote), env) is not None
+    return _key(with_defaults(remote, env), env) is not None
 
 
 def _key(remote: RemoteModel, env: Mapping[str, str]) -> str | None:
-    return env.get(remote.api_key_env or "", "").strip() or None
+    return _value(env, remote.api_key_env or "")
+
+
+def _value(env: Mapping[str, str], variable: str) -> str | None:
+    return env.get(variable, "").strip() or None
 
 
 def _vendor(backend: str) -> Vendor:

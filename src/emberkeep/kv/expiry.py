@@ -1,0 +1,113 @@
+"""Deleting what has outlived its TTL, for whom a TTL is a promise (`Keeping.expire`).
+
+entry     goes, with its name, when no request has used it for its TTL; a pinned one stays
+chunk     goes with the last of the entries that it is a part of: what they share lives as long as the longest
+traces    go in the same sweep: what SQLite keeps of deleted rows, and files that do not say when they expire
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from emberkeep.kv.disk_tier import DiskTier
+from emberkeep.kv.entries import Entry, latest_tail
+from emberkeep.kv.ledger import Ledger, Transact
+from emberkeep.kv.tree import Chunk, ChunkKey, held_at
+
+log = logging.getLogger("emberkeep.kv")
+
+_AT_ONCE = 256
+"""Chunks that are dropped under the store's lock: a lookup waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What the ledger holds, to be looked at without the store's lock."""
+
+    now: float
+    longest: float
+    """The longest TTL."""
+    chunks: Sequence[Chunk]
+    entries: Sequence[Entry]
+
+    @classmethod
+    def copied(cls, ledger: Ledger) -> _Held:
+        longest = max(ledger.keeping.ttl.values())
+        return cls(ledger.clock.now(), longest, list(ledger.tree), list(ledger.entries))
+
+
+class Expiry:
+    """Safe to use from any thread."""
+
+    def __init__(self, transact: Transact, disk: DiskTier | None) -> None:
+        self._transact = transact
+        self._disk = disk
+        self._lock = threading.Lock()
+        self._erased_at = -1
+        """How many deletions files have no trace of. None at first: a process that died may have left some."""
+
+    def sweep(self) -> int:
+        """Delete what has expired; returns how many chunks went. Blocks on disk. Never raises: what could not be
+        deleted is not served, and is tried again by the next sweep."""
+        with self._lock:
+            try:
+                gone = self._drop()
+                self._erase()
+                return gone
+            except OSError as error:
+                log.warning("state that has expired is still on disk, and the next sweep tries again: %s", error)
+                return 0
+
+    def _drop(self) -> int:
+        held = self._transact(_Held.copied)
+        last = held.now + held.longest
+        if too_long := [chunk for chunk in held.chunks if chunk.expires > last]:
+            self._transact(lambda ledger: ledger.bring_forward(too_long, last))
+        chunks = [chunk for chunk in held.chunks if chunk.expires <= held.now and not chunk.is_pinned]
+        entries = self._transact(lambda ledger: [entry for entry in held.entries if ledger.expired(entry)])
+        pinned = self._used_elsewhere(chunks, entries)
+        self._transact(lambda ledger: ledger.forget_expired(entries))
+        gone = sum(self._drop_some(chunks[at : at + _AT_ONCE], pinned) for at in range(0, len(chunks), _AT_ONCE))
+        self._transact(Ledger.drop_expired_orphans)
+        return gone
+
+    def _used_elsewhere(self, chunks: Sequence[Chunk], entries: Sequence[Entry]) -> set[ChunkKey]:
+        """Learn how long other processes want these; returns what they have pinned. Where the index does not say,
+        they are deleted all the same."""
+        if self._disk is None or not (chunks or entries):
+            return set()
+        try:
+            self._disk.save_notes()  # else it might still say what was pinned here
+            index = self._disk.files.index
+            later = index.later_uses([chunk.key for chunk in chunks], [entry.id for entry in entries])
+        except OSError as error:
+            log.warning("it is not known what other processes still want: %s", error)
+            return set()
+
+        def learn(ledger: Ledger) -> set[ChunkKey]:
+            ledger.put_off(later)
+            tails = [latest_tail(entry, ledger.tree.by_key) for entry in later.pinned]
+            return {chunk.key for tail in tails if tail for chunk in held_at(tail)}
+
+        return self._transact(learn)
+
+    def _drop_some(self, chunks: Sequence[Chunk], pinned: set[ChunkKey]) -> int:
+        def drop(ledger: Ledger) -> int:
+            gone = len(ledger.drop_expired(chunks, pinned))
+            ledger.counters.expired_evictions += gone
+            ledger.entries.forget_empty()
+            return gone
+
+        return self._transact(drop)
+
+    def _erase(self) -> None:
+        """Raises OSError."""
+        if self._disk is None:
+            return
+        deletions = self._transact(lambda ledger: ledger.deletions)
+        if deletions != self._erased_at or self._disk.files.has_undated:
+            self._disk.erase()
+            self._erased_at = deletions

@@ -1,0 +1,83 @@
+"""The stores of models that no process has open: what outlives its TTL there is deleted by the others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from emberkeep.kv.chunk_files import INDEX, ChunkFiles, is_unused, last_change, remove_if_unused, stores_under
+from emberkeep.kv.index import read_meta
+from emberkeep.kv.policy import Keeping, StoreClock
+from emberkeep.kv.store import Budgets, KvStore
+from emberkeep.kv.tree import store_name
+
+log = logging.getLogger("emberkeep.kv")
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    changed: float
+    due: float
+    """When something of it expires, in seconds since 1970."""
+
+
+class UnusedStores:
+    """Of one root. Safe to use from any thread; blocks on disk. Never raises."""
+
+    def __init__(self, root: Path, keeping: Keeping, wall: Callable[[], float] = time.time) -> None:
+        self._root = root
+        self._keeping = keeping
+        self._wall = wall
+        self._lock = threading.Lock()
+        self._seen: dict[Path, _Seen] = {}
+
+    def sweep(self) -> None:
+        """Delete what has outlived its TTL. Opens those stores only in which something may have."""
+        with self._lock:
+            try:
+                due = [path for path in stores_under(self._root) if self._is_due(path) and is_unused(path)]
+            except OSError as error:
+                log.warning("cannot look for state that has expired: %s", error)
+                return
+            for path in due:
+                self._expire(path)
+
+    def _is_due(self, path: Path) -> bool:
+        seen = self._seen.get(path)
+        return seen is None or seen.changed != last_change(path) or self._wall() >= seen.due
+
+    def _expire(self, path: Path) -> None:
+        try:
+            fingerprint = read_meta(path / INDEX)["fingerprint"]
+            if store_name(fingerprint) != path.name:
+                raise ValueError("it names another store")
+            self._open(path, fingerprint)
+        except (OSError, LookupError, TypeError, ValueError) as error:
+            self._give_up(path, error)
+
+    def _open(self, path: Path, fingerprint: bytes) -> None:
+        """To open it is to delete what has expired. Raises OSError."""
+        last_used = (path / INDEX).stat()
+        files = ChunkFiles(path.parent, fingerprint)
+        store = KvStore(
+            fingerprint,
+            Budgets(ram=0, disk=sys.maxsize),
+            files,
+            keeping=self._keeping,
+            clock=lambda saved: StoreClock(saved, wall=self._wall),
+        )
+        due = self._wall() + store.expires_in()
+        store.close()
+        os.utime(path / INDEX, ns=(last_used.st_atime_ns, last_used.st_mtime_ns))  # looking is not using
+        self._seen[path] = _Seen(last_change(path), due)
+
+    def _give_up(self, path: Path, error: Exception) -> None:
+        """It cannot be told when what is in it expires: it goes when all of it has."""
+        if self._wall() - last_change(path) > max(self._keeping.ttl.values()) and remove_if_unused(path):
+            log.info("removed a store that cannot be read, and that has expired: %s", error)
