@@ -106,7 +106,7 @@ def _one_by_one(texts: Sequence[str], answers: Sequence[str]) -> Talk:
 
 
 def _passages(entry: Mapping[str, Json]) -> list[str]:
-    found = next((entry[name] for name in _PASSAGES if entry.get(name)), [])
+    found: Json = next((entry[name] for name in _PASSAGES if entry.get(name)), [])
     return [_passage(one) for one in ([found] if isinstance(found, str) else found)]
 
 
