@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 from typer import Option
@@ -17,16 +16,10 @@ from emberkeep.engine.extras import require_hf
 
 @dataclass(frozen=True, slots=True)
 class PartsFlags(Flags):
-    questions: Annotated[
-        Path | None,
-        Option("--questions", exists=True, dir_okay=False, help="Questions with passages (default: made up)."),
-    ] = None
-    prompts: Annotated[int | None, Option("--prompts", min=1, help="Number of prompts.")] = None
     chunks: Annotated[int | None, Option("--chunks", min=100, help="Chunks in the store.")] = None
     turns: Annotated[int | None, Option("--turns", min=100, help="Archived turns.")] = None
     searches: Annotated[int | None, Option("--searches", min=4, help="Searches that are timed.")] = None
     writes: Annotated[int | None, Option("--writes", min=1, help="Archived turns that are timed.")] = None
-    engine: Annotated[str | None, Option("--engine", help="Of the random model: hf or llamacpp.")] = None
     device: Annotated[str | None, setting("device")] = None
     layers: Annotated[int | None, Option("--layers", min=1, help="Layers of the random model.")] = None
     hidden: Annotated[int | None, Option("--hidden", min=8, help="Width of its layers.")] = None

@@ -11,23 +11,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from random import Random
 
 from emberkeep.bench.http_client import Client
 from emberkeep.bench.report import BenchResult, Row, Table
 from emberkeep.bench.server_process import peer_version
+from emberkeep.bench.sessions import Session, read_sessions
 from emberkeep.bench.sides import OURS, PEER, OwnSide, PeerSide, Side
 from emberkeep.bench.stage import ModelPlace
-from emberkeep.errors import EmberkeepError
 from emberkeep.types import Json
 
 _BUNDLED = Path(__file__).parent / "sessions"
 _HEADER = "x-anthropic-billing-header: cc_version=2.1.37.{version:03x}; cc_entrypoint=cli; cch={cch:05x};\n"
 _TITLE = "Write a title of at most five words for what the user wants. Answer with the title only."
 _SUMMARY = "Summarise in one sentence what happened last in this session of a coding agent."
-_TOLD = ("user", "tool")
 _SUMMED_UP = 3
 """Messages that a summary is made of."""
 _LONGEST = 6000
@@ -49,41 +47,6 @@ class Workload:
 
     def quick(self) -> Workload:
         return replace(self, answer_tokens=8, turns=4, summary_every=2)
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """What was recorded: everything but the model's own words."""
-
-    name: str
-    system: str
-    told: tuple[str, ...]
-    """What the model is told in each turn: by the user, or as the result of a tool."""
-    tools: tuple[Json, ...] = ()
-
-
-def read_sessions(folder: Path) -> list[Session]:
-    """One per `*.json` with `messages` in OpenAI's form, and `tools` if it has any. Raises EmberkeepError."""
-    sessions = [_read(file) for file in sorted(folder.glob("*.json"))]
-    if not sessions:
-        raise EmberkeepError(f"{folder} has no *.json with a recorded session: give a folder that has some.")
-    return sessions
-
-
-def _read(file: Path) -> Session:
-    try:
-        recorded = json.loads(file.read_text(encoding="utf-8"))
-        messages = [(message["role"], str(message.get("content") or "")) for message in recorded["messages"]]
-        tools = tuple(recorded.get("tools") or ())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise EmberkeepError(f"{file} is no recorded session: give a JSON object with messages.") from error
-    told: list[str] = []
-    for (before, _), (role, text) in pairwise([("", ""), *messages]):
-        if role in _TOLD:
-            # Several messages before the model speaks are one.
-            told.append(f"{told.pop()}\n\n{text}" if before in _TOLD else text)
-    system = "\n\n".join(text for role, text in messages if role == "system")
-    return Session(file.stem, system, tuple(text[:_LONGEST] for text in told), tools)
 
 
 # ── playing a session ──
@@ -136,7 +99,7 @@ class Player:
         self.played = Played()
 
     async def play(self) -> Played:
-        told = self._session.told[: self._plan.turns]
+        told = [text[:_LONGEST] for text in self._session.told[: self._plan.turns]]
         await self._ask([_message("system", _TITLE), _message("user", told[0])], ())
         for number, text in enumerate(told, 1):
             if not self._has_room(text):

@@ -12,29 +12,14 @@ from typing import TypeVar
 import numpy as np
 
 from emberkeep.backend.local import LocalBackend
-from emberkeep.bench.http_client import is_settled
+from emberkeep.bench.model_under_test import ModelUnderTest, open_under_test
 from emberkeep.bench.stage import ModelPlace
 from emberkeep.bench.words import Words
 from emberkeep.config import Config
 from emberkeep.engine.hf import HfSource
 from emberkeep.engine.hf.baseline import PlainModel
-from emberkeep.errors import EmberkeepError
-from emberkeep.library.results import Collector, Result
-from emberkeep.runtime import open_backend
-from emberkeep.types import Message, Request, TextDelta, TokenLogprob
 
 T = TypeVar("T")
-
-_POLL_S = 0.002
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    ttft_ms: float
-    """From the call to the first text, by the caller's clock; to the end if there was none."""
-    result: Result
-    first: TokenLogprob | None
-    """How likely the first token was, and others, where that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,32 +33,12 @@ class BlendedSoFar:
         return BlendedSoFar(self.tokens - before.tokens, self.token_layers - before.token_layers)
 
 
-class HfModelUnderTest:
+class HfModelUnderTest(ModelUnderTest):
     """One request at a time."""
 
     def __init__(self, backend: LocalBackend) -> None:
-        self.backend = backend
+        super().__init__(backend)
         self.words = Words.of(self.tokenize)
-
-    def tokenize(self, text: str) -> list[int]:
-        return self.backend.tokenizer.tokenize(text, add_special=False, parse_special=True)
-
-    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """What a fresh conversation with these messages is evaluated as."""
-        return self.tokenize(self.backend.tokenizer.apply_template(messages, ()))
-
-    async def ask(self, request: Request) -> Reply:
-        """Waits until everything that was computed is also on disk. Raises EmberkeepError."""
-        collector, begin = Collector(), perf_counter()
-        at, first = None, None
-        async for event in self.backend.generate(request):
-            if isinstance(event, TextDelta) and at is None:
-                at, first = perf_counter(), next(iter(event.logprobs), None)
-            collector.add(event)
-        reply = Reply(1e3 * ((at or perf_counter()) - begin), collector.result(), first)
-        while not is_settled(self.backend.stats()):
-            await asyncio.sleep(_POLL_S)
-        return reply
 
     @property
     def layers(self) -> int:
@@ -98,17 +63,8 @@ class HfModelUnderTest:
 async def open_model(place: ModelPlace, context: int) -> AsyncIterator[HfModelUnderTest]:
     """Raises EngineError, ModelError, and EmberkeepError for a model whose context is shorter than that."""
     config = Config(model=str(place.model), data_dir=place.new_data_dir(), engine="hf", parallel=1, ctx=context)
-    backend = open_backend(config)
-    assert isinstance(backend, LocalBackend)
-    try:
-        if backend.card.context < context:
-            raise EmberkeepError(
-                f"This needs {context:,} tokens of context and the model has {backend.card.context:,}: "
-                "choose smaller sizes or another --model."
-            )
-        yield HfModelUnderTest(backend)
-    finally:
-        await backend.close()
+    async with open_under_test(config) as model:
+        yield HfModelUnderTest(model.backend)
 
 
 def open_plain(model: HfModelUnderTest, place: ModelPlace) -> PlainModel:

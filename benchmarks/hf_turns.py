@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.hf import HfModelUnderTest, Reply, open_model, open_plain, plain_ttft_ms
+from benchmarks.hf import HfModelUnderTest, open_model, open_plain, plain_ttft_ms
 from emberkeep.bench.figures import Series, ratios, series
+from emberkeep.bench.model_under_test import Reply
 from emberkeep.bench.report import BenchResult, Row, Table
 from emberkeep.bench.stage import ModelPlace
 from emberkeep.bench.turns import Workload

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.hf import HfModelUnderTest, Reply, open_model
+from benchmarks.hf import HfModelUnderTest, open_model
 from benchmarks.questions import Question, made_up_questions, read_questions
 from emberkeep.bench.figures import ratios, series, standard_error
+from emberkeep.bench.model_under_test import Reply
 from emberkeep.bench.report import BenchResult, Row, Table, Value
 from emberkeep.bench.stage import ModelPlace
 from emberkeep.library.verify_report import CANDIDATES, f1, kl

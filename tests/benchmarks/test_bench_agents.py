@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.agents import Played, Player, Session, Workload, read_sessions, rows, sent_back
+from benchmarks.agents import Played, Player, Workload, rows, sent_back
 from emberkeep.bench.http_client import Client
+from emberkeep.bench.sessions import Session, read_sessions
 from emberkeep.errors import EmberkeepError
 
 SESSION = Session("talk", "You are an agent.", ("Begin.", "result one", "result two"), ({"a": 1}, {"b": 2}))
@@ -105,7 +106,7 @@ def test_the_session_that_is_here_is_one() -> None:
 @pytest.mark.parametrize("content", ["[", "[]", "{}", '{"messages": [1]}'])
 def test_what_is_no_session_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "one.json").write_text(content)
-    with pytest.raises(EmberkeepError, match="is no recorded session"):
+    with pytest.raises(EmberkeepError, match="is no recorded session|is not JSON"):
         read_sessions(tmp_path)
 
 

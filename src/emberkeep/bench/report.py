@@ -96,6 +96,22 @@ def _value_json(value: Value) -> Json:
     return value.json() if isinstance(value, Series) else value
 
 
+# ── as a document ──
+
+
+def markdown(result: BenchResult) -> str:
+    """Tables in the form that most readers of Markdown know, then the notes."""
+    parts = [f"## {result.name}: {table.title}\n\n{_markdown_table(table)}" for table in result.tables]
+    notes = "\n".join(f"- {note}" for note in result.notes)
+    return "\n\n".join([*parts, notes] if notes else parts) + "\n"
+
+
+def _markdown_table(table: Table) -> str:
+    rows = [["", *table.columns], ["---", *("---:" for _ in table.columns)]]
+    rows += [[row.label, *(readable_value(row.values.get(one)) for one in table.columns)] for row in table.rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
+
+
 # ── as text for people; rich is imported late: benchmarks of an engine alone run without it ──
 
 

@@ -102,9 +102,9 @@ class ServerProcess(ServerUnderTest):
             "data_dir": str(data_dir),
             "port": 0,
             "parallel": parallel,
+            "log_level": "warning",
             **(more or {}),
         }
-        settings["log_level"] = "warning"
         if ctx is not None:
             settings["ctx"] = ctx
         file = data_dir / "serve.json"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+from emberkeep.bench.sessions import message_text
 from emberkeep.errors import EmberkeepError
 from emberkeep.types import Json
 
@@ -160,7 +161,7 @@ def recorded_tasks(folder: Path) -> list[Task]:
 def _recorded(file: Path) -> str:
     try:
         messages = json.loads(file.read_text(encoding="utf-8"))["messages"]
-        turns = [(str(said["role"]), _said(said)) for said in messages]
+        turns = [(str(said["role"]), message_text(said)) for said in messages]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EmberkeepError(f"{file} is not a JSON object with `messages`: {error}.") from error
     text, best = "", ""
@@ -170,11 +171,6 @@ def _recorded(file: Path) -> str:
             best = text
         text += f"{said}\n\n"
     return best
-
-
-def _said(message: Mapping[str, Json]) -> str:
-    calls = [json.dumps(call["function"]) for call in message.get("tool_calls") or ()]
-    return "\n".join([message.get("content") or "", *calls])
 
 
 # ── parts of the texts ──

@@ -11,13 +11,14 @@ from enum import IntEnum
 from importlib import import_module
 from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, BadParameter, Option, Typer
 
 from emberkeep.cli.console import complain, console, show, show_facts
 from emberkeep.cli.flags import ConfigFlag, ModelFlag, flags_of, load_config, logged, with_flags
 from emberkeep.cli.model_setup import install_model
+from emberkeep.errors import EmberkeepError
 from emberkeep.types import Json
 
 if TYPE_CHECKING:
@@ -29,7 +30,23 @@ if TYPE_CHECKING:
 class Flags:
     """Every flag of every benchmark. Those of its own have the names of what they set in its plan."""
 
+    file: Annotated[
+        Path | None,
+        Argument(metavar="FILE", exists=True, help="Recorded conversations, or a folder of them."),
+    ] = None
     model: ModelFlag = None
+    models: Annotated[
+        list[str] | None,
+        Option("--models", help="Several, one after the other: all that are installed, or names, one each time."),
+    ] = None
+    engine: Annotated[
+        Literal["llamacpp", "hf"] | None, Option("--engine", help="What runs the model. [default: by its files]")
+    ] = None
+    questions: Annotated[
+        Path | None,
+        Option("--questions", exists=True, dir_okay=False, help="File of questions (default: our own)."),
+    ] = None
+    prompts: Annotated[int | None, Option("--prompts", min=1, help="Number of prompts.")] = None
     sizes: Annotated[
         list[int] | None, Option("--tokens", min=128, help="Prompt length; may be given several times.")
     ] = None
@@ -105,6 +122,28 @@ class Flags:
         bool,
         Option("--per-replica", help="As many copies of the trace as replicas; no copy has anything of another."),
     ] = False
+    conversations: Annotated[
+        int | None, Option("--conversations", min=1, help="Only the first ones of a file. [default: 8]")
+    ] = None
+    most_turns: Annotated[
+        int | None, Option("--most-turns", min=1, help="Of each conversation, at most. [default: 12]")
+    ] = None
+    restart_every: Annotated[
+        int | None,
+        Option(
+            "--restart-every",
+            min=1,
+            help="Kill and start the server after so many turns. [default: once, half way]",
+        ),
+    ] = None
+    answer_tokens: Annotated[int | None, Option("--answer-tokens", min=1, help="Most tokens of an answer.")] = None
+    recorded: Annotated[
+        bool, Option("--recorded", help="Send back what was answered then, and not what the model answers now.")
+    ] = False
+    out: Annotated[
+        Path | None,
+        Option("--out", file_okay=False, help="Folder for the server's logs, every response and summary.md."),
+    ] = None
     requests: Annotated[
         int | None, Option("--requests", min=1, help="Only the first ones of a trace. [default: all]")
     ] = None
@@ -183,6 +222,33 @@ def _check_cluster(flags: Flags) -> None:
         raise BadParameter(f"there is no --policy {unknown[0]}: take {', '.join(POLICIES)}.")
 
 
+def _require_conversations(flags: Flags) -> None:
+    if flags.file is None:
+        raise BadParameter("give a file of recorded conversations: emberkeep bench replay FILE.")
+
+
+_ACCURACY_LESSON = """\
+Nothing is timed. Greedy answers are compared token by token, with a part of the prompt from the engine, from RAM,
+and from disk after a restart; how much two evaluations without stored state differ is the measure.
+
+A file of questions is JSON or JSON lines: {"question": ..., "answer": ...}, or prompt, messages, turns or
+conversations in their place, and context, ctxs or choices besides. With answers it also says how many were right.
+
+\b
+emberkeep bench accuracy --engine hf
+emberkeep bench accuracy --questions FILE --prompts 100 --json FILE"""
+
+_REPLAY_LESSON = """\
+The first turn of every conversation is sent to a real server, then the second of each, and so on. In between the
+server is killed and started again. What is sent back is what the model answered, as clients do it.
+
+A file is JSON or JSON lines: {"messages": [{"role": ..., "content": ...}]}, lists of messages, or ShareGPT's
+{"conversations": [{"from": "human", "value": ...}]}. Calls and results of tools are sent as text.
+
+\b
+emberkeep bench replay FILE --models all --out FOLDER
+emberkeep bench replay FOLDER --restart-every 5 --conversations 2"""
+
 _CLUSTER_LESSON = """\
 Nothing is measured on this machine: the router and the stores of all replicas are real, and a clock that is
 computed from the rates below says when each request is answered. A row takes some seconds.
@@ -241,6 +307,23 @@ BENCHMARKS = (
         "Decoding with drafts and without, and beside a llama-server's n-gram modes (--peer PATH).",
         "emberkeep.bench.speculation",
         ("peer", "data", "repeat"),
+    ),
+    Benchmark(
+        "accuracy",
+        "Answers from stored state against cold ones, by how much was reused: the same but for rounding?",
+        "emberkeep.bench.accuracy",
+        ("engine", "questions", "prompts", "answer_tokens"),
+        Needs.MODEL,
+        lesson=_ACCURACY_LESSON,
+    ),
+    Benchmark(
+        "replay",
+        "Recorded conversations, turn by turn, through a server that is killed in between.",
+        "emberkeep.bench.replay",
+        ("file", "models", "conversations", "most_turns", "restart_every", "answer_tokens", "recorded", "out"),
+        Needs.MODEL,
+        _require_conversations,
+        _REPLAY_LESSON,
     ),
     Benchmark(
         "cluster",
@@ -331,6 +414,8 @@ def _run(benchmarks: Sequence[Benchmark], flags: Flags) -> None:
 
     for benchmark in benchmarks:
         benchmark.check(flags)
+    if flags.models:
+        flags = _with_model_files(flags)
     plans = [benchmark.plan(flags) for benchmark in benchmarks]
     for file in (flags.json_file, flags.plot_file):
         if file is not None:
@@ -402,6 +487,19 @@ def _model_file(flags: Flags) -> Path:
     settled = load_config(model=flags.model, config=flags.config)
     install_model(settled)
     return ModelLibrary(settled.data_dir / "models").resolve(settled.model).path
+
+
+def _with_model_files(flags: Flags) -> Flags:
+    """Models as the paths of their files. Raises EmberkeepError where there is none."""
+    from emberkeep.models.library import ModelLibrary
+
+    library = ModelLibrary(load_config(config=flags.config).data_dir / "models")
+    names = flags.models or []
+    found = library.list() if names == ["all"] else [library.resolve(name) for name in names]
+    if not found:
+        raise EmberkeepError("No model is installed here: `emberkeep models pull NAME` gets one.")
+    paths = [str(model.path) for model in found]
+    return replace(flags, model=paths[0], models=paths)
 
 
 def _say(what: str) -> None:

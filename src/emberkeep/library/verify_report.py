@@ -148,6 +148,12 @@ def f1(text: str, answers: Sequence[str]) -> float:
     return max(_f1(_words(text), _words(answer)) for answer in answers)
 
 
+def holds_answer(text: str, answers: Sequence[str]) -> bool:
+    """Whether the words of one of `answers` stand in the text one after the other, normalised as for `f1`."""
+    said = f" {' '.join(_words(text))} "
+    return any(f" {' '.join(_words(answer))} " in said for answer in answers)
+
+
 def _f1(given: Sequence[str], right: Sequence[str]) -> float:
     if not given or not right:
         return float(given == right)
