@@ -386,7 +386,7 @@ def chain(*script: Any) -> FallbackBackend:
 def test_health_says_which_model_of_a_chain_answers_and_why() -> None:
     with served(chain()) as http:
         health = http.get("/health").json()
-    assert health["status"] == "ok"
+    assert (health["status"], health["backend_connected"]) == ("ok", True)
     assert health["model"] == "org/tiny"
     far, near = health["chain"]
     assert (far["name"], far["state"]) == ("far", "failed")
@@ -444,12 +444,14 @@ def test_health_forgets_a_failure_that_is_over() -> None:
         assert ask(http).status_code == 200
         mended = http.get("/health").json()
     assert "went away" in broken["error"]
+    assert not broken["backend_connected"]
     assert broken["chain"][0]["state"] == "failed"
     assert mended == {
         "status": "ok",
         "backend": "far",
         "model": "far-1",
         "chain": [{"name": "far", "state": "ready"}],
+        "backend_connected": True,
     }
 
 

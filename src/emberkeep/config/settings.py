@@ -77,6 +77,9 @@ class Config:
         "backend says another than the default.",
     )
     aliases: tuple[Alias, ...] = _setting((), ALIASES, "Other names by which clients may ask for models.")
+    accept_any_model: bool = _setting(
+        False, SWITCH, "Where one model is served, take any name in a request for it, instead of refusing it."
+    )
     pinned: tuple[str, ...] = _setting(
         (), NAMES, "Models that stay loaded, though they are idle or another one needs their memory."
     )
