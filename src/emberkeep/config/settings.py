@@ -300,7 +300,7 @@ class Config:
         (), NAMES, "Hosts in private networks, or host:port, that the HTTP tools may reach all the same."
     )
     notools: bool = _setting(
-        False, SWITCH, "Leave what a model writes as it is: nothing is taken for a tool call."
+        False, SWITCH, "Tell models of no tools, also where clients send some, and leave what they write as it is."
     )
     reasoning: str = _setting(
         "separate",

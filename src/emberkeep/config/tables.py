@@ -1,4 +1,4 @@
-"""Settings that are tables of their own: `[mcp.servers.NAME]`, `[backends.NAME]`, `[models]`, `[[warm]]` and so on."""
+"""Settings that are tables of their own, such as `[mcp.servers.NAME]`, `[backends.NAME]`, `[models]`, `[[warm]]`."""
 
 from __future__ import annotations
 

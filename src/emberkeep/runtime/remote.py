@@ -63,7 +63,7 @@ def open_remote(
             tool_rounds=config.tool_turns + 1,
             deadline_s=config.deadline_s,
             reasoning=ReasoningFormat(config.reasoning),
-            raw_tools=config.notools,
+            no_tools=config.notools,
             close_memory=parts.close_memory,
         ),
         tools=open_tools(config, memory),

@@ -376,8 +376,6 @@ class Request:
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
-    raw_tools: bool = False
-    """The model is told of the tools, but nothing that it writes is taken for a call."""
     reasoning: ReasoningFormat | None = None
     """None: as configured."""
     format: AnswerFormat | None = None
@@ -462,7 +460,7 @@ class Request:
     def callable_tools(self) -> tuple[Tool, ...]:
         """The tools that may be called, of those that the model is told of."""
         choice = self.tool_choice
-        if choice.mode == "none" or self.raw_tools:
+        if choice.mode == "none":
             return ()
         names = (choice.name,) if choice.mode == "named" else choice.allowed
         return self.tools if names is None else tuple(tool for tool in self.tools if tool.name in names)
