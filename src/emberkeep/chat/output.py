@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import lru_cache
 
 from emberkeep.chat.dialects.reader import Attempt, AttemptState, CallPiece, Dialect
 from emberkeep.chat.dialects.table import (
@@ -25,9 +26,11 @@ from emberkeep.chat.dialects.table import (
     STRAY_ENDS,
     TAGGED,
     Reasoning,
+    tag_dialects,
 )
 from emberkeep.chat.line_limit import LineLimit
 from emberkeep.chat.repeated_calls import RepeatedCalls
+from emberkeep.text import alternatives
 from emberkeep.types import (
     Event,
     Message,
@@ -387,7 +390,9 @@ class Markers:
 
     def __init__(self, texts: Iterable[str]) -> None:
         texts = [text for text in texts if text]
-        self._any = re.compile("|".join(map(re.escape, texts)))
+        pattern = alternatives(texts)
+        assert pattern
+        self._any = pattern
         self._beginnings = frozenset(text[:length] for text in texts for length in range(1, len(text)))
         self._longest = max(map(len, self._beginnings), default=0)
 
@@ -403,9 +408,6 @@ class Markers:
         return next((length for length in lengths if text[-length:] in self._beginnings), 0)
 
 
-_BY_START = {dialect.start: dialect for dialect in MARKED_DIALECTS}
-_IN_ANSWER = (*_BY_START, *STRAY_ENDS)
-_STARTS = Markers(_IN_ANSWER)
 _CUT_START = Markers([TAGGED.start])
 _OPENINGS = Markers(block.start for block in REASONING)
 _ENDS = {block: Markers([block.end]) for block in REASONING}
@@ -415,6 +417,8 @@ _MAX_AT_END = 32
 """Attempts that may fail because the answer has ended."""
 _MAX_LAST_CALLS = 8
 """Calls at the end of reasoning that was not ended."""
+_REMEMBERED_TOOLS = 8
+"""Sets of tools whose markers need not be made again for the next request."""
 _BETWEEN_CALLS = re.compile(r"[\s,;]*")
 
 
@@ -436,7 +440,8 @@ class Sections:
     def __init__(self, tools: Mapping[str, Tool], opened: Reasoning | None, framing: tuple[str, ...] = ()) -> None:
         self._tools = tools
         self._framing = framing
-        self._markers = _markers(bool(tools), framing)
+        self._names = tuple(tools)
+        self._markers = _markers(self._names, framing)
         self._block = opened
         self._buffer = ""
         self._taken = 0
@@ -560,7 +565,7 @@ class Sections:
         if marker[0] in STRAY_ENDS:
             self._take(marker.end() - before, SectionKind.HIDDEN if self._called else SectionKind.TEXT)
             return True
-        return self._try(_BY_START[marker[0]], marker.end() - before)
+        return self._try(_dialects(self._names)[marker[0]], marker.end() - before)
 
     def _call(self) -> bool:
         attempt = self._attempt
@@ -631,7 +636,8 @@ class Sections:
     def _take_last_thought(self) -> None:
         """Calls with which an answer ends are meant, also where the model forgot to end its reasoning first."""
         thought = "".join(self._thought)
-        for marker in [*_STARTS.find_all(thought)][-_MAX_LAST_CALLS:]:
+        markers = _markers(self._names, ())
+        for marker in [*markers.find_all(thought)][-_MAX_LAST_CALLS:] if markers else ():
             sections = Sections(self._tools, None)
             found = sections.feed(thought[marker.start() :]) + sections.finish()
             self._in_vain += sections._in_vain
@@ -647,7 +653,14 @@ class Sections:
             self._take(len(self._buffer), SectionKind.CUT_CALL)
 
 
-def _markers(with_tools: bool, framing: tuple[str, ...]) -> Markers | None:
-    if not framing:
-        return _STARTS if with_tools else None
-    return Markers([*framing, *(_IN_ANSWER if with_tools else ())])
+@lru_cache(maxsize=_REMEMBERED_TOOLS)
+def _dialects(names: tuple[str, ...]) -> Mapping[str, Dialect]:
+    """Those of a request with tools of these names, by their start markers."""
+    return {dialect.start: dialect for dialect in (*MARKED_DIALECTS, *tag_dialects(names))}
+
+
+@lru_cache(maxsize=_REMEMBERED_TOOLS)
+def _markers(names: tuple[str, ...], framing: tuple[str, ...]) -> Markers | None:
+    """Of calls to tools of these names, and of what stands around messages. None: there are none to look for."""
+    calls = (*_dialects(names), *STRAY_ENDS) if names else ()
+    return Markers((*framing, *calls)) if framing or calls else None

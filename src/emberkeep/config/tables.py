@@ -1,4 +1,4 @@
-"""Settings that are tables of their own, such as `[mcp.servers.NAME]`, `[backends.NAME]`, `[models]`, `[[warm]]`."""
+"""Settings that are tables: `[mcp.servers.NAME]`, `[backends.NAME]`, `[models]`, `[[hygiene]]` and `[[warm]]`."""
 
 from __future__ import annotations
 

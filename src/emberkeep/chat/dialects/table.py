@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from emberkeep.chat.dialects.items import (
     element_reader,
@@ -14,6 +15,7 @@ from emberkeep.chat.dialects.items import (
     read_mistral,
     read_object,
     steps_reader,
+    tag_reader,
 )
 from emberkeep.chat.dialects.named import STEPS, gemma_call, harmony_call
 from emberkeep.chat.dialects.reader import Dialect
@@ -59,6 +61,19 @@ MARKED_DIALECTS = (
     Dialect("\n{", "", read_object, any_name=False),  # Llama 3 and Qwen 2.5, after some words
     Dialect(" {", "", read_object, any_name=False),
 )
+
+_BEHIND_NAMES = (" ", "\n", "/>", ">")
+
+
+def tag_dialects(names: Iterable[str]) -> Iterator[Dialect]:
+    """For tools that are called as tags: `<name key="value"/>`. A tool whose tag is a part of another marker, or
+    has one in it, is not called so."""
+    markers = [text for one in (*MARKED_DIALECTS, *REASONING) for text in (one.start, one.end) if text]
+    for name, behind in product(names, _BEHIND_NAMES):
+        start = f"<{name}{behind}"
+        if not any(start in marker or marker in start for marker in markers):
+            yield Dialect(start, "/>", tag_reader(name, behind), any_name=False)
+
 
 STRAY_ENDS = ("</tool_call>", "</function_call>", "<|/tool_call|>")
 """Behind a call that was read without them they are no text."""
