@@ -10,7 +10,7 @@ import codecs
 import re
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
@@ -388,26 +388,34 @@ class Markers:
     None of them is a part of another, so the first to be complete is also the first to begin.
     """
 
-    def __init__(self, texts: Iterable[str]) -> None:
+    def __init__(self, texts: Iterable[str], others: Markers | None = None) -> None:
+        """`others`: these too, which are known already."""
         texts = [text for text in texts if text]
         pattern = alternatives(texts)
         assert pattern
         self._any = pattern
+        self._others = others
         self._beginnings = frozenset(text[:length] for text in texts for length in range(1, len(text)))
         self._longest = max(map(len, self._beginnings), default=0)
 
     def search(self, text: str) -> re.Match[str] | None:
-        return self._any.search(text)
+        found = self._any.search(text)
+        other = self._others.search(text) if self._others else None
+        return found if other is None or (found and found.start() < other.start()) else other
 
-    def find_all(self, text: str) -> Iterator[re.Match[str]]:
-        return self._any.finditer(text)
+    def find_all(self, text: str) -> list[re.Match[str]]:
+        """In order."""
+        others = self._others.find_all(text) if self._others else ()
+        return sorted([*self._any.finditer(text), *others], key=re.Match.start)
 
     def held(self, text: str) -> int:
         """How many characters at the end of `text` may be the beginning of a marker."""
         lengths = range(min(self._longest, len(text)), 0, -1)
-        return next((length for length in lengths if text[-length:] in self._beginnings), 0)
+        own = next((length for length in lengths if text[-length:] in self._beginnings), 0)
+        return max(own, self._others.held(text)) if self._others else own
 
 
+_STARTS = Markers([*(dialect.start for dialect in MARKED_DIALECTS), *STRAY_ENDS])
 _CUT_START = Markers([TAGGED.start])
 _OPENINGS = Markers(block.start for block in REASONING)
 _ENDS = {block: Markers([block.end]) for block in REASONING}
@@ -637,7 +645,7 @@ class Sections:
         """Calls with which an answer ends are meant, also where the model forgot to end its reasoning first."""
         thought = "".join(self._thought)
         markers = _markers(self._names, ())
-        for marker in [*markers.find_all(thought)][-_MAX_LAST_CALLS:] if markers else ():
+        for marker in markers.find_all(thought)[-_MAX_LAST_CALLS:] if markers else ():
             sections = Sections(self._tools, None)
             found = sections.feed(thought[marker.start() :]) + sections.finish()
             self._in_vain += sections._in_vain
@@ -662,5 +670,7 @@ def _dialects(names: tuple[str, ...]) -> Mapping[str, Dialect]:
 @lru_cache(maxsize=_REMEMBERED_TOOLS)
 def _markers(names: tuple[str, ...], framing: tuple[str, ...]) -> Markers | None:
     """Of calls to tools of these names, and of what stands around messages. None: there are none to look for."""
-    calls = (*_dialects(names), *STRAY_ENDS) if names else ()
-    return Markers((*framing, *calls)) if framing or calls else None
+    tags = _dialects(names).keys() - _dialects(()).keys()
+    own = [*framing, *tags]
+    known = _STARTS if names else None
+    return Markers(own, known) if own else known

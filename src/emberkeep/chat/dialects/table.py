@@ -20,6 +20,7 @@ from emberkeep.chat.dialects.items import (
 from emberkeep.chat.dialects.named import STEPS, gemma_call, harmony_call
 from emberkeep.chat.dialects.reader import Dialect
 from emberkeep.chat.dialects.xml import ELEMENTS
+from emberkeep.text import alternatives
 
 TAGGED = Dialect("<tool_call>", "</tool_call>", read_calls)
 BARE = Dialect("", "", read_list, any_name=False)
@@ -68,10 +69,12 @@ _BEHIND_NAMES = (" ", "\n", "/>", ">")
 def tag_dialects(names: Iterable[str]) -> Iterator[Dialect]:
     """For tools that are called as tags: `<name key="value"/>`. A tool whose tag is a part of another marker, or
     has one in it, is not called so."""
-    markers = [text for one in (*MARKED_DIALECTS, *REASONING) for text in (one.start, one.end) if text]
+    markers = {text for one in (*MARKED_DIALECTS, *REASONING) for text in (one.start, one.end) if text}
+    joined, any_of_them = "\0".join(markers), alternatives(markers)
+    assert any_of_them
     for name, behind in product(names, _BEHIND_NAMES):
         start = f"<{name}{behind}"
-        if not any(start in marker or marker in start for marker in markers):
+        if start not in joined and not any_of_them.search(start):
             yield Dialect(start, "/>", tag_reader(name, behind), any_name=False)
 
 
