@@ -475,6 +475,8 @@ def _fit_json(fit: Fit) -> dict[str, Json]:
         told["evictions"] = [asdict(eviction) for eviction in fit.evictions]
     if fit.recalled:
         told["recalled"] = fit.recalled
+    if fit.clamped_to is not None:
+        told["clamped_max_tokens"] = fit.clamped_to
     return told
 
 

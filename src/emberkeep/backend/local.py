@@ -110,6 +110,8 @@ class LocalSettings:
     reasoning: ReasoningFormat = ReasoningFormat.SEPARATE
     deadline_s: float | None = None
     """For requests that do not say."""
+    most_tokens: int | None = None
+    """Of an answer, whatever a request says. None: as many as it asks for."""
     close_store: Callable[[KvStore], None] = KvStore.close
     close_memory: Callable[[Memory], None] = Memory.close
     """How it lets go of them at its end: they may outlive it."""
@@ -234,8 +236,8 @@ class LocalBackend:
                     if request.tools or event.usage.reasoning_tokens:
                         await asyncio.to_thread(self._note_written, request, sequences)
                     usage = replace(event.usage, marked=await noting) if request.breakpoints else event.usage
-                    fit, rules = _timed(conversation.fit, lookup), request.tidied.rules
-                    yield replace(event, usage=usage, lookup=lookup, fit=fit, hygiene=rules)
+                    fit = replace(_timed(conversation.fit, lookup), clamped_to=request.clamped_to)
+                    yield replace(event, usage=usage, lookup=lookup, fit=fit, hygiene=request.tidied.rules)
                 else:
                     yield event
         finally:
@@ -262,7 +264,7 @@ class LocalBackend:
             request = without_tools(request)
         spared = {"enable_thinking": False} if request.thinks_if_asked else {}
         return replace(
-            request,
+            request.clamped(self._settings.most_tokens),
             template_args={**spared, **request.template_args},
             reasoning=request.reasoning or self._settings.reasoning,
             deadline_s=request.deadline_s or self._settings.deadline_s,

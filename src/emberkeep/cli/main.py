@@ -99,7 +99,7 @@ def emberkeep(
     *("kv_bits", "approximate", "exact", "api_key", "threads", "lora", "kv_type", "flash_attention"),
     *("gpu_layers", "cpu_moe", "tensor_split", "engine", "device", "dtype", "attention", "warm"),
     *("residency", "keep_first", "keep_last", "gpu_memory"),
-    *("max_concurrent_per_user", "speculation", "draft_model", "draft_max"),
+    *("max_tokens", "max_concurrent_per_user", "speculation", "draft_model", "draft_max"),
     *(
         "planning",
         "auto_truncate",

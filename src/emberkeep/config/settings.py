@@ -227,6 +227,11 @@ class Config:
     auto_truncate: bool = _setting(
         False, SWITCH, "Leave the oldest part out of a prompt that does not fit, instead of refusing it."
     )
+    max_tokens: int | None = _setting(
+        None,
+        or_word(whole(1, 1 << 24), "none"),
+        "Most tokens of an answer, also where a request asks for more or says nothing.",
+    )
     queue: int = _setting(64, whole(0, 100_000), "Requests that may wait before new ones are refused.")
     max_concurrent_per_user: int | None = _setting(
         None,

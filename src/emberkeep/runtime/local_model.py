@@ -214,6 +214,7 @@ def assemble(
         no_tools=config.notools,
         reasoning=ReasoningFormat(config.reasoning),
         deadline_s=config.deadline_s,
+        most_tokens=config.max_tokens,
         close_store=parts.close_store,
         close_memory=parts.close_memory,
     )

@@ -117,6 +117,8 @@ class Fit:
     """What left the context, before the answer or while it was written."""
     recalled: int = 0
     """Archived turns that stand before the user's message."""
+    clamped_to: int | None = None
+    """Most tokens of the answer, where the configuration allows fewer than were asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -382,6 +382,8 @@ class Request:
     """What the answer must look like. None: anything goes."""
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
+    clamped_to: int | None = None
+    """What the configuration allows, where that is less than was asked for. No client says it."""
     stop: tuple[str, ...] = ()
     line_seconds: float | None = None
     """The answer ends with the first line that is complete later than this after its first token."""
@@ -455,6 +457,12 @@ class Request:
     """What the client expects the answer to be like: OpenAI's `prediction`."""
     tidied: Tidied = NOT_TIDIED
     """What rules of prefix hygiene have done to it here. No client says it."""
+
+    def clamped(self, most: int | None) -> Request:
+        """With an answer of at most so many tokens. None: as it is."""
+        if most is None or (self.max_tokens is not None and self.max_tokens <= most):
+            return self
+        return replace(self, max_tokens=most, clamped_to=most)
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:

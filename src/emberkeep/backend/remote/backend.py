@@ -62,6 +62,8 @@ class RemoteSettings:
     """How often a request is sent again after the service failed before its first word."""
     max_tokens: int | None = None
     """Longest answer in tokens, if the request does not say."""
+    most_tokens: int | None = None
+    """Of an answer, whatever a request says."""
     tool_rounds: int = 1
     deadline_s: float | None = None
     reasoning: ReasoningFormat = ReasoningFormat.SEPARATE
@@ -138,7 +140,7 @@ class RemoteBackend:
             request = replace(request, tools=request.callable_tools, tool_choice=choice)
         limit = request.max_tokens if request.max_tokens is not None else self._settings.max_tokens
         reasoning = request.reasoning or self._settings.reasoning
-        return replace(request, max_tokens=limit, reasoning=reasoning)
+        return replace(request, max_tokens=limit, reasoning=reasoning).clamped(self._settings.most_tokens)
 
     async def _answer(self, request: Request) -> Events:
         """Choices one after the other: services charge a prompt for each of them anyway."""
@@ -234,7 +236,8 @@ class RemoteBackend:
             draft_n_accepted=usage.accepted_prediction_tokens,
         )
         lookup = LookupRecord(usage.prompt_tokens, reason=MissReason.REMOTE)
-        return Completed(usage, timings, lookup, fitted.fit, self.name)
+        fit = replace(fitted.fit, clamped_to=fitted.shown.clamped_to)
+        return Completed(usage, timings, lookup, fit, self.name)
 
     def stats(self) -> dict[str, Json]:
         return {
