@@ -77,8 +77,8 @@ class MessageEnvelope:
 def usage_json(usage: Usage) -> dict[str, Json]:
     """Every token of the prompt is read from the cache, or stored there because it stands before a breakpoint, or
     neither."""
-    cached, marked = usage.cached_tokens, usage.marked
-    created, for_long = max(marked.tokens - cached, 0), max(marked.long_tokens - cached, 0)
+    cached, created = usage.cached_tokens, usage.created_tokens
+    for_long = max(usage.marked.long_tokens - cached, 0)
     return {
         "input_tokens": usage.prompt_tokens - cached - created,
         "cache_creation_input_tokens": created,

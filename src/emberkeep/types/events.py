@@ -35,6 +35,11 @@ class Usage:
     def total_tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
 
+    @property
+    def created_tokens(self) -> int:
+        """Those before the last breakpoint that were not reused, and are stored for the next request."""
+        return max(self.marked.tokens - self.cached_tokens, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Timings:

@@ -437,6 +437,8 @@ class Request:
     conversation_id: str | None = None
     cache_key: str | None = None
     """OpenAI's `prompt_cache_key`: names a conversation when nothing else does."""
+    prefix_hash: str | None = None
+    """What the client calls the beginning of its prompt: a name, on which no reuse depends."""
     ttl: Ttl | None = None
     """None: the usual one."""
     breakpoints: tuple[Breakpoint, ...] = ()
