@@ -17,7 +17,6 @@ from pydantic import BeforeValidator, Field, PlainValidator
 from emberkeep.api.answer_format import FormatFields
 from emberkeep.api.anthropic_blocks import (
     Block,
-    CacheControl,
     Content,
     ResultBlock,
     TextBlock,
@@ -32,6 +31,7 @@ from emberkeep.api.request import (
     INT32_MAX,
     WHOLE,
     Body,
+    CacheControl,
     Count,
     GenerationFields,
     Label,

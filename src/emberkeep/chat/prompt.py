@@ -509,7 +509,7 @@ def label_of(request: Request) -> Label:
         key=keys.entry,
         head=head_of(request),
         ttl=request.ttl,
-        name=request.conversation_id or request.prefix_hash or request.cache_key or "",
+        name=request.conversation_id or request.cache_key or "",
         source=keys.stable or keys.prefix or "",
     )
 

@@ -69,7 +69,8 @@ _BEHIND_NAMES = (" ", "\n", "/>", ">")
 def tag_dialects(names: Iterable[str]) -> Iterator[Dialect]:
     """For tools that are called as tags: `<name key="value"/>`. A tool whose tag is a part of another marker, or
     has one in it, is not called so."""
-    markers = {text for one in (*MARKED_DIALECTS, *REASONING) for text in (one.start, one.end) if text}
+    pairs = [(one.start, one.end) for one in MARKED_DIALECTS] + [(one.start, one.end) for one in REASONING]
+    markers = {text for pair in pairs for text in pair if text}
     joined, any_of_them = "\0".join(markers), alternatives(markers)
     assert any_of_them
     for name, behind in product(names, _BEHIND_NAMES):
