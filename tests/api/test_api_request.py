@@ -15,6 +15,7 @@ from emberkeep.api.request import parse_body
 from emberkeep.errors import InvalidField
 from emberkeep.types import (
     SHARED,
+    Breakpoint,
     ChoiceFormat,
     GrammarFormat,
     JsonFormat,
@@ -65,6 +66,7 @@ BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("user", ["", "Ann <ann@example.org>", "é" * 512], ["u" * 513, 5]),
     ("conversation_id", ["c", ""], ["c" * 513, 5]),
     ("prompt_cache_key", ["c"], ["c" * 513, 5]),
+    ("prefix_hash", ["9f", ""], ["c" * 513, 5]),
     ("prompt_cache_retention", ["in_memory", "in-memory", "24h", None], ["1h", 24]),
     ("cache_prompt", [True, False, None], ["yes", 1]),
     ("kv_bits", [16, 8, 8.0, 4, None], [0, 32, "8", 8.5, True]),
@@ -311,8 +313,68 @@ def test_a_conversation_and_a_cache_key_are_two_things() -> None:
     both = request_of(conversation_id="c", prompt_cache_key="k", user="u")
     assert (both.conversation_id, both.cache_key) == ("c", "k")
     assert request_of(prompt_cache_key="k", user="u").conversation_id is None
-    empty = request_of(conversation_id="", prompt_cache_key="")
-    assert (empty.conversation_id, empty.cache_key) == (None, None)
+    empty = request_of(conversation_id="", prompt_cache_key="", prefix_hash="")
+    assert (empty.conversation_id, empty.cache_key, empty.prefix_hash) == (None, None, None)
+    assert request_of(prefix_hash="9f").prefix_hash == "9f"
+
+
+CACHED, CACHED_1H = {"type": "ephemeral", "ttl": "5m"}, {"type": "ephemeral", "ttl": "1h"}
+
+
+def test_beginnings_end_where_messages_and_parts_are_marked() -> None:
+    parts = [
+        {"type": "text", "text": "The list.", "cache_control": CACHED_1H},
+        {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}, "stable": True},
+        {"type": "text", "text": "What does it say?", "stable": True},
+    ]
+    request = request_of(
+        messages=[
+            {"role": "system", "content": "Be brief.", "cache_control": CACHED},
+            {"role": "user", "content": parts},
+            {"role": "assistant", "content": "15.", "stable": True},
+            {"role": "user", "content": "And now?", "stable": False, "cache_control": None},
+        ]
+    )
+    assert request.breakpoints == (
+        Breakpoint(1),
+        Breakpoint(2, len("The list."), Ttl.LONG),
+        Breakpoint(2, len("The list.")),
+        Breakpoint(2),
+        Breakpoint(3),
+    )
+    assert request.ttl is Ttl.LONG
+    plain = request_of(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}]}])
+    assert (plain.breakpoints, plain.ttl) == ((), None)
+
+
+def test_how_long_the_whole_conversation_is_kept_is_said_by_the_request_first() -> None:
+    marked = [{"role": "user", "content": "x", "cache_control": CACHED_1H}]
+    assert request_of(messages=marked, prompt_cache_retention="24h").ttl is Ttl.EXTENDED
+    assert request_of(messages=[{**marked[0], "cache_control": CACHED}]).ttl is None
+
+
+@pytest.mark.parametrize(
+    ("message", "path"),
+    [
+        ({"cache_control": {"type": "persistent"}}, "messages[0].cache_control.type"),
+        ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "messages[0].cache_control.ttl"),
+        ({"cache_control": True}, "messages[0].cache_control"),
+        ({"stable": "yes"}, "messages[0].stable"),
+        ({"content": [{"type": "text", "text": "x", "stable": 1}]}, "messages[0].content"),
+        ({"content": [{"type": "text", "text": "x", "cache_control": "1h"}]}, "messages[0].content"),
+    ],
+)
+def test_a_mark_that_is_none_is_refused(message: dict[str, Any], path: str) -> None:
+    with pytest.raises(InvalidField) as caught:
+        request_of(messages=[{"role": "user", "content": "x", **message}])
+    assert caught.value.param == path
+
+
+def test_many_marks_are_read_in_time_that_grows_with_their_number() -> None:
+    part = {"type": "text", "text": "hello", "stable": True}
+    request = request_of(messages=[{"role": "user", "content": [part] * 50_000}])
+    assert request.breakpoints[:2] == (Breakpoint(1, 5), Breakpoint(1, 11))
+    assert (len(request.breakpoints), request.breakpoints[-1]) == (50_000, Breakpoint(1))
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,14 @@ from emberkeep.api.responses_items import (
     unseal,
 )
 from emberkeep.errors import InvalidField
-from emberkeep.types import Image, Message, ToolCall
+from emberkeep.types import Breakpoint, Image, Json, Message, ToolCall, Ttl
 
 CALL = {"type": "function_call", "call_id": "call_1", "name": "get_weather", "arguments": '{"city":"Oslo"}'}
 RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "rain"}
 
 
 def messages_of(*items: dict[str, Any]) -> tuple[Message, ...]:
-    return to_messages(to_items(list(items)))
+    return to_messages(to_items(list(items)))[0]
 
 
 def test_a_text_is_a_message_of_the_user() -> None:
@@ -36,13 +36,13 @@ def test_a_text_is_a_message_of_the_user() -> None:
     assert item.pop("id").startswith("msg_")
     content = [{"type": "input_text", "text": "Hello!"}]
     assert item == {"type": "message", "role": "user", "content": content, "status": "completed"}
-    assert to_messages(to_items("Hello!")) == (Message("user", "Hello!"),)
+    assert to_messages(to_items("Hello!")) == ((Message("user", "Hello!"),), ())
 
 
 def test_messages_may_leave_out_their_type_and_keep_their_id() -> None:
     items = to_items([{"role": "developer", "content": "Be brief.", "id": "msg_7"}])
     assert (items[0]["type"], items[0]["id"]) == ("message", "msg_7")
-    assert to_messages(items) == (Message("developer", "Be brief."),)
+    assert to_messages(items)[0] == (Message("developer", "Be brief."),)
 
 
 @pytest.mark.parametrize(
@@ -157,3 +157,45 @@ def test_what_cannot_be_used_is_refused_with_its_place(item: dict[str, Any], par
         to_items([item])
     assert refused.value.param == param
     assert str(refused.value).startswith(f"{param}: ") and str(refused.value).count(param) == 1
+
+
+# ── marks ──
+
+
+CACHED, CACHED_1H = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
+
+
+def test_beginnings_end_where_items_and_parts_are_marked() -> None:
+    parts = [
+        {"type": "input_text", "text": "The list.", "cache_control": CACHED_1H},
+        {"type": "input_text", "text": "What does it say?"},
+    ]
+    items = to_items(
+        [
+            {"role": "developer", "content": "Be brief.", "stable": True},
+            {"role": "user", "content": parts},
+            {"role": "assistant", "content": "I look."},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "15", "cache_control": CACHED},
+            {"role": "user", "content": "And now?", "stable": False},
+        ]
+    )
+    messages, breakpoints = to_messages(items)
+    assert len(messages) == 5
+    assert breakpoints == (Breakpoint(1), Breakpoint(2, len("The list."), Ttl.LONG), Breakpoint(4))
+
+
+@pytest.mark.parametrize(
+    ("item", "path"),
+    [
+        ({"role": "user", "content": "x", "cache_control": {"type": "for ever"}}, r"input\[0\]\.cache_control"),
+        ({"role": "user", "content": "x", "stable": 1}, r"input\[0\]\.stable"),
+        (
+            {"role": "user", "content": [{"type": "input_text", "text": "x", "stable": "yes"}]},
+            r"input\[0\]\.content\[0\]",
+        ),
+    ],
+)
+def test_a_mark_that_is_none_is_refused(item: Json, path: str) -> None:
+    with pytest.raises(InvalidField, match=path):
+        to_items([item])

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from emberkeep.api.answer import usage_json
+from emberkeep.api.messages import ChatBody
 from emberkeep.backend.local import LocalBackend
 from emberkeep.config import Config
 from emberkeep.engine.base import KvUnit
@@ -145,3 +147,30 @@ def test_the_same_prompt_without_a_breakpoint_has_no_state_there(open_backend: O
     other = replace(CHAT.messages[-1], content="Here is a list.\nWho owns them?")
     again = ask(backend, messages=(*CHAT.messages[:-1], other))
     assert again.usage.cached_tokens <= before(backend, "since Monday.<|im_end|>\n")
+
+
+@pytest.mark.parametrize("mark", [{"stable": True}, {"cache_control": {"type": "ephemeral"}}])
+@pytest.mark.parametrize("unit", [KvUnit.RANGE, KvUnit.SNAPSHOT])
+def test_clients_of_openais_apis_mark_and_count_the_same(
+    open_backend: Open, unit: KvUnit, mark: dict[str, object]
+) -> None:
+    """Another question after the same marked part goes on from there, also where state cannot be cut."""
+    backend = open_backend(unit)
+    document = "The ships that wait at the third pier. " * 12
+
+    def asked(question: str) -> dict[str, object]:
+        parts = [{"type": "text", "text": document, **mark}, {"type": "text", "text": question}]
+        return {"messages": [{"role": "user", "content": parts}], "max_tokens": 2, "temperature": 0}
+
+    def told(question: str) -> tuple[int, int]:
+        body = ChatBody.model_validate(asked(question))
+        _, completed = end_of(read_events(backend, replace(body.to_request(), from_store=True)))
+        settle(backend)
+        details = usage_json(completed.usage)["prompt_tokens_details"]
+        return details["cached_tokens"], details["cache_write_tokens"]
+
+    cached, written = told("What do they pay?")
+    assert cached == 0 < written
+    again, rewritten = told("Since when?")
+    assert again >= written - 1
+    assert rewritten <= 1

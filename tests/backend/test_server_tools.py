@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from emberkeep.errors import DeadlineExceeded, RateLimited
-from emberkeep.types import CallEnded, CallStarted, FinishReason, Message, Request, TextDelta
+from emberkeep.errors import DeadlineExceeded, InvalidField, RateLimited
+from emberkeep.types import CallEnded, CallStarted, FinishReason, Message, Request, TextDelta, ToolChoice
 from helpers.conversing import FERRY, GREEDY, Client, Harbour, ScriptedEngine
 
 CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
@@ -84,7 +85,40 @@ def test_a_client_with_tools_of_its_own_gets_none_of_ours(client, engine):
 
 def test_who_wants_no_tools_gets_none(client, engine):
     engine.will_say("Hello.")
-    assert "read_file" not in client.say("Hello", raw_tools=True).prompt
+    assert "read_file" not in client.say("Hello", tool_choice=ToolChoice("none")).prompt
+
+
+@pytest.fixture
+def bare(tmp_path: Path, engine: ScriptedEngine) -> Iterator[Harbour]:
+    with Harbour(tmp_path, engine, server_tools=True, recall="tool", notools=True) as harbour:
+        yield harbour
+
+
+def test_with_notools_the_model_is_told_of_none(bare, engine):
+    engine.will_say(READ, "Hello.")
+    own = Client(bare, max_tokens=900).say("Hello", tools=(FERRY,))
+    assert (own.text, own.calls) == (READ, [])
+    assert "ferry" not in own.prompt
+    ours = Client(bare, max_tokens=900).say("Hello")
+    assert ours.prompt == own.prompt
+
+
+@pytest.mark.parametrize("choice", [ToolChoice("required"), ToolChoice("named", "ferry")])
+def test_with_notools_a_call_cannot_be_forced(bare, choice):
+    with pytest.raises(InvalidField, match=r"leaves tools out \(--notools\): give auto or none"):
+        Client(bare).say("Hello", tools=(FERRY,), tool_choice=choice)
+
+
+def test_with_notools_what_is_warmed_and_explained_has_none_either(bare, engine):
+    engine.will_say("Hello.")
+    rules = Message("system", "Keep to the harbour rules, and tell captains about the tides. " * 4)
+    chat = Request(messages=(rules, Message("user", "Hello")), tools=(FERRY,), sampling=GREEDY, max_tokens=9)
+    prefix = Request(messages=(rules,), tools=(FERRY,))
+    warmed = asyncio.run(bare.backend.warmer.warm(prefix))
+    assert warmed.error is None
+    found = bare.backend.cache.explain(chat)
+    assert b"ferry" not in b"".join(found.pieces)
+    assert found.lookup.reused_tokens >= warmed.tokens - 1
 
 
 def test_only_enabled_tools_are_there(client, engine):

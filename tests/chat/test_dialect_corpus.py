@@ -94,6 +94,7 @@ FRAGMENTS = [
     *("<function=f>", "<parameter=k>", "</parameter>", "</function>", '<invoke name="f">', "</invoke>"),
     *("f", "(", ")", "k=", "'v'", "[", "]", "{", "}", '"', "\\", ":", ",", " ", "\n", "1", "é", "<", "|"),
     *('{"name": "f", ', '"arguments": ', '"parameters": ', '{"k": "v"}', "<arg_key>", "</arg_key>", "<arg_value>"),
+    *("<f", "<f ", "<fg ", "/>", "></f>", 'k="v"', "k='", "&quot;", "&#x41;"),
     *("<|python_tag|>", "<think>", "</think>", " to=functions.f", "<|message|>", "<|tool_call>call:f{", '<|"|>'),
 ]
 
@@ -105,3 +106,45 @@ def test_whatever_is_written_the_pieces_do_not_matter(text: str, places: list[in
     whole = outcome(answered(output, [text]))
     assert outcome(answered(output, cut(text, places))) == whole
     assert outcome(answered(output, list(text))) == whole
+
+
+_VALUES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r"), max_size=12)
+_KEYS = st.sampled_from(["text", "number", "flag", "list", "more"])
+_TYPES = {"text": "string", "number": "number", "flag": "boolean", "list": "array"}
+_BY_TYPE = {
+    "text": _VALUES,
+    "number": st.integers() | st.floats(allow_nan=False, allow_infinity=False),
+    "flag": st.booleans(),
+    "list": st.lists(_VALUES, max_size=3),
+    "more": _VALUES.map(lambda text: f"x{text}"),
+}
+_ARGUMENTS = st.lists(_KEYS, unique=True).flatmap(
+    lambda keys: st.fixed_dictionaries({k: _BY_TYPE[k] for k in keys})
+)
+
+
+def tag(arguments: dict[str, Any], quote: str, is_closed: bool) -> str:
+    """A call as XML says that it is written."""
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+    entities = {"&": "&amp;", "<": "&lt;", '"': "&quot;", "'": "&apos;"}
+    escaped = {key: "".join(entities.get(char, char) for char in text) for key, text in texts.items()}
+    attributes = "".join(f" {key}={quote}{text}{quote}" for key, text in escaped.items())
+    return f"<f{attributes}></f>" if is_closed else f"<f{attributes}/>"
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(_ARGUMENTS, min_size=1, max_size=3),
+    st.sampled_from("\"'"),
+    st.booleans(),
+    st.booleans(),
+    st.lists(st.integers(0, 2000), max_size=8),
+)
+def test_a_tag_says_what_was_written_into_it(
+    calls: list[dict[str, Any]], quote: str, is_closed: bool, is_wrapped: bool, places: list[int]
+) -> None:
+    tools = {"f": {key: {"type": kind} for key, kind in _TYPES.items()}}
+    text = "\n".join(tag(arguments, quote, is_closed) for arguments in calls)
+    text = f"<tool_call>\n{text}\n</tool_call>" if is_wrapped else text
+    answer = answered({"tools": tools}, cut(text, places))
+    assert (answer.calls, answer.text) == ([("f", arguments) for arguments in calls], "")

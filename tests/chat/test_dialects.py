@@ -4,7 +4,7 @@ from itertools import permutations
 
 import pytest
 
-from emberkeep.chat.dialects.table import MARKED_DIALECTS, REASONING, STRAY_ENDS
+from emberkeep.chat.dialects.table import MARKED_DIALECTS, REASONING, STRAY_ENDS, tag_dialects
 from emberkeep.chat.output import OutputOptions, TextStream, hidden_tokens
 from emberkeep.types import Event, Tool, ToolCallDelta
 from helpers.answers import Answer, read_text
@@ -135,6 +135,113 @@ def test_python_is_read_but_never_run(value: str) -> None:
     assert (answer.text, answer.calls) == (text, [])
 
 
+# ── tools as tags ──
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('<list path="src"/>', {"path": "src"}),
+        ("<list path='src' depth='2' />", {"path": "src", "depth": 2}),
+        ('<list path="src"></list>', {"path": "src"}),
+        ("<list/>", {}),
+        ("<list />", {}),
+        ("<list></list>", {}),
+        ('<list\n  path = "a\nb"\n  depth="2"\n/>', {"path": "a\nb", "depth": 2}),
+        (
+            '<list path="&lt;a &amp;&amp; &quot;b&quot;&gt; &apos;c&apos; &#10;&#x41;"/>',
+            {"path": "<a && \"b\"> 'c' \nA"},
+        ),
+        ('<list path="?a=1&copy=2&b;"/>', {"path": "?a=1&copy=2&b;"}),
+        ('<list path="&#xd800;&#0;&#x110000;&#9999999;"/>', {"path": "&#xd800;&#0;&#x110000;&#9999999;"}),
+        ("<list path='say \"hi\" > /dev/null'/>", {"path": 'say "hi" > /dev/null'}),
+        ('<list path="12" depth="12"/>', {"path": "12", "depth": 12}),
+        ('<list depth="" path=""/>', {"depth": "", "path": ""}),
+        (
+            """<list deep='{"a": [1, null]}' all="true" not="False"/>""",
+            {"deep": {"a": [1, None]}, "all": True, "not": False},
+        ),
+        ('<list deep="{&quot;a&quot;: 1.5}"/>', {"deep": {"a": 1.5}}),
+    ],
+)
+@pytest.mark.parametrize("around", ["{}", "<tool_call>{}</tool_call>", "<tool_call>\n{}\n</tool_call>"])
+def test_a_tag_with_the_name_of_a_tool_is_a_call(around: str, written: str, arguments: dict[str, object]) -> None:
+    answer = answered(around.format(written))
+    assert (answer.calls, answer.text) == ([("list", arguments)], "")
+
+
+@pytest.mark.parametrize("around", ["{}", "<tool_call>{}</tool_call>"])
+@pytest.mark.parametrize("between", ["", "\n", "\n\n  "])
+def test_several_tags_are_several_calls(around: str, between: str) -> None:
+    tags = between.join(['<list path="a"/>', '<write path="b"></write>', "<list path='c'/>"])
+    answer = answered("I look.\n" + around.format(tags))
+    assert answer.calls == [("list", {"path": "a"}), ("write", {"path": "b"}), ("list", {"path": "c"})]
+    assert answer.text == "I look."
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<lists path="a"/>',
+        '<lis path="a"/>',
+        '<other path="a"/> is no tool',
+        '<tool_call><other path="a"/></tool_call>',
+        '<list path="a">something</list>',
+        '<list path="a"><write/',
+        "<list path=a/>",
+        "<list path/>",
+        '<list "a"/>',
+        '<list path="a" path="b"/>',
+        '<list path="a',
+        '<list path="a"',
+        "<list>",
+        "a <list b",
+        '</list path="a"/>',
+        '< list path="a"/>',
+        '```xml\n<list path="a"/>\n```',
+    ],
+)
+def test_any_other_tag_is_text(text: str) -> None:
+    for pieces in (list(text), [text]):
+        answer = read_text(VOCAB, pieces, tools=TOOLS)
+        assert (answer.text, answer.calls) == (text, [])
+
+
+def test_a_tag_is_a_call_only_where_there_is_the_tool() -> None:
+    text = '<write path="a"/>'
+    assert read_text(VOCAB, list(text), tools=TOOLS[1:]).text == text
+    assert read_text(VOCAB, list(text), tools=TOOLS).text == ""
+
+
+def test_a_tool_whose_name_begins_another_is_told_from_it() -> None:
+    tools = (Tool("list"), Tool("list_files"), Tool("list.all"))
+    text = "<list_files a='1'/><list a='2'/><list.all a='3'/>"
+    answer = read_text(VOCAB, list(text), tools=tools)
+    assert answer.calls == [("list_files", {"a": 1}), ("list", {"a": 2}), ("list.all", {"a": 3})]
+
+
+@pytest.mark.parametrize("name", ["tool", "function", "invoke", "tools", "tool_call", "think"])
+def test_the_markers_of_other_dialects_mean_what_they_meant(name: str) -> None:
+    """Whatever a client calls its tools."""
+    tools = (Tool(name), Tool("write"))
+    for text in (
+        '<tool_call>{"name": "write", "arguments": {"a": 1}}</tool_call>',
+        '<invoke name="write"><parameter name="a">1</parameter></invoke>',
+        '<function name="write"><param name="a">1</param></function>',
+        '<tool name="write"><parameter name="a">1</parameter></tool>',
+        '<tools>{"name": "write", "arguments": {"a": 1}}</tools>',
+        "<think>hm</think>[write(a=1)]",
+    ):
+        assert read_text(VOCAB, list(text), tools=tools).calls == [("write", {"a": 1})]
+    markers = [dialect.start for dialect in (*MARKED_DIALECTS, *tag_dialects([name, "write"]))]
+    assert [(one, other) for one, other in permutations(markers, 2) if one in other] == []
+
+
+def test_a_tag_at_the_end_of_reasoning_that_was_not_ended_is_a_call() -> None:
+    answer = read_text(VOCAB, list('Well.\n<list path="a"/>'), tools=TOOLS, reasoning=REASONING[0])
+    assert answer.calls == [("list", {"path": "a"})]
+
+
 # ── what is quoted is no call ──
 
 
@@ -171,6 +278,7 @@ def test_endless_attempts_are_given_up() -> None:
         ("<tool_call>write<arg_key>a</arg_key><arg_value>half", "write", ""),
         ("<|python_tag|>write(a='half", "write", ""),
         ('<|tool_call>call:write{a:<|"|>half', "write", ""),
+        ('<tool_call><list path="src" dep', "list", ""),
     ],
 )
 def test_a_cut_call_of_any_dialect_has_its_name_and_what_is_whole(text: str, name: str, arguments: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from emberkeep.chat.messages import cache_keys, head_of, message_ends, place_of, stable_head
+from emberkeep.chat.prompt import label_of
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.types import Message, Request, Tool
 
@@ -87,6 +88,19 @@ def test_keys_are_asked_for_in_their_order():
     bare = replace(CHAT, messages=CHAT.messages[1:], tools=(), cache_key="k")
     assert cache_keys(bare).affinity == cache_keys(bare).prefix
     assert cache_keys(bare).legacy == "key:k"
+
+
+def test_the_clients_own_hash_of_a_prefix_comes_after_the_stable_part_and_names_no_conversation():
+    told = replace(CHAT, prefix_hash="9f", cache_key="k")
+    assert cache_keys(replace(told, conversation_id="c")).affinity == "id:c"
+    assert cache_keys(told).affinity == cache_keys(CHAT).stable
+    bare = replace(told, messages=CHAT.messages[1:], tools=())
+    assert cache_keys(bare).affinity == "hash:9f"
+    other = replace(bare, messages=(Message("user", "What is a hill?"),))
+    assert cache_keys(other).entry != cache_keys(bare).entry
+    short = Request(prompt="Hello", cache_key="k", prefix_hash="9f")
+    assert cache_keys(short).affinity == cache_keys(short).entry == "hash:9f"
+    assert label_of(replace(bare, cache_key=None)).name == ""  # a name would be shown as that of a conversation
 
 
 def test_turns_of_one_conversation_have_one_key_and_other_conversations_others():

@@ -426,7 +426,6 @@ def test_a_cut_answer_that_is_no_call_is_text(text: str) -> None:
         (Request(messages=(Message("user", "?"),), tools=(Tool("weather"),)), 1),
         (Request(messages=(Message("user", "?"),), tools=(Tool("weather"),), tool_choice=ToolChoice("none")), 0),
         (Request(messages=(Message("user", "?"),)), 0),
-        (Request(messages=(Message("user", "?"),), tools=(Tool("weather"),), raw_tools=True), 0),
         (Request(prompt="?", tools=(Tool("weather"),)), 0),
     ],
 )

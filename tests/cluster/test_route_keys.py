@@ -144,3 +144,10 @@ def test_who_is_to_be_forgotten_is_read_from_the_address() -> None:
     assert forgotten_user(Asked("DELETE", "/v1/cache/", b"user_id=")) == ""
     assert forgotten_user(Asked("DELETE", "/v1/cache/abc", b"user_id=ann")) is None
     assert forgotten_user(Asked("GET", "/v1/cache", b"user_id=ann")) is None
+
+
+def test_a_mark_does_not_change_where_a_request_goes() -> None:
+    said = "The tides of this coast. " * 40
+    marked = {"role": "user", "content": said, "stable": True, "cache_control": {"type": "ephemeral"}}
+    keys = [ask("/v1/chat/completions", {"messages": [one]}).keys for one in (marked, user(said))]
+    assert keys[0] == keys[1]

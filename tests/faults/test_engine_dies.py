@@ -40,6 +40,7 @@ def test_health_is_503_and_says_why_to_those_who_may_know(tmp_path: Path, api_ke
 
     before, failed, after = asyncio.run(ask())
     assert (before.status_code, before.json()["status"]) == (200, "ok")
+    assert [told.json()["backend_connected"] for told in (before, after)] == [True, False]
     assert failed.status_code == 500
     assert "The engine has failed" in failed.json()["error"]["message"]
     assert (after.status_code, after.json()["status"]) == (503, "failed")

@@ -118,6 +118,43 @@ def test_one_that_is_served_alone_is_never_unloaded(config: Config, monkeypatch:
     run(story())
 
 
+@pytest.mark.parametrize("others", [("none",), ("all",)], ids=["alone", "nothing else installed"])
+def test_where_one_model_is_served_any_name_may_mean_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: tuple[str, ...]
+) -> None:
+    load_fake_engines(monkeypatch)
+    install(tmp_path, "first")
+
+    async def story() -> None:
+        models = open_models(Config(data_dir=tmp_path, model="first", models=others, accept_any_model=True))
+        assert models.find("claude-sonnet") is models.find("gpt-4o:latest") is models.default
+        await models.close()
+        models = open_models(Config(data_dir=tmp_path, model="first", models=others))
+        with pytest.raises(ModelNotFound, match="use 'first' or 'default'"):
+            models.find("claude-sonnet")
+        await models.close()
+
+    run(story())
+
+
+def test_an_unknown_name_among_several_is_refused_with_the_names_there_are(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_fake_engines(monkeypatch)
+    config = replace(config, accept_any_model=True, aliases=(Alias("gpt-4o", "second"),))
+
+    async def story() -> None:
+        models = open_models(config)
+        with pytest.raises(ModelNotFound, match="use one of 'first', 'second', 'third', 'gpt-4o'"):
+            models.find("fourth")
+        install(config.data_dir, *(f"model-{number}" for number in range(40)))
+        with pytest.raises(ModelNotFound, match="or one of 12 more of GET /v1/models"):
+            models.find("fourth")
+        await models.close()
+
+    run(story())
+
+
 @pytest.mark.parametrize("disk", [0, 1 << 30])
 def test_nothing_is_lost_when_two_models_take_turns_with_memory_for_one(
     config: Config, monkeypatch: pytest.MonkeyPatch, disk: int

@@ -102,6 +102,21 @@ def test_models_are_loaded_and_unloaded(client: httpx.Client) -> None:
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/messages", {"max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "hi"}]}),
+    ],
+)
+def test_every_api_lists_the_names_where_one_is_not_served(client: httpx.Client, path: str, body: Json) -> None:
+    refused = client.post(path, json={"model": "claude-sonnet", **body})
+    assert refused.status_code == 404
+    assert "use one of 'first', 'second', 'gpt-4o'" in refused.text
+
+
 def test_an_unloaded_model_is_loaded_to_tokenize_or_to_show_its_cache(client: httpx.Client) -> None:
     client.post("/models/load", json={"model": "first"})
     tokens = client.post("/tokenize", json={"model": "second", "content": "hi"}).json()["tokens"]

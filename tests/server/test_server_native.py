@@ -28,6 +28,7 @@ def test_models_are_listed(backend: ScriptedBackend, client: openai.OpenAI, http
         "created": 1_700_000_000,
         "owned_by": "emberkeep",
         "context_length": 4096,
+        "max_model_len": 4096,
         "details": {"quantization": "Q4_1"},
         "aliases": [],
     }
@@ -37,14 +38,16 @@ def test_a_model_is_found_by_a_name_with_a_slash(
     backend: ScriptedBackend, client: openai.OpenAI, http: httpx.Client
 ) -> None:
     assert client.models.retrieve("org/tiny").id == "org/tiny"
-    assert http.get("/v1/models/org/tiny").json()["id"] == "org/tiny"
+    told = http.get("/v1/models/org/tiny").json()
+    assert (told["id"], told["max_model_len"]) == ("org/tiny", 4096)
     with pytest.raises(openai.NotFoundError) as caught:
         client.models.retrieve("org/other")
     assert caught.value.code == "model_not_found"
 
 
 def test_health_and_stats(backend: ScriptedBackend, http: httpx.Client) -> None:
-    assert http.get("/health").json() == {"status": "ok", "backend": "scripted", "model": "org/tiny"}
+    told = {"status": "ok", "backend": "scripted", "model": "org/tiny", "backend_connected": True}
+    assert http.get("/health").json() == told
     assert http.get("/v1/stats").json() == {"requests": 0}
 
 

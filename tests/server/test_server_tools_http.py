@@ -215,6 +215,24 @@ def test_with_notools_a_client_gets_what_the_model_wrote(
         assert choice["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"tools": [READ_FILE], "tool_choice": "required"}),
+        ("/v1/messages", {"tools": [{"name": "read_file", "input_schema": {}}], "tool_choice": {"type": "any"}}),
+    ],
+)
+def test_with_notools_a_forced_call_is_refused(
+    tmp_path: Path, engine: ScriptedEngine, path: str, body: dict[str, Any]
+) -> None:
+    with Harbour(tmp_path, engine, notools=True) as harbour, served(harbour.backend) as http:
+        refused = http.post(path, json={"messages": HELLO, "max_tokens": 40, **body})
+        shown = http.get("/v1/models").json()["data"][0]
+        capabilities = http.post("/api/show", json={"model": shown["id"]}).json()["capabilities"]
+    assert (refused.status_code, "--notools" in refused.text) == (400, True)
+    assert "tools" not in capabilities
+
+
 # ── what a request says about itself ─────────────────────────────────────────────────────────────
 
 
@@ -386,7 +404,7 @@ def chain(*script: Any) -> FallbackBackend:
 def test_health_says_which_model_of_a_chain_answers_and_why() -> None:
     with served(chain()) as http:
         health = http.get("/health").json()
-    assert health["status"] == "ok"
+    assert (health["status"], health["backend_connected"]) == ("ok", True)
     assert health["model"] == "org/tiny"
     far, near = health["chain"]
     assert (far["name"], far["state"]) == ("far", "failed")
@@ -444,12 +462,14 @@ def test_health_forgets_a_failure_that_is_over() -> None:
         assert ask(http).status_code == 200
         mended = http.get("/health").json()
     assert "went away" in broken["error"]
+    assert not broken["backend_connected"]
     assert broken["chain"][0]["state"] == "failed"
     assert mended == {
         "status": "ok",
         "backend": "far",
         "model": "far-1",
         "chain": [{"name": "far", "state": "ready"}],
+        "backend_connected": True,
     }
 
 

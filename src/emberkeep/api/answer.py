@@ -418,7 +418,10 @@ def usage_json(usage: Usage) -> dict[str, Json]:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.total_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            **({"cache_write_tokens": usage.created_tokens} if usage.marked.tokens else {}),
+        },
         "completion_tokens_details": {
             "reasoning_tokens": usage.reasoning_tokens,
             "accepted_prediction_tokens": usage.accepted_prediction_tokens,
@@ -475,6 +478,8 @@ def _fit_json(fit: Fit) -> dict[str, Json]:
         told["evictions"] = [asdict(eviction) for eviction in fit.evictions]
     if fit.recalled:
         told["recalled"] = fit.recalled
+    if fit.clamped_to is not None:
+        told["clamped_max_tokens"] = fit.clamped_to
     return told
 
 

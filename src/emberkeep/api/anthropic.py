@@ -17,7 +17,6 @@ from pydantic import BeforeValidator, Field, PlainValidator
 from emberkeep.api.answer_format import FormatFields
 from emberkeep.api.anthropic_blocks import (
     Block,
-    CacheControl,
     Content,
     ResultBlock,
     TextBlock,
@@ -32,6 +31,7 @@ from emberkeep.api.request import (
     INT32_MAX,
     WHOLE,
     Body,
+    CacheControl,
     Count,
     GenerationFields,
     Label,
@@ -39,6 +39,7 @@ from emberkeep.api.request import (
     RoomFields,
     Schema,
     Stops,
+    ttl_of,
 )
 from emberkeep.errors import InvalidField
 from emberkeep.types import (
@@ -53,11 +54,9 @@ from emberkeep.types import (
     Tool,
     ToolCall,
     ToolChoice,
-    Ttl,
     private_namespace,
 )
 
-_TTLS = {None: Ttl.SHORT, "5m": Ttl.SHORT, "1h": Ttl.LONG}
 _SWITCHES = {"enabled": True, "disabled": False}
 """Other kinds of thinking leave it to the model."""
 _EFFORTS = {"xhigh": "high", "max": "high"}
@@ -226,7 +225,7 @@ class PromptFields(Body):
             reasoning=None if self._shows_thinking else ReasoningFormat.STRIP,
             continues=continues,
             breakpoints=breakpoints,
-            ttl=Ttl.LONG if any(one.ttl is Ttl.LONG for one in breakpoints) else None,
+            ttl=ttl_of(breakpoints),
         )
 
     def _output_format(self) -> JsonFormat | None:
@@ -371,7 +370,7 @@ class _Turns:
     def mark(self, control: CacheControl | None) -> None:
         if control is not None:
             chars = self._turns[-1].chars if self._turns else None
-            self._marks.append(Breakpoint(len(self._turns), chars, _TTLS[control.ttl]))
+            self._marks.append(Breakpoint(len(self._turns), chars, control.to_ttl()))
 
     def add(self, role: Role, blocks: Sequence[Block]) -> None:
         """Results stand before whatever else the user says: models know them right after their calls."""

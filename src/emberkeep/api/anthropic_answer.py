@@ -59,10 +59,11 @@ class MessageEnvelope:
             "usage": usage_json(usage),
         }
 
-    def ending(self, finish: FinishReason | None, stop: str | None, usage: Usage) -> dict[str, Json]:
+    def ending(self, finish: FinishReason | None, stop: str | None, completed: Completed) -> dict[str, Json]:
         """Why it ended. One that was cut before its limit has filled the context; not every service counts."""
         reason = _REASONS[finish] if finish else None
-        if reason == _CUT and 0 < usage.completion_tokens < self.max_tokens:
+        limit = completed.fit.clamped_to or self.max_tokens
+        if reason == _CUT and 0 < completed.usage.completion_tokens < limit:
             reason = _FULL
         is_stop = finish is FinishReason.STOP and stop is not None
         return {"stop_reason": "stop_sequence" if is_stop else reason, "stop_sequence": stop if is_stop else None}
@@ -76,8 +77,8 @@ class MessageEnvelope:
 def usage_json(usage: Usage) -> dict[str, Json]:
     """Every token of the prompt is read from the cache, or stored there because it stands before a breakpoint, or
     neither."""
-    cached, marked = usage.cached_tokens, usage.marked
-    created, for_long = max(marked.tokens - cached, 0), max(marked.long_tokens - cached, 0)
+    cached, created = usage.cached_tokens, usage.created_tokens
+    for_long = max(usage.marked.long_tokens - cached, 0)
     return {
         "input_tokens": usage.prompt_tokens - cached - created,
         "cache_creation_input_tokens": created,
@@ -101,7 +102,7 @@ def message_json(answer: Answer, envelope: MessageEnvelope) -> dict[str, Json]:
     if choice.text:
         content.append({"type": "text", "text": choice.text})
     content += [_tool_use(call.id, call.name, _input(call)) for _, call in sorted(choice.calls.items())]
-    ending = envelope.ending(choice.finish, choice.stop, completed.usage)
+    ending = envelope.ending(choice.finish, choice.stop, completed)
     return {**envelope.message(content, completed.usage, ending), **_beside(completed, envelope)}
 
 
@@ -170,7 +171,7 @@ class MessageFrames(SseFrames):
     def end(self) -> bytes:
         completed = merge_usage(self._completed)
         finished = self._finished or Finished(0, FinishReason.STOP)
-        delta = self._envelope.ending(finished.reason, finished.stop, completed.usage)
+        delta = self._envelope.ending(finished.reason, finished.stop, completed)
         told = _beside(completed, self._envelope)
         last = _event("message_delta", delta=delta, usage=usage_json(completed.usage), **told)
         return self._begin() + self._close() + last + _event("message_stop")
@@ -187,8 +188,8 @@ class MessageFrames(SseFrames):
         if self._has_begun:
             return b""
         self._has_begun = True
-        ending = self._envelope.ending(None, None, self._usage)
-        return _event("message_start", message=self._envelope.message([], self._usage, ending))
+        not_yet = {"stop_reason": None, "stop_sequence": None}
+        return _event("message_start", message=self._envelope.message([], self._usage, not_yet))
 
     def _piece(self, kind: str, text: str) -> bytes:
         """More of a text, which begins a block unless one of its kind is being written."""

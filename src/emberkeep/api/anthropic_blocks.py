@@ -10,15 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
-from emberkeep.api.request import Body, Label
+from emberkeep.api.request import Body, CacheControl, Label
 from emberkeep.types import Image, Json, ToolCall
-
-
-class CacheControl(Body):
-    """The prompt will be sent again up to here."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
 
 
 class Block(Body):

@@ -17,6 +17,7 @@ from emberkeep.api.custom_tools import CUSTOM_PARAMETERS, custom_arguments
 from emberkeep.api.errors import TEMPLATE_NAME, TOOL_NAME
 from emberkeep.api.field_kinds import one_of
 from emberkeep.api.request import (
+    NO_MARKS,
     NO_OTHERS,
     WHOLE,
     Body,
@@ -24,14 +25,19 @@ from emberkeep.api.request import (
     GenerationBody,
     Label,
     Limit,
+    MarkFields,
     RoomFields,
     Schema,
+    TextMarks,
     TextPart,
+    text_marks,
     to_limit,
+    ttl_of,
     validate,
 )
 from emberkeep.errors import InvalidField
 from emberkeep.types import (
+    Breakpoint,
     Image,
     Json,
     Message,
@@ -47,7 +53,11 @@ class ImageAddress(Body):
     url: Annotated[str, Field(pattern="^(https?://|data:image/)")]
 
 
-class ImagePart(Body):
+class MessageTextPart(TextPart, MarkFields):
+    pass
+
+
+class ImagePart(MarkFields):
     type: Literal["image_url"]
     image_url: ImageAddress
 
@@ -56,6 +66,7 @@ class ImagePart(Body):
 class Content:
     text: str
     images: tuple[Image, ...] = ()
+    marks: TextMarks = NO_MARKS
 
 
 def _join_parts(content: Json) -> Content | None:
@@ -67,8 +78,12 @@ def _join_parts(content: Json) -> Content | None:
     if not isinstance(content, list):
         raise ValueError("give a text or a list of parts")
     parts = [_part(part) for part in content]
-    texts = [part for part in parts if isinstance(part, str)]
-    return Content("\n".join(texts), tuple(part for part in parts if isinstance(part, Image)))
+    texts = [part if isinstance(part, str) else None for part in parts]
+    return Content(
+        "\n".join(text for text in texts if text is not None),
+        tuple(part for part in parts if isinstance(part, Image)),
+        text_marks(zip(content, texts, strict=True)),
+    )
 
 
 def _part(part: Json) -> str | Image:
@@ -113,9 +128,12 @@ class ToolCallBody(Body):
         return ToolCall(self.id, self.function.name, self.function.arguments)
 
 
-class RefusalPart(Body):
+class RefusalPart(MarkFields):
     type: Literal["refusal"]
     refusal: str
+
+
+MarkedPart = MessageTextPart | ImagePart | RefusalPart
 
 
 def _says_something(schema: dict[str, Json]) -> None:
@@ -128,13 +146,13 @@ def _says_something(schema: dict[str, Json]) -> None:
     ]
 
 
-class MessageBody(Body):
+class MessageBody(MarkFields):
     model_config = ConfigDict(json_schema_extra=_says_something)
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[
         Content | None,
-        PlainValidator(_join_parts, json_schema_input_type=str | list[TextPart | ImagePart | RefusalPart] | None),
+        PlainValidator(_join_parts, json_schema_input_type=str | list[MarkedPart] | None),
     ] = None
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCallBody], Field(max_length=256)] | None = None
@@ -186,6 +204,16 @@ def to_messages(bodies: list[MessageBody]) -> tuple[Message, ...]:
             legacy_id = f"call_{index:024x}"  # the same in every turn
         messages.append(body.to_message(legacy_id))
     return tuple(messages)
+
+
+def to_breakpoints(bodies: list[MessageBody]) -> tuple[Breakpoint, ...]:
+    """Where the beginnings end that a client marks in its messages."""
+    found: list[Breakpoint] = []
+    for count, body in enumerate(bodies, 1):
+        found += body.content.marks.breakpoints(count) if body.content else ()
+        if (ttl := body.to_mark()) is not None:
+            found.append(Breakpoint(count, ttl=ttl))
+    return tuple(found)
 
 
 def message_json(message: Message) -> dict[str, Json]:
@@ -377,9 +405,12 @@ class ChatBody(GenerationBody, RoomFields):
         """Raises InvalidField where fields contradict each other."""
         tools, choice = self._tools()
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        base, breakpoints = self.to_base(), to_breakpoints(self.messages)
         return replace(
-            self.to_base(),
+            base,
             messages=to_messages(self.messages),
+            breakpoints=breakpoints,
+            ttl=base.ttl or ttl_of(breakpoints),
             tools=tools,
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls is not False and not self.functions,

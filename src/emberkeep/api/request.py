@@ -5,10 +5,11 @@ HTTP and the library refuse the same, with the same words.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationError
 
 from emberkeep.api.answer_format import FormatFields
 from emberkeep.api.answer_format import Schema as Schema
@@ -28,6 +29,7 @@ from emberkeep.config import OFF
 from emberkeep.errors import InvalidField
 from emberkeep.types import (
     Approximation,
+    Breakpoint,
     Infill,
     Json,
     Recall,
@@ -138,6 +140,77 @@ class RoomFields(Body):
 
 MAX_PREDICTION = 256 << 10
 """Characters. A quarter of a second to tokenize, and longer than answers are."""
+
+
+# ── beginnings that are sent again ──
+
+
+class CacheControl(Body):
+    """Anthropic's: the prompt will be sent again up to here."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+    def to_ttl(self) -> Ttl:
+        return Ttl.LONG if self.ttl == "1h" else Ttl.SHORT
+
+
+class MarkFields(Body):
+    """Of a message, or a part of one. With either, a beginning that is sent again ends with it."""
+
+    cache_control: CacheControl | None = None
+    stable: bool | None = None
+
+    def to_mark(self) -> Ttl | None:
+        """How long that beginning is kept at least. None: none ends here."""
+        if self.cache_control is not None:
+            return self.cache_control.to_ttl()
+        return Ttl.SHORT if self.stable else None
+
+
+MARKS = 'give cache_control as {"type": "ephemeral"}, also with a ttl of 5m or 1h, and stable as true or false'
+
+
+def mark_of(part: Json) -> Ttl | None:
+    """As `MarkFields.to_mark`, of what may be none. Raises ValueError."""
+    if not isinstance(part, Mapping) or not ("cache_control" in part or "stable" in part):
+        return None
+    try:
+        return MarkFields.model_validate(part).to_mark()
+    except ValidationError:
+        raise ValueError(MARKS) from None
+
+
+@dataclass(frozen=True, slots=True)
+class TextMarks:
+    """Where beginnings end in the text of a message whose parts are on lines of their own."""
+
+    chars: int
+    """Of the whole text."""
+    ends: tuple[tuple[int, Ttl], ...]
+    """How many of them each beginning has, and how long it is kept."""
+
+    def breakpoints(self, messages: int) -> list[Breakpoint]:
+        """In the last of so many messages. One at the end of its text is one at the end of the message."""
+        return [Breakpoint(messages, None if end == self.chars else end, ttl) for end, ttl in self.ends]
+
+
+NO_MARKS = TextMarks(0, ())
+
+
+def text_marks(parts: Iterable[tuple[Json, str | None]]) -> TextMarks:
+    """Of parts and the text that each adds; None: it adds none. Raises ValueError."""
+    chars, ends = -1, list[tuple[int, Ttl]]()
+    for part, text in parts:
+        chars += len(text) + 1 if text is not None else 0
+        if (ttl := mark_of(part)) is not None:
+            ends.append((max(chars, 0), ttl))
+    return TextMarks(max(chars, 0), tuple(ends))
+
+
+def ttl_of(breakpoints: Iterable[Breakpoint]) -> Ttl | None:
+    """How long a conversation with these is kept; None: as usual."""
+    return Ttl.LONG if any(one.ttl is Ttl.LONG for one in breakpoints) else None
 
 
 class TextPart(Body):
@@ -258,6 +331,7 @@ class OwnerFields(UserFields):
 
     conversation_id: Label | None = None
     prompt_cache_key: Label | None = None
+    prefix_hash: Label | None = None
 
     def to_owned(self) -> Request:
         """A request with these fields and nothing else. Raises InvalidField where fields contradict each other."""
@@ -266,6 +340,7 @@ class OwnerFields(UserFields):
             namespace=self.to_namespace(),
             conversation_id=self.conversation_id or None,
             cache_key=self.prompt_cache_key or None,
+            prefix_hash=self.prefix_hash or None,
         )
 
 

@@ -30,6 +30,7 @@ from emberkeep.api.request import (
     RoomFields,
     Schema,
     to_limit,
+    ttl_of,
     validate,
 )
 from emberkeep.api.responses_items import (
@@ -317,14 +318,16 @@ class PromptBody(OwnerFields):
 
     def to_prompt(self, items: Sequence[Item]) -> Request:
         """With all items that the model shall see. Raises InvalidField."""
-        messages = to_messages(items)
+        messages, breakpoints = to_messages(items)
         if not messages:
             raise InvalidField("input", "is required: give a text or items.")
         if self.instructions:
             messages = (Message("system", self.instructions), *messages)
+            breakpoints = tuple(replace(one, messages=one.messages + 1) for one in breakpoints)
         return replace(
             self.to_owned(),
             messages=messages,
+            breakpoints=breakpoints,
             tools=self.toolset.tools,
             tool_choice=read_choice(self.tool_choice, self.toolset.tools),
             parallel_tool_calls=self.parallel_tool_calls is not False,
@@ -378,7 +381,7 @@ class ResponseBody(PromptBody, GenerationFields, FormatFields, RoomFields):
             format=self.to_format(prompt.format),
             max_tokens=to_limit(limit),
             top_logprobs=self._top_logprobs(),
-            ttl=self._ttl(),
+            ttl=self._ttl() or ttl_of(prompt.breakpoints),
             evict=self.evict if prompt.evict is None else prompt.evict,
             recall=self.to_recall(),
         )

@@ -11,16 +11,16 @@ import binascii
 import re
 import uuid
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from emberkeep.api.custom_tools import custom_arguments
-from emberkeep.api.request import Body, Label, Name, validate
+from emberkeep.api.request import Body, Label, MarkFields, Name, mark_of, text_marks, validate
 from emberkeep.errors import InvalidField
-from emberkeep.types import Image, Json, Message, ToolCall
+from emberkeep.types import Breakpoint, Image, Json, Message, ToolCall
 
 Item = dict[str, Json]
 
@@ -28,17 +28,17 @@ Item = dict[str, Json]
 # ── what clients send ──
 
 
-class InputTextPart(Body):
+class InputTextPart(MarkFields):
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-class RefusalPart(Body):
+class RefusalPart(MarkFields):
     type: Literal["refusal"]
     refusal: str
 
 
-class InputImagePart(Body):
+class InputImagePart(MarkFields):
     type: Literal["input_image"]
     image_url: Annotated[str, Field(json_schema_extra={"pattern": "^(https?://|data:image/)"})]
 
@@ -46,7 +46,7 @@ class InputImagePart(Body):
 Parts = list[InputTextPart | RefusalPart | InputImagePart]
 
 
-class MessageItem(Body):
+class MessageItem(MarkFields):
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Parts
@@ -60,7 +60,7 @@ class CallItem(Body):
     namespace: Label | None = None
 
 
-class CallOutputItem(Body):
+class CallOutputItem(MarkFields):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Name
     output: str | Parts
@@ -153,6 +153,10 @@ def _check_content(content: Json, path: str) -> None:
         raise InvalidField(path, "give a text or a list of parts.")
     for place, part in enumerate(content):
         _check_part(part, f"{path}[{place}]")
+        try:
+            mark_of(part)
+        except ValueError as error:
+            raise InvalidField(f"{path}[{place}]", f"{error}.") from None
 
 
 def _check_part(part: Json, path: str) -> None:
@@ -267,12 +271,23 @@ def model_name(name: str, namespace: str | None) -> str:
     return f"{namespace}__{name}" if namespace else name
 
 
-def to_messages(items: Iterable[Item]) -> tuple[Message, ...]:
-    """Of complete items without references."""
+def to_messages(items: Iterable[Item]) -> tuple[tuple[Message, ...], tuple[Breakpoint, ...]]:
+    """Of complete items without references: the messages, and where the beginnings end that are marked in them."""
     messages: list[Message] = []
+    breakpoints: list[Breakpoint] = []
     for item in items:
         _add(messages, item)
-    return tuple(messages)
+        breakpoints += _marks(item, len(messages))
+    return tuple(messages), tuple(breakpoints)
+
+
+def _marks(item: Item, messages: int) -> Iterator[Breakpoint]:
+    """Of an item that is in the last of so many messages."""
+    parts = item.get("content", item.get("output"))
+    if isinstance(parts, list) and item["type"] != "reasoning":
+        yield from text_marks((part, _text_of(part)) for part in parts).breakpoints(messages)
+    if (ttl := mark_of(item)) is not None:
+        yield Breakpoint(messages, ttl=ttl)
 
 
 def _add(messages: list[Message], item: Item) -> None:
@@ -317,6 +332,11 @@ def _read_parts(content: Json) -> tuple[str, tuple[Image, ...]]:
     """Texts, one per line, and images."""
     if isinstance(content, str):
         return content, ()
-    texts = [part.get("text", part.get("refusal")) for part in content if part["type"] != "input_image"]
+    texts = [text for part in content if (text := _text_of(part)) is not None]
     images = tuple(Image(part["image_url"]) for part in content if part["type"] == "input_image")
     return "\n".join(texts), images
+
+
+def _text_of(part: Json) -> str | None:
+    """None: it is an image."""
+    return None if part["type"] == "input_image" else part.get("text", part.get("refusal"))

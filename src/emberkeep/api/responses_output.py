@@ -205,11 +205,12 @@ def _error_code(failure: Failure) -> str:
 
 
 def usage_json(usage: Usage) -> dict[str, Json]:
+    is_marked = usage.marked.tokens > 0
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {
             "cached_tokens": usage.cached_tokens,
-            "cache_write_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "cache_write_tokens": usage.created_tokens if is_marked else usage.prompt_tokens - usage.cached_tokens,
         },
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},

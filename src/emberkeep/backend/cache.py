@@ -16,7 +16,6 @@ from emberkeep.kv.tree import Cursor, Peek, tokens_to
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Reuse
 from emberkeep.session.conversation import Conversations
-from emberkeep.session.hygiene import Hygiene
 from emberkeep.session.volatility import Volatility, remedy, told
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import (
@@ -145,21 +144,19 @@ class Explainer:
         conversations: Conversations,
         lineages: Lineages,
         equip: Callable[[Request], Request],
-        hygiene: Hygiene,
     ) -> None:
-        """`equip` adds the tools of the server to a request."""
+        """`equip`: a request as its prompt is made of it. Raises RequestError."""
         self._scheduler = scheduler
         self._store = scheduler.store
         self._prompts = prompts
         self._conversations = conversations
         self._lineages = lineages
         self._equip = equip
-        self._hygiene = hygiene
         self.volatility = Volatility()
 
     def explain(self, request: Request) -> Explanation:
         """What `request` would reuse if it came now, and why not more. Raises RequestError."""
-        request = self._equip(self._hygiene.apply(request, learn=False))
+        request = self._equip(request)
         approximation = self._lineages.approximation(request)
         prompt = self._conversations.dry_run(request, self._lineages.of(request)).prompt
         pieces = self._scheduler.vocab.pieces

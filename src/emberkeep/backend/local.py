@@ -40,7 +40,7 @@ from emberkeep.backend.embedder import LocalEmbedder
 from emberkeep.backend.local_capabilities import LocalAttention, LocalExperts, LocalTokenizer
 from emberkeep.backend.precache import KeepAlive, Precache
 from emberkeep.backend.samplers import Samplers, SamplerSource
-from emberkeep.backend.server_tools import HostTools, ServerTools
+from emberkeep.backend.server_tools import HostTools, ServerTools, without_tools
 from emberkeep.backend.verify import Verifier
 from emberkeep.chat.output import TextStream, read_answer
 from emberkeep.chat.prompt import Prompt, PromptBuilder
@@ -105,10 +105,13 @@ class LocalSettings:
     auto_truncate: bool = False
     """What does not fit is truncated, and not refused."""
     tool_rounds: int = 1
-    raw_tools: bool = False
+    no_tools: bool = False
+    """Models are told of no tools, and what they write is no call."""
     reasoning: ReasoningFormat = ReasoningFormat.SEPARATE
     deadline_s: float | None = None
     """For requests that do not say."""
+    most_tokens: int | None = None
+    """Of an answer, whatever a request says. None: as many as it asks for."""
     close_store: Callable[[KvStore], None] = KvStore.close
     close_memory: Callable[[Memory], None] = Memory.close
     """How it lets go of them at its end: they may outlive it."""
@@ -128,7 +131,7 @@ class LocalBackend:
         settings: LocalSettings,
         tools: HostTools | None = None,
     ) -> None:
-        self.card = replace(card, calls_tools=template.supports_tools)
+        self.card = replace(card, calls_tools=template.supports_tools and not settings.no_tools)
         self.scheduler = scheduler
         self.memory = sessions.memory
         self._store = scheduler.store
@@ -167,8 +170,7 @@ class LocalBackend:
             self._prompts,
             self._conversations,
             self._lineages,
-            self._server_tools.equip,
-            self._hygiene,
+            self._equip,
         )
         verifier = Verifier(self.generate, self._vocab, scheduler.context)
         self.cache = StoreCache(scheduler, self._prompts, self._explainer, verifier, self._forget)
@@ -234,8 +236,8 @@ class LocalBackend:
                     if request.tools or event.usage.reasoning_tokens:
                         await asyncio.to_thread(self._note_written, request, sequences)
                     usage = replace(event.usage, marked=await noting) if request.breakpoints else event.usage
-                    fit, rules = _timed(conversation.fit, lookup), request.tidied.rules
-                    yield replace(event, usage=usage, lookup=lookup, fit=fit, hygiene=rules)
+                    fit = replace(_timed(conversation.fit, lookup), clamped_to=request.clamped_to)
+                    yield replace(event, usage=usage, lookup=lookup, fit=fit, hygiene=request.tidied.rules)
                 else:
                     yield event
         finally:
@@ -255,13 +257,15 @@ class LocalBackend:
         return self._server_tools.equip(self._hygiene.apply(self._with_defaults(request), learn=False))
 
     def _with_defaults(self, request: Request) -> Request:
+        """With what the configuration says where it does not. Raises InvalidField."""
         if request.scores_prompt:
             request = replace(request, use_cache=False, approximate=False)
+        if self._settings.no_tools:
+            request = without_tools(request)
         spared = {"enable_thinking": False} if request.thinks_if_asked else {}
         return replace(
-            request,
+            request.clamped(self._settings.most_tokens),
             template_args={**spared, **request.template_args},
-            raw_tools=request.raw_tools or self._settings.raw_tools,
             reasoning=request.reasoning or self._settings.reasoning,
             deadline_s=request.deadline_s or self._settings.deadline_s,
         )
@@ -365,7 +369,7 @@ class LocalBackend:
 
     def _prepare_prefix(self, prefix: Request) -> tuple[Request, Lineage]:
         """With the tools that its model gets besides, and whose state it may share."""
-        equipped = self._server_tools.equip(self._hygiene.apply(prefix))
+        equipped = self._server_tools.equip(self._hygiene.apply(self._with_defaults(prefix)))
         return equipped, self._lineages.of(equipped)
 
     def _tokens_in_ram(self, prompt: Prompt) -> int:

@@ -14,6 +14,8 @@ from emberkeep.errors import EmberkeepError, ModelNotFound, RequestError
 from emberkeep.types import ModelStatus, Removed
 
 DEFAULT_NAME = "default"
+_NAMED = 32
+"""Most names that one sentence lists."""
 _LATEST = ":latest"
 """Ollama's clients write it behind every name that has no other tag."""
 
@@ -23,6 +25,9 @@ class Catalogue(Protocol):
 
     def find(self, name: str) -> Backend | None:
         """Looks at a file at most. None: there is none of that name."""
+
+    def names(self) -> Sequence[str]:
+        """Of all of them, in order. Looks into a folder at most."""
 
     def list(self) -> Sequence[Backend]:
         """By name. Reads a file for each: call it outside the event loop."""
@@ -47,6 +52,9 @@ class LoadedModels:
 
     def find(self, name: str) -> Backend | None:
         return next((each for each in self._backends if is_called(each.card, name)), None)
+
+    def names(self) -> Sequence[str]:
+        return [backend.card.id for backend in self._backends]
 
     def list(self) -> Sequence[Backend]:
         return self._backends
@@ -74,11 +82,15 @@ class Models:
         default: Backend,
         others: Catalogue | Sequence[Backend] = (),
         aliases: Mapping[str, str] | None = None,
+        *,
+        accept_any: bool = False,
     ) -> None:
+        """`accept_any`: where there is one model only, every name means it."""
         self.default = default
         self.has_others = bool(others)
         self._others = LoadedModels(others) if isinstance(others, Sequence) else others
         self._aliases = aliases or {}
+        self._accept_any = accept_any
 
     def find(self, name: str | None) -> Backend:
         """The backend of the model that a client calls `name`; the default one where it names none. Raises
@@ -91,10 +103,18 @@ class Models:
                 return self.default
             if found := self._others.find(known):
                 return found
-        raise ModelNotFound(
-            f"The model {name[:100]!r} is not served here: use {self.default.card.id!r} or 'default', or see "
-            "GET /v1/models."
-        )
+        if self._accept_any and not self._others.names():
+            return self.default
+        raise ModelNotFound(f"The model {name[:100]!r} is not served here: {self.choices()}.")
+
+    def choices(self) -> str:
+        """Which names a client may use, as the end of a sentence. Looks into a folder at most."""
+        others = self._others.names()
+        if not others:
+            return f"use {self.default.card.id!r} or 'default', or see GET /v1/models"
+        names = [self.default.card.id, *others, *self._aliases]
+        more = f" or one of {len(names) - _NAMED} more of GET /v1/models" if len(names) > _NAMED else ""
+        return f"use one of {', '.join(map(repr, names[:_NAMED]))}{more}"
 
     def list(self) -> Sequence[Backend]:
         """The default one first. Reads files: call it outside the event loop."""

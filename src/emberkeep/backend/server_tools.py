@@ -16,6 +16,7 @@ from typing import Protocol
 
 from emberkeep.backend.deadline import with_deadline
 from emberkeep.backend.tool_loop import Gate, LoopTools, ToolLoop
+from emberkeep.errors import InvalidField
 from emberkeep.session.recall import SEARCH
 from emberkeep.session.sessions import Sessions
 from emberkeep.types import (
@@ -28,6 +29,7 @@ from emberkeep.types import (
     Request,
     Tool,
     ToolCall,
+    ToolChoice,
     ToolOutcome,
     ToolServer,
     Usage,
@@ -37,6 +39,13 @@ _SEARCH_ROUNDS = 4
 """Most rounds of searches for one answer; then the model has to answer."""
 
 Answer = Callable[[Request], Events]
+
+
+def without_tools(request: Request) -> Request:
+    """As if its client had sent none. Raises InvalidField where it insists on a call, which it cannot get."""
+    if request.tool_choice.mode in ("required", "named"):
+        raise InvalidField("tool_choice", "this server leaves tools out (--notools): give auto or none.")
+    return replace(request, tools=(), tool_choice=ToolChoice("none"))
 
 
 class RequestTools(LoopTools, Protocol):
@@ -114,7 +123,7 @@ class ServerTools:
         """
         choice = request.tool_choice.mode
         may_call = choice == "auto" or (choice != "none" and bool(request.tools))
-        is_free = request.n == 1 and request.format is None and may_call and not request.raw_tools
+        is_free = request.n == 1 and request.format is None and may_call
         is_chat = request.is_prefix or any(message.role == "user" for message in request.messages)
         if request.prompt is not None or not (is_free and is_chat):
             return request

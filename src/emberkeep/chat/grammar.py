@@ -7,7 +7,6 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import replace
 
 import llguidance
 import numpy as np
@@ -270,7 +269,7 @@ def _literal(text: str, vocab: Vocab) -> str:
 
 
 def _callable_tools(request: Request) -> tuple[Tool, ...]:
-    tools = replace(request, raw_tools=False).callable_tools
+    tools = request.callable_tools
     if not tools:
         name = request.tool_choice.name
         missing = f"there is no tool named {name!r}" if name else "a call is required but there are no tools"

@@ -10,9 +10,10 @@ import codecs
 import re
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import lru_cache
 
 from emberkeep.chat.dialects.reader import Attempt, AttemptState, CallPiece, Dialect
 from emberkeep.chat.dialects.table import (
@@ -25,9 +26,11 @@ from emberkeep.chat.dialects.table import (
     STRAY_ENDS,
     TAGGED,
     Reasoning,
+    tag_dialects,
 )
 from emberkeep.chat.line_limit import LineLimit
 from emberkeep.chat.repeated_calls import RepeatedCalls
+from emberkeep.text import alternatives
 from emberkeep.types import (
     Event,
     Message,
@@ -385,27 +388,34 @@ class Markers:
     None of them is a part of another, so the first to be complete is also the first to begin.
     """
 
-    def __init__(self, texts: Iterable[str]) -> None:
+    def __init__(self, texts: Iterable[str], others: Markers | None = None) -> None:
+        """`others`: these too, which are known already."""
         texts = [text for text in texts if text]
-        self._any = re.compile("|".join(map(re.escape, texts)))
+        pattern = alternatives(texts)
+        assert pattern
+        self._any = pattern
+        self._others = others
         self._beginnings = frozenset(text[:length] for text in texts for length in range(1, len(text)))
         self._longest = max(map(len, self._beginnings), default=0)
 
     def search(self, text: str) -> re.Match[str] | None:
-        return self._any.search(text)
+        found = self._any.search(text)
+        other = self._others.search(text) if self._others else None
+        return found if other is None or (found and found.start() < other.start()) else other
 
-    def find_all(self, text: str) -> Iterator[re.Match[str]]:
-        return self._any.finditer(text)
+    def find_all(self, text: str) -> list[re.Match[str]]:
+        """In order."""
+        others = self._others.find_all(text) if self._others else ()
+        return sorted([*self._any.finditer(text), *others], key=re.Match.start)
 
     def held(self, text: str) -> int:
         """How many characters at the end of `text` may be the beginning of a marker."""
         lengths = range(min(self._longest, len(text)), 0, -1)
-        return next((length for length in lengths if text[-length:] in self._beginnings), 0)
+        own = next((length for length in lengths if text[-length:] in self._beginnings), 0)
+        return max(own, self._others.held(text)) if self._others else own
 
 
-_BY_START = {dialect.start: dialect for dialect in MARKED_DIALECTS}
-_IN_ANSWER = (*_BY_START, *STRAY_ENDS)
-_STARTS = Markers(_IN_ANSWER)
+_STARTS = Markers([*(dialect.start for dialect in MARKED_DIALECTS), *STRAY_ENDS])
 _CUT_START = Markers([TAGGED.start])
 _OPENINGS = Markers(block.start for block in REASONING)
 _ENDS = {block: Markers([block.end]) for block in REASONING}
@@ -415,6 +425,8 @@ _MAX_AT_END = 32
 """Attempts that may fail because the answer has ended."""
 _MAX_LAST_CALLS = 8
 """Calls at the end of reasoning that was not ended."""
+_REMEMBERED_TOOLS = 8
+"""Sets of tools whose markers need not be made again for the next request."""
 _BETWEEN_CALLS = re.compile(r"[\s,;]*")
 
 
@@ -436,7 +448,8 @@ class Sections:
     def __init__(self, tools: Mapping[str, Tool], opened: Reasoning | None, framing: tuple[str, ...] = ()) -> None:
         self._tools = tools
         self._framing = framing
-        self._markers = _markers(bool(tools), framing)
+        self._names = tuple(tools)
+        self._markers = _markers(self._names, framing)
         self._block = opened
         self._buffer = ""
         self._taken = 0
@@ -560,7 +573,7 @@ class Sections:
         if marker[0] in STRAY_ENDS:
             self._take(marker.end() - before, SectionKind.HIDDEN if self._called else SectionKind.TEXT)
             return True
-        return self._try(_BY_START[marker[0]], marker.end() - before)
+        return self._try(_dialects(self._names)[marker[0]], marker.end() - before)
 
     def _call(self) -> bool:
         attempt = self._attempt
@@ -631,7 +644,8 @@ class Sections:
     def _take_last_thought(self) -> None:
         """Calls with which an answer ends are meant, also where the model forgot to end its reasoning first."""
         thought = "".join(self._thought)
-        for marker in [*_STARTS.find_all(thought)][-_MAX_LAST_CALLS:]:
+        markers = _markers(self._names, ())
+        for marker in markers.find_all(thought)[-_MAX_LAST_CALLS:] if markers else ():
             sections = Sections(self._tools, None)
             found = sections.feed(thought[marker.start() :]) + sections.finish()
             self._in_vain += sections._in_vain
@@ -647,7 +661,16 @@ class Sections:
             self._take(len(self._buffer), SectionKind.CUT_CALL)
 
 
-def _markers(with_tools: bool, framing: tuple[str, ...]) -> Markers | None:
-    if not framing:
-        return _STARTS if with_tools else None
-    return Markers([*framing, *(_IN_ANSWER if with_tools else ())])
+@lru_cache(maxsize=_REMEMBERED_TOOLS)
+def _dialects(names: tuple[str, ...]) -> Mapping[str, Dialect]:
+    """Those of a request with tools of these names, by their start markers."""
+    return {dialect.start: dialect for dialect in (*MARKED_DIALECTS, *tag_dialects(names))}
+
+
+@lru_cache(maxsize=_REMEMBERED_TOOLS)
+def _markers(names: tuple[str, ...], framing: tuple[str, ...]) -> Markers | None:
+    """Of calls to tools of these names, and of what stands around messages. None: there are none to look for."""
+    tags = _dialects(names).keys() - _dialects(()).keys()
+    own = [*framing, *tags]
+    known = _STARTS if names else None
+    return Markers(own, known) if own else known

@@ -137,8 +137,8 @@ def talk(config: Config, saved: SavedConversation | None, flags: AnswerFlags, *,
     if not is_verbose():
         # What could not be archived is said below the answer, and once.
         logging.getLogger("emberkeep.session").setLevel(logging.ERROR)
-    # In a chat a person is asked before a tool does harm: none runs behind it.
-    with open_model(replace(config, server_tools=False)) as llm, tools_of(llm, config) as acting:
+    # In a chat a person is asked before a tool does harm, and says how long answers may be: no server does.
+    with open_model(replace(config, server_tools=False, max_tokens=None)) as llm, tools_of(llm, config) as acting:
         journal = open_journal(llm, config, is_saving=is_saving)
         terminal = Terminal(sys.stdout, interactive=sys.stdin.isatty(), shows_consulted=config.show_consulted)
         session = ChatSession(llm, conversation, options, terminal, journal, acting)

@@ -31,7 +31,7 @@ _PROMPT_FIELDS = (
     *("messages", "prompt", "input", "input_extra", "input_prefix", "input_suffix"),
 )
 """In the order in which templates write them."""
-_VOLATILE = frozenset({"cache_control", "id", "status"})
+_VOLATILE = frozenset({"cache_control", "stable", "id", "status"})
 """Keys of messages and items that change from turn to turn, though the prompt does not."""
 
 _ANSWERS = re.compile(

@@ -93,7 +93,8 @@ def _health(answers: Sequence[Whole]) -> Whole:
     told = {answer.replica: json.loads(answer.body) for answer in answers}
     well = [name for name, health in told.items() if health.get("status") == "ok"]
     status = "failed" if not well else "ok" if len(well) == len(told) else "degraded"
-    return _whole({"status": status, "replicas": told}, 200 if well else 503)
+    connected = any(health.get("backend_connected") for health in told.values())
+    return _whole({"status": status, "backend_connected": connected, "replicas": told}, 200 if well else 503)
 
 
 def _one_list(done: Sequence[tuple[str, Mapping[str, Json]]]) -> dict[str, Json]:

@@ -78,6 +78,9 @@ class Config:
         "backend says another than the default.",
     )
     aliases: tuple[Alias, ...] = _setting((), ALIASES, "Other names by which clients may ask for models.")
+    accept_any_model: bool = _setting(
+        False, SWITCH, "Where one model is served, take any name in a request for it, instead of refusing it."
+    )
     pinned: tuple[str, ...] = _setting(
         (), NAMES, "Models that stay loaded, though they are idle or another one needs their memory."
     )
@@ -225,6 +228,11 @@ class Config:
     auto_truncate: bool = _setting(
         False, SWITCH, "Leave the oldest part out of a prompt that does not fit, instead of refusing it."
     )
+    max_tokens: int | None = _setting(
+        None,
+        or_word(whole(1, 1 << 24), "none"),
+        "Most tokens of an answer, also where a request asks for more or says nothing.",
+    )
     queue: int = _setting(64, whole(0, 100_000), "Requests that may wait before new ones are refused.")
     max_concurrent_per_user: int | None = _setting(
         None,
@@ -301,7 +309,7 @@ class Config:
         (), NAMES, "Hosts in private networks, or host:port, that the HTTP tools may reach all the same."
     )
     notools: bool = _setting(
-        False, SWITCH, "Leave what a model writes as it is: nothing is taken for a tool call."
+        False, SWITCH, "Tell models of no tools, also where clients send some, and leave what they write as it is."
     )
     reasoning: str = _setting(
         "separate",

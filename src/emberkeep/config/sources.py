@@ -17,6 +17,7 @@ from typing import Any
 import platformdirs
 
 from emberkeep.config.settings import FIELDS, Config, kind_of
+from emberkeep.config.tables import spread_models
 from emberkeep.errors import ConfigError
 
 ENV_PREFIX = "EMBERKEEP_"
@@ -77,7 +78,7 @@ def _config_file(flag: object, env: Mapping[str, str], cwd: Path) -> Path | None
 
 
 def _from_file(path: Path) -> Iterable[_Given]:
-    for key, value in _read_file(path).items():
+    for key, value in spread_models(_read_file(path)).items():
         if key not in FIELDS:
             raise ConfigError(f"Unknown key {key!r} in {path}{_nearest(key)}")
         yield _Given(key, value, f"file {path}", path.parent)

@@ -20,6 +20,7 @@ from emberkeep.api.messages import (
     check_choice,
     message_json,
     prefix_of_chats,
+    to_breakpoints,
     to_messages,
 )
 from emberkeep.api.request import GenerationFields, Label, RoomFields, Schema, to_limit, validate
@@ -178,6 +179,7 @@ def chat_request(
     return replace(
         call.to_base(),
         messages=to_messages(call.messages),
+        breakpoints=to_breakpoints(call.messages),
         tools=listed_tools,
         tool_choice=call.tool_choice,
     )

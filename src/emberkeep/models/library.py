@@ -84,12 +84,17 @@ class ModelLibrary:
 
     def list(self) -> Sequence[InstalledModel]:
         """Every usable model, by id. Damaged ones are left out."""
-        found = (self._read(id) for id in self._ids())
+        found = (self._read(id) for id in self.ids())
         return [model for model in found if model is not None]
+
+    def ids(self) -> Sequence[str]:
+        """Of every model, be it damaged, in order."""
+        folders = self._root.iterdir() if self._root.is_dir() else ()
+        return sorted(folder.name for folder in folders if self.holds(folder.name))
 
     def damages(self) -> Sequence[ModelBroken]:
         """For every model that `list` leaves out, what `get` raises."""
-        return [self._broken(id) for id in self._ids() if self._read(id) is None]
+        return [self._broken(id) for id in self.ids() if self._read(id) is None]
 
     def holds(self, id: str) -> bool:
         """Whether there is a model called `id`, be it damaged."""
@@ -216,10 +221,6 @@ class ModelLibrary:
         if missing := [part.number for part in parts[0].all() if part not in parts] if parts else []:
             damage = f"lacks {name_parts(missing, parts[0].count)}"
         return ModelBroken(f"The folder of {id} {damage}; `emberkeep models remove {id}` and pull it again.")
-
-    def _ids(self) -> Sequence[str]:
-        folders = self._root.iterdir() if self._root.is_dir() else ()
-        return sorted(folder.name for folder in folders if self.holds(folder.name))
 
     def _discard(self, folder: Path) -> None:
         # Renamed first: a half-deleted folder must never be found under its id.

@@ -228,9 +228,10 @@ def assemble(
         admission=admission,
         auto_truncate=config.auto_truncate,
         tool_rounds=config.tool_turns + 1,
-        raw_tools=config.notools,
+        no_tools=config.notools,
         reasoning=ReasoningFormat(config.reasoning),
         deadline_s=config.deadline_s,
+        most_tokens=config.max_tokens,
         close_store=parts.close_store,
         close_memory=parts.close_memory,
     )

@@ -60,10 +60,11 @@ def open_remote(
         RemoteSettings(
             retries=config.remote_retries,
             max_tokens=remote.max_tokens,
+            most_tokens=config.max_tokens,
             tool_rounds=config.tool_turns + 1,
             deadline_s=config.deadline_s,
             reasoning=ReasoningFormat(config.reasoning),
-            raw_tools=config.notools,
+            no_tools=config.notools,
             close_memory=parts.close_memory,
         ),
         tools=open_tools(config, memory),

@@ -39,7 +39,7 @@ def open_models(config: Config) -> Models:
     One that is served alone is never unloaded.
     """
     if not serves_others(config):
-        return Models(open_backend(config), aliases=_aliases(config))
+        return Models(open_backend(config), aliases=_aliases(config), accept_any=config.accept_any_model)
     parts = SharedParts(config)
     try:
         first = open_backend(config, parts)
@@ -48,7 +48,8 @@ def open_models(config: Config) -> Models:
         raise
     pool = ModelPool(room_for_models(config, free_on_gpus))
     default = OnDemandBackend(_first_source(config, parts, first.card), pool, first)
-    return Models(default, ServedModels(config, parts, pool, default.name), _aliases(config))
+    others = ServedModels(config, parts, pool, default.name)
+    return Models(default, others, _aliases(config), accept_any=config.accept_any_model)
 
 
 def serves_others(config: Config) -> bool:
@@ -106,6 +107,10 @@ class ServedModels:
         if name == self._default or not self._is_served(name):
             return None
         return self._found.get(name) or self._add(name)
+
+    def names(self) -> Sequence[str]:
+        installed = _library(self._config).ids() if self._takes_all else ()
+        return sorted({*installed, *self._named, *(self._remotes() if self._takes_all else ())} - {self._default})
 
     def list(self) -> Sequence[OnDemandBackend]:
         installed = (model.id for model in _library(self._config).list()) if self._takes_all else ()

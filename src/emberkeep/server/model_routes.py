@@ -98,6 +98,7 @@ def model_json(models: Models, backend: Backend) -> dict[str, Json]:
         "created": card.created,
         "owned_by": card.owned_by,
         "context_length": card.context or None,
+        "max_model_len": card.context or None,  # as vLLM calls it
         "details": dict(card.details or {}),
         "aliases": list(models.aliases_of(backend)),
         "status": {**status_json(status_of(backend)), "local": not card.remote},

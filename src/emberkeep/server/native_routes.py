@@ -67,7 +67,9 @@ def native_routes(models: Models, drain: Drain, side: SideWork, *, is_public: bo
     @router.get("/v1/health", include_in_schema=False)
     @router.get("/health", responses={503: {"description": "The server is stopping, or its engine has failed."}})
     async def health() -> Response:
-        told = _without_reasons(backend.health()) if is_public else backend.health()
+        health = backend.health()
+        told = _without_reasons(health) if is_public else health
+        told["backend_connected"] = models.failure() is None and _is_connected(health)
         if models.failure() is not None:
             return json_response({"status": "failed", **told}, 503)
         if drain.draining:
@@ -95,6 +97,12 @@ def native_routes(models: Models, drain: Drain, side: SideWork, *, is_public: bo
         return await side.run_on(_prompt, models.find(body.model), body)
 
     return router
+
+
+def _is_connected(health: dict[str, Json]) -> bool:
+    """Whether the backend can answer, as far as is known: of several one, as long as it did not fail last."""
+    chain = health.get("chain")
+    return any(link["state"] != "failed" for link in chain) if chain else "error" not in health
 
 
 def _without_reasons(health: Json) -> Json:

@@ -121,9 +121,7 @@ def find_model(models: Models, name: str | None) -> Backend:
     except ModelNotFound:
         with suppress(ModelNotFound):
             return models.find(installed_name(name or ""))
-    raise ModelNotFound(
-        f"model '{(name or '')[:200]}' not found: /api/tags lists what there is, /api/pull gets more."
-    )
+    raise ModelNotFound(f"model '{(name or '')[:200]}' not found: {models.choices()}; /api/pull gets more.")
 
 
 def installed_name(name: str) -> str:

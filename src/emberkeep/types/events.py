@@ -35,6 +35,11 @@ class Usage:
     def total_tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
 
+    @property
+    def created_tokens(self) -> int:
+        """Those before the last breakpoint that were not reused, and are stored for the next request."""
+        return max(self.marked.tokens - self.cached_tokens, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Timings:
@@ -117,6 +122,8 @@ class Fit:
     """What left the context, before the answer or while it was written."""
     recalled: int = 0
     """Archived turns that stand before the user's message."""
+    clamped_to: int | None = None
+    """Most tokens of the answer, where the configuration allows fewer than were asked for."""
 
 
 @dataclass(frozen=True, slots=True)

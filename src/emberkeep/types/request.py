@@ -376,14 +376,14 @@ class Request:
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
-    raw_tools: bool = False
-    """The model is told of the tools, but nothing that it writes is taken for a call."""
     reasoning: ReasoningFormat | None = None
     """None: as configured."""
     format: AnswerFormat | None = None
     """What the answer must look like. None: anything goes."""
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
+    clamped_to: int | None = None
+    """What the configuration allows, where that is less than was asked for. No client says it."""
     stop: tuple[str, ...] = ()
     line_seconds: float | None = None
     """The answer ends with the first line that is complete later than this after its first token."""
@@ -437,6 +437,8 @@ class Request:
     conversation_id: str | None = None
     cache_key: str | None = None
     """OpenAI's `prompt_cache_key`: names a conversation when nothing else does."""
+    prefix_hash: str | None = None
+    """What the client calls the beginning of its prompt: a name, on which no reuse depends."""
     ttl: Ttl | None = None
     """None: the usual one."""
     breakpoints: tuple[Breakpoint, ...] = ()
@@ -458,11 +460,17 @@ class Request:
     tidied: Tidied = NOT_TIDIED
     """What rules of prefix hygiene have done to it here. No client says it."""
 
+    def clamped(self, most: int | None) -> Request:
+        """With an answer of at most so many tokens. None: as it is."""
+        if most is None or (self.max_tokens is not None and self.max_tokens <= most):
+            return self
+        return replace(self, max_tokens=most, clamped_to=most)
+
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
         """The tools that may be called, of those that the model is told of."""
         choice = self.tool_choice
-        if choice.mode == "none" or self.raw_tools:
+        if choice.mode == "none":
             return ()
         names = (choice.name,) if choice.mode == "named" else choice.allowed
         return self.tools if names is None else tuple(tool for tool in self.tools if tool.name in names)

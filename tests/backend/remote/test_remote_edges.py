@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from emberkeep.backend.remote import backend as module
-from emberkeep.errors import ContextExceeded, DeadlineExceeded, RemoteDown, RemoteError, RemoteFull
+from emberkeep.errors import (
+    ContextExceeded,
+    DeadlineExceeded,
+    InvalidField,
+    RemoteDown,
+    RemoteError,
+    RemoteFull,
+)
 from emberkeep.session.sessions import Policy, Sessions, about_tokens
 from emberkeep.tools.function import ToolFunction, as_tool
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
@@ -135,13 +142,23 @@ def test_without_a_memory_and_without_eviction_the_calls_are_still_in_the_conver
         {"tools": (Tool("ferry"),), "tool_choice": ToolChoice("named", "ferry")},
         {"format": JsonFormat()},
         {"n": 2},
-        {"raw_tools": True},
     ],
 )
 def test_who_asks_for_something_else_gets_no_tools_of_ours(fields: dict[str, object]) -> None:
     provider = ScriptedProvider(lambda request: said("Yes."))
     read_events(remote(provider, tools=box(depth), tool_rounds=4), replace(HELLO, **fields))  # type: ignore[arg-type]
     assert all(tool.name == "ferry" for tool in provider.asked[0].tools)
+
+
+def test_with_notools_services_are_told_of_none() -> None:
+    provider = ScriptedProvider(lambda request: said("Yes."))
+    backend = remote(provider, tools=box(depth), tool_rounds=4, no_tools=True)
+    allowed = ToolChoice("auto", allowed=("ferry",))
+    for choice in (ToolChoice(), allowed):
+        read_events(backend, replace(HELLO, tools=(Tool("ferry"),), tool_choice=choice))
+    assert [request.tools for request in provider.asked] == [(), ()]
+    with pytest.raises(InvalidField, match="--notools"):
+        read_events(backend, replace(HELLO, tools=(Tool("ferry"),), tool_choice=ToolChoice("required")))
 
 
 def test_services_are_told_of_allowed_tools_only() -> None:

@@ -22,7 +22,7 @@ from emberkeep.backend.remote.base import Provider
 from emberkeep.backend.remote.fitter import FittedChat, RemoteFitter
 from emberkeep.backend.remote.kv_evictions import LostMessages, ReportsEvictions
 from emberkeep.backend.remote.service import translate_faults
-from emberkeep.backend.server_tools import HostTools, ServerTools
+from emberkeep.backend.server_tools import HostTools, ServerTools, without_tools
 from emberkeep.errors import ContextExceeded, RemoteDown, RemoteError, RemoteFull, RequestError
 from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Sessions
@@ -62,10 +62,13 @@ class RemoteSettings:
     """How often a request is sent again after the service failed before its first word."""
     max_tokens: int | None = None
     """Longest answer in tokens, if the request does not say."""
+    most_tokens: int | None = None
+    """Of an answer, whatever a request says."""
     tool_rounds: int = 1
     deadline_s: float | None = None
     reasoning: ReasoningFormat = ReasoningFormat.SEPARATE
-    raw_tools: bool = False
+    no_tools: bool = False
+    """Models are told of no tools."""
     close_memory: Callable[[Memory], None] = Memory.close
     """How it lets go of it at its end: others may need it."""
 
@@ -130,13 +133,14 @@ class RemoteBackend:
             raise RequestError(f"{self.name} answers chats only: send messages instead of a prompt.", "prompt")
         if request.top_logprobs is not None:
             raise RequestError(f"{self.name} runs elsewhere and gives no logprobs: ask without them.", "logprobs")
+        if self._settings.no_tools:
+            request = without_tools(request)
         if request.tool_choice.allowed is not None:
             choice = replace(request.tool_choice, allowed=None)
             request = replace(request, tools=request.callable_tools, tool_choice=choice)
         limit = request.max_tokens if request.max_tokens is not None else self._settings.max_tokens
-        raw_tools = request.raw_tools or self._settings.raw_tools
         reasoning = request.reasoning or self._settings.reasoning
-        return replace(request, max_tokens=limit, reasoning=reasoning, raw_tools=raw_tools)
+        return replace(request, max_tokens=limit, reasoning=reasoning).clamped(self._settings.most_tokens)
 
     async def _answer(self, request: Request) -> Events:
         """Choices one after the other: services charge a prompt for each of them anyway."""
@@ -232,7 +236,8 @@ class RemoteBackend:
             draft_n_accepted=usage.accepted_prediction_tokens,
         )
         lookup = LookupRecord(usage.prompt_tokens, reason=MissReason.REMOTE)
-        return Completed(usage, timings, lookup, fitted.fit, self.name)
+        fit = replace(fitted.fit, clamped_to=fitted.shown.clamped_to)
+        return Completed(usage, timings, lookup, fit, self.name)
 
     def stats(self) -> dict[str, Json]:
         return {

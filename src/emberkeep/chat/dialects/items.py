@@ -7,11 +7,12 @@ import re
 from emberkeep.chat.dialects.json_calls import call_object
 from emberkeep.chat.dialects.named import STEPS, Steps, mistral_call, python_call, stepped_call
 from emberkeep.chat.dialects.reader import Calls, NoCall, Read, Reading, Tape
-from emberkeep.chat.dialects.xml import ELEMENTS, Element, element_call, key_value_call
+from emberkeep.chat.dialects.xml import ELEMENTS, Element, element_call, key_value_call, tag_call
 
 _LIST = re.compile(r"[\s,;\[]*")
 _AROUND = re.compile(r"[\s,;\[\]})]*")
 """Between calls, and what small models write too many of."""
+_NAME = re.compile(r"[\w.-]*")
 _STARTS = ("{", *ELEMENTS, *STEPS)
 
 
@@ -63,6 +64,16 @@ def element_reader(element: Element) -> Read:
     return lambda tape, calls, end: element_call(tape, calls, element)
 
 
+def tag_reader(name: str, behind: str) -> Read:
+    """One call as a tag of this name, its start having been read, up to and with what stands `behind` the name."""
+
+    def read(tape: Tape, calls: Calls, end: str) -> Reading[None]:
+        tape.at -= len(behind)
+        return tag_call(tape, calls, name)
+
+    return read
+
+
 def steps_reader(steps: Steps) -> Read:
     """One call in these steps, the first having been read."""
     return lambda tape, calls, end: stepped_call(tape, calls, steps)
@@ -78,6 +89,8 @@ def _item(tape: Tape, calls: Calls, end: str) -> Reading[None]:
         yield from element_call(tape, calls, ELEMENTS[start])
     elif start in STEPS:
         yield from stepped_call(tape, calls, STEPS[start])
+    elif (yield from tape.takes("<")):
+        yield from tag_call(tape, calls, (yield from _word(tape)))
     else:
         yield from _named(tape, calls, end)
 
@@ -100,12 +113,7 @@ def _named(tape: Tape, calls: Calls, end: str) -> Reading[None]:
 
 
 def _word(tape: Tape) -> Reading[str]:
-    length = 0
-    while (char := (yield from tape.char(length))) and (char.isalnum() or char in "_.-"):
-        length += 1
-    text = tape.text[tape.at : tape.at + length]
-    tape.at += length
-    return text
+    return (yield from tape.word(_NAME))
 
 
 _PYTHON_FENCES = frozenset({"tool_call", "tool_calls", "tool_code"})

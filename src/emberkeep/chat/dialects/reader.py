@@ -155,6 +155,18 @@ class Tape:
                 return
             yield
 
+    def word(self, pattern: re.Pattern[str]) -> Reading[str]:
+        """As `skip`, and what was read."""
+        while True:
+            match = pattern.match(self.text, self.at)
+            assert match
+            if match.end() < len(self.text) or self.is_over:
+                break
+            yield
+        self.ran_out |= match.end() == len(self.text)
+        self.at = match.end()
+        return match[0]
+
     def rest(self) -> Reading[str]:
         """Everything that is still to come."""
         while not self.is_over:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from emberkeep.chat.dialects.items import (
     element_reader,
@@ -14,10 +15,12 @@ from emberkeep.chat.dialects.items import (
     read_mistral,
     read_object,
     steps_reader,
+    tag_reader,
 )
 from emberkeep.chat.dialects.named import STEPS, gemma_call, harmony_call
 from emberkeep.chat.dialects.reader import Dialect
 from emberkeep.chat.dialects.xml import ELEMENTS
+from emberkeep.text import alternatives
 
 TAGGED = Dialect("<tool_call>", "</tool_call>", read_calls)
 BARE = Dialect("", "", read_list, any_name=False)
@@ -59,6 +62,22 @@ MARKED_DIALECTS = (
     Dialect("\n{", "", read_object, any_name=False),  # Llama 3 and Qwen 2.5, after some words
     Dialect(" {", "", read_object, any_name=False),
 )
+
+_BEHIND_NAMES = (" ", "\n", "/>", ">")
+
+
+def tag_dialects(names: Iterable[str]) -> Iterator[Dialect]:
+    """For tools that are called as tags: `<name key="value"/>`. A tool whose tag is a part of another marker, or
+    has one in it, is not called so."""
+    pairs = [(one.start, one.end) for one in MARKED_DIALECTS] + [(one.start, one.end) for one in REASONING]
+    markers = {text for pair in pairs for text in pair if text}
+    joined, any_of_them = "\0".join(markers), alternatives(markers)
+    assert any_of_them
+    for name, behind in product(names, _BEHIND_NAMES):
+        start = f"<{name}{behind}"
+        if start not in joined and not any_of_them.search(start):
+            yield Dialect(start, "/>", tag_reader(name, behind), any_name=False)
+
 
 STRAY_ENDS = ("</tool_call>", "</function_call>", "<|/tool_call|>")
 """Behind a call that was read without them they are no text."""

@@ -1,8 +1,9 @@
-"""Calls as tags, with one element for each argument. Values get their type from the tool's schema."""
+"""Calls as tags, with an element or attribute for each argument. Values get their type from the schema."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -130,6 +131,60 @@ def key_value_call(tape: Tape, calls: Calls, name: str) -> Reading[None]:
         yield from tape.skip()
     if not tape.is_cut_here:
         arguments.end()
+
+
+_ATTRIBUTE = re.compile(r"[\w.:-]*")
+_ENTITY = re.compile(r"&(?:(quot|apos|lt|gt|amp)|#(\d{1,7})|#[xX]([0-9a-fA-F]{1,6}));")
+_ENTITIES = {"quot": '"', "apos": "'", "lt": "<", "gt": ">", "amp": "&"}
+
+
+def tag_call(tape: Tape, calls: Calls, name: str) -> Reading[None]:
+    """A tag that is called as a tool: `<name k="v" l='w'/>` or `<name k="v"></name>`, `<name` having been read.
+
+    It is passed on as a whole: only its end tells it from an element with something in it. Raises NoCall.
+    """
+    if not calls.knows(name):
+        raise NoCall
+    calls.set_name(name)
+    arguments: dict[str, str] = {}
+    yield from tape.skip()
+    while not (end := (yield from tape.takes("/>", ">"))):
+        key, text = yield from _attribute(tape)
+        if key in arguments:
+            raise NoCall
+        arguments[key] = _typed_json(calls.tool, key, text)
+        yield from tape.skip()
+    if end == ">":
+        yield from tape.skip()
+        if not (yield from tape.takes(f"</{name}>")):
+            raise NoCall
+    members = ", ".join(f"{as_json(key)}: {value}" for key, value in arguments.items())
+    calls.add_call(name, f"{{{members}}}")
+
+
+def _attribute(tape: Tape) -> Reading[tuple[str, str]]:
+    """Raises NoCall."""
+    key = yield from tape.word(_ATTRIBUTE)
+    yield from tape.skip()
+    is_given = bool(key) and bool((yield from tape.takes("=")))
+    yield from tape.skip()
+    quote = (yield from tape.takes('"', "'")) if is_given else ""
+    if not quote:
+        raise NoCall
+    text, end = yield from tape.until(quote)
+    if not end:
+        raise NoCall
+    return key, _ENTITY.sub(_character, text)
+
+
+def _character(entity: re.Match[str]) -> str:
+    """What cannot be sent stays as it was written: NUL, half of a surrogate pair, what is beyond Unicode."""
+    name, decimal, hexadecimal = entity.groups()
+    if name:
+        return _ENTITIES[name]
+    code = int(decimal) if decimal else int(hexadecimal, 16)
+    is_character = 0 < code < 0xD800 or 0xE000 <= code <= 0x10FFFF
+    return chr(code) if is_character else entity[0]
 
 
 def _typed_json(tool: Tool, key: str, text: str) -> str:
