@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from emberkeep.config import resident_ram
+from emberkeep.engine.devices import Device
 from emberkeep.engine.llamacpp.c_api import BufferOverride, DeviceProps, Handle, ProgressCallback, defaults
 from emberkeep.engine.llamacpp.shared_library import llama, start_backend, take_buffers, take_errors
 from emberkeep.engine.llamacpp.vocab import LlamaVocab
 from emberkeep.errors import EngineError, ModelBroken, ModelNotFound
 
-_GPU, _INTEGRATED = 1, 2
+_CPU, _GPU, _INTEGRATED = 0, 1, 2
 _EXPERTS = r"blk\.{layer}\.ffn_(up|down|gate|gate_up)_(ch|)exps"
 """As llama.cpp's own --n-cpu-moe has it."""
 _MARGIN = 1 << 30
@@ -210,18 +211,36 @@ def gpus() -> list[Gpu]:
 
     One that two of its backends see counts once, and integrated ones only where there is no other.
     """
-    start_backend()
-    devices = [llama().ggml_backend_dev_get(index) for index in range(llama().ggml_backend_dev_count())]
     for kind in (_GPU, _INTEGRATED):
         found: dict[object, Gpu] = {}
-        for device in devices:
-            if llama().ggml_backend_dev_type(device) == kind:
-                props = DeviceProps()
-                llama().ggml_backend_dev_get_props(device, ctypes.byref(props))
+        for device, props in _devices():
+            if props.type == kind:
                 found.setdefault(props.device_id or device, _gpu(device, props))
         if found:
             return list(found.values())
     return []
+
+
+def seen_devices() -> list[Device]:
+    """All but the CPU that the backends of this llama.cpp see, also those that another one sees already."""
+    return [_device(device, props) for device, props in _devices() if props.type != _CPU]
+
+
+def _devices() -> list[tuple[Handle, DeviceProps]]:
+    start_backend()
+    found = []
+    for index in range(llama().ggml_backend_dev_count()):
+        device, props = llama().ggml_backend_dev_get(index), DeviceProps()
+        llama().ggml_backend_dev_get_props(device, ctypes.byref(props))
+        props.type = llama().ggml_backend_dev_type(device)
+        found.append((device, props))
+    return found
+
+
+def _device(device: Handle, props: DeviceProps) -> Device:
+    gpu = _gpu(device, props)
+    backend = llama().ggml_backend_reg_name(llama().ggml_backend_dev_backend_reg(device))
+    return Device(backend.decode("utf-8", "replace"), gpu.name, gpu.description, gpu.free, gpu.total)
 
 
 def _gpu(device: Handle, props: DeviceProps) -> Gpu:
