@@ -64,6 +64,19 @@ def test_an_amd_gpu_that_rocm_has_to_be_told_about_is_a_warning(
     assert (found.level, found.text.endswith("; set it so.")) == (Level.WARN, True)
 
 
+@pytest.mark.parametrize(("is_asked", "level"), [(False, Level.OK), (True, Level.WARN)])
+def test_a_limit_to_locking_is_told_with_the_ways_to_raise_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_asked: bool, level: Level
+) -> None:
+    monkeypatch.setattr(doctor, "lockable", lambda: 8 << 20)
+    found = findings(tmp_path, mlock=is_asked)["mlock"]
+    assert (found.level, found.text.partition(";")[0]) == (level, "8.0 MiB of memory may be locked")
+    for way in ("ulimit -l", "/etc/security/limits.conf", "LimitMEMLOCK", "--ulimit memlock"):
+        assert way in found.text
+    monkeypatch.setattr(doctor, "lockable", lambda: None)
+    assert findings(tmp_path, mlock=is_asked)["mlock"] == Finding(Level.OK, "memory may be locked without limit")
+
+
 def test_the_cpu_is_told_with_its_cores(tmp_path: Path) -> None:
     assert re.search(r", \d+ cores?", findings(tmp_path)["cpu"].text)
 

@@ -24,6 +24,7 @@ from emberkeep.cli.flags import with_settings
 from emberkeep.config import DEFAULT_MODEL, Config, check_exposure, free_ram, readable_size, total_ram
 from emberkeep.engine.devices import amd_advice, read_cpu
 from emberkeep.engine.extras import has_hf, hf_versions
+from emberkeep.engine.locked_memory import lockable
 from emberkeep.errors import ConfigError, EngineError, ModelError, ModelNotFound
 from emberkeep.files import nearest_folder
 
@@ -38,6 +39,12 @@ PACKAGES = (
     "fastapi",
     "uvicorn",
     "huggingface-hub",
+)
+
+
+_RAISE_MEMLOCK = (
+    "more with `ulimit -l unlimited` where that is allowed, a line `* - memlock unlimited` in "
+    "/etc/security/limits.conf, LimitMEMLOCK=infinity in a systemd unit, or `--ulimit memlock=-1` of a container"
 )
 
 
@@ -287,14 +294,12 @@ def _shared_server(config: Config) -> Finding:
 
 
 def _mlock(config: Config) -> Finding:
-    try:
-        import resource
-    except ImportError:
-        return Finding(Level.OK, "this system has no limit to ask for")
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
+    """Whether `--mlock` would be allowed to lock weights, and how to be allowed more."""
+    limit = lockable()
+    if limit is None:
         return Finding(Level.OK, "memory may be locked without limit")
-    return Finding(Level.OK, f"{readable_size(soft)} of memory may be locked (`ulimit -l` raises it)")
+    told = f"{readable_size(limit)} of memory may be locked; {_RAISE_MEMLOCK}"
+    return Finding(Level.WARN if config.mlock else Level.OK, told)
 
 
 def _packages(config: Config) -> Finding:

@@ -19,9 +19,12 @@ from emberkeep.engine.devices import Device
 from emberkeep.engine.llamacpp.c_api import BufferOverride, DeviceProps, Handle, ProgressCallback, defaults
 from emberkeep.engine.llamacpp.shared_library import llama, start_backend, take_buffers, take_errors
 from emberkeep.engine.llamacpp.vocab import LlamaVocab
+from emberkeep.engine.locked_memory import CAN_TELL_MEMORY, added, lock_weights, private_memory
 from emberkeep.errors import EngineError, ModelBroken, ModelNotFound
 
 _CPU, _GPU, _INTEGRATED = 0, 1, 2
+_LOAD_COPIED, _LOAD_LOCKED = 0, 2
+"""Into memory of the process's own; the second locks a part of it."""
 _EXPERTS = r"blk\.{layer}\.ffn_(up|down|gate|gate_up)_(ch|)exps"
 """As llama.cpp's own --n-cpu-moe has it."""
 _MARGIN = 1 << 30
@@ -116,7 +119,8 @@ class LlamaModel:
     """Raises ModelNotFound, ModelBroken or EngineError. `close` frees the handle; contexts must be closed before.
 
     `adapters` apply to every context of it, in an order of their own: what they compute together depends on it.
-    `repacks`: weights are copied into the layout that the CPU's fastest kernels want. `report` is told meanwhile
+    `repacks`: weights are copied into the layout that the CPU's fastest kernels want. `locks`: what of them is in
+    RAM is locked there, if the system allows it. `report` is told meanwhile
     which part of them is loaded. `may_rewrite`: as in `LlamaVocab`.
     """
 
@@ -127,6 +131,7 @@ class LlamaModel:
         placement: Placement = ON_CPU,
         adapters: Sequence[Adapter] = (),
         repacks: bool = True,
+        locks: bool = False,
         report: Callable[[float], None] | None = None,
         may_rewrite: bool = False,
     ) -> None:
@@ -143,6 +148,9 @@ class LlamaModel:
         placed = PlacementParams(placement, found)
         placed.put_into(params)
         params.use_extra_bufts = repacks
+        if locks:
+            params.load_mode = _LOAD_COPIED if CAN_TELL_MEMORY else _LOAD_LOCKED
+        before = private_memory() if locks else []
         if report is not None:
             params.progress_callback = ProgressCallback(lambda fraction, _: report(fraction) is None)
         self.handle: Handle | None = llama().llama_model_load_from_file(str(path).encode(), params)
@@ -150,6 +158,8 @@ class LlamaModel:
             way_out = "; try fewer --gpu-layers" if found and placement.gpu_layers else ""
             reason = take_errors() or "unknown format"
             raise ModelBroken(f"llama.cpp cannot load {path.name}: {reason}{way_out}.")
+        if locks and CAN_TELL_MEMORY:
+            lock_weights(added(before, private_memory()))
         self.offloads = bool(found and placement.gpu_layers)
         self.placement = placement.facts(found)
         """What is computed where, for fingerprints."""
