@@ -14,6 +14,7 @@ from emberkeep.cli.console import complain, printable, show_facts, show_table
 from emberkeep.cli.flags import JsonFlag, YesFlag, with_settings
 from emberkeep.cli.model_setup import pull_reporter
 from emberkeep.config import Config, readable_size
+from emberkeep.errors import ModelError
 from emberkeep.models.digest import model_digest
 from emberkeep.models.library import InstalledModel, ModelFile, ModelLibrary
 from emberkeep.models.parts import part_files
@@ -102,9 +103,16 @@ def remove_model(
     """Delete a model."""
     library = _library(config)
     if library.holds(model) and not yes:
-        typer.confirm(f"Delete {model}?", abort=True, err=True)
+        typer.confirm(f"Delete {model}{_where(library, model)}?", abort=True, err=True)
     library.remove(model)
     print(f"{model} is removed.")
+
+
+def _where(library: ModelLibrary, model: str) -> str:
+    try:
+        return f" ({library.get(model).path})"
+    except ModelError:
+        return ""
 
 
 def _library(config: Config) -> ModelLibrary:
