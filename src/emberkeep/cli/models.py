@@ -19,6 +19,7 @@ from emberkeep.models.digest import model_digest
 from emberkeep.models.library import InstalledModel, ModelFile, ModelLibrary
 from emberkeep.models.parts import part_files
 from emberkeep.models.profile import ModelProfile, profile_of
+from emberkeep.models.spec import spec_of_quantisation
 from emberkeep.types import Json
 
 TEMPLATE_LINES = 5
@@ -54,6 +55,10 @@ def pull_model(
             "a file or folder; any part of a split GGUF stands for the whole model"
         ),
     ],
+    quant: Annotated[
+        str | None,
+        typer.Option("--quant", help="Of a repository (owner/repo), the GGUF with this quantisation: Q4_K_M."),
+    ] = None,
     name: Annotated[str | None, typer.Option("--name", help="Name to keep it under.")] = None,
     optimize: Annotated[
         bool | None,
@@ -67,6 +72,7 @@ def pull_model(
     # Imported here: only this command needs the HTTP client.
     from emberkeep.models.pull import pull
 
+    spec = spec_of_quantisation(spec, quant) if quant else spec
     with pull_reporter() as reporter:
         model = pull(spec, _library(config), name=name, optimize=optimize, reporter=reporter)
     print(f"{model.id}: {model.path} ({readable_size(model.record.size)})")

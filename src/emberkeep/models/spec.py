@@ -143,6 +143,26 @@ def parse(spec: str) -> tuple[str, Source]:
     )
 
 
+_REPO_ALONE = re.compile(
+    r"(?:hf:|(?:https?://)?(?:hf\.co|huggingface\.co)/)?(?P<repo>[\w.-]+/[\w.-]+?)(?P<revision>@.+)?",
+    re.IGNORECASE,
+)
+
+
+def spec_of_quantisation(repo: str, quantisation: str) -> str:
+    """What `parse` takes for the GGUF with that quantisation in a repository, `owner/repo[@revision]`.
+
+    Raises ModelNotFound for what names none.
+    """
+    found = _REPO_ALONE.fullmatch(repo)
+    if found is None or re.fullmatch(r"[\w.-]+", quantisation) is None:
+        raise ModelNotFound(
+            f"--quant {quantisation} does not go with {repo}: give a repository on the Hugging Face hub, and what "
+            "one of its files has in its name (owner/repo --quant Q4_K_M)."
+        )
+    return f"hf:{found['repo']}:{quantisation}{found['revision'] or ''}"
+
+
 _OLLAMA_HUB = re.compile(
     r"(?:https?://)?(?:hf\.co|huggingface\.co)/(?P<repo>[\w.-]+/[\w.-]+?)(?::(?P<tag>[\w.-]+))?", re.IGNORECASE
 )
