@@ -226,7 +226,7 @@ def test_the_command_takes_a_repository_and_a_quantisation(
     pulled = _run(tmp_path, "pull", REPO, "--quant", "q8_0")
     assert pulled.exit_code == 0, pulled.output
     model = ModelLibrary(tmp_path / "data" / "models").get("big-q8_0")
-    assert (_kept(model), model.record.source) == (contents, f"hf:{REPO}:q8_0")
+    assert (_kept(model), model.record.source) == (contents, f"hf:{REPO}:Q8_0")
     wrong = _run(tmp_path, "pull", REPO, "--quant", "Q2_K").exception
     assert str(wrong).startswith(
         f"There is no Q2_K in hf:{REPO}, which has Big-IQ8_0.gguf, Big-Q4_K_M.gguf, Q8_0/"

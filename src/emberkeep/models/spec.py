@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from emberkeep.config import DEFAULT_MODEL
 from emberkeep.errors import ModelNotFound
-from emberkeep.models.library import id_from, weights_at
+from emberkeep.models.library import id_from, is_repo, weights_at
 from emberkeep.models.parts import part_files, part_name, whole_name
 from emberkeep.models.profile import is_model_folder
 
@@ -155,12 +155,12 @@ def spec_of_quantisation(repo: str, quantisation: str) -> str:
     Raises ModelNotFound for what names none.
     """
     found = _REPO_ALONE.fullmatch(repo)
-    if found is None or re.fullmatch(r"[\w.-]+", quantisation) is None:
+    if found is None or not is_repo(found["repo"]) or re.fullmatch(r"[\w.-]+", quantisation) is None:
         raise ModelNotFound(
             f"--quant {quantisation} does not go with {repo}: give a repository on the Hugging Face hub, and what "
             "one of its files has in its name (owner/repo --quant Q4_K_M)."
         )
-    return f"hf:{found['repo']}:{quantisation}{found['revision'] or ''}"
+    return f"hf:{found['repo']}:{quantisation.upper()}{found['revision'] or ''}"
 
 
 _OLLAMA_HUB = re.compile(
