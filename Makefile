@@ -99,7 +99,9 @@ native: $(RUNNING) ## compile llama.cpp for this machine, about 7 minutes on two
 
 NEEDS_ := :
 NEEDS_cuda := command -v nvcc >/dev/null || { \
-	echo "GPU=cuda takes NVIDIA's CUDA toolkit: install it, or put the folder of its nvcc into PATH."; exit 1; }
+	echo "GPU=cuda takes NVIDIA's CUDA toolkit: install it, or put the folder of its nvcc into PATH."; exit 1; }; \
+	printf '\#include <cublas_v2.h>\n' | nvcc -E -x cu - >/dev/null 2>&1 || { \
+	echo "GPU=cuda takes cuBLAS, which the CUDA toolkit here lacks: install it (Debian and Ubuntu: libcublas-dev)."; exit 1; }
 NEEDS_vulkan := command -v glslc >/dev/null || { \
 	echo "GPU=vulkan takes the shader compiler glslc: install it (Debian and Ubuntu: glslc)."; exit 1; }; \
 	printf '\#include <vulkan/vulkan.hpp>\n\#include <spirv/unified1/spirv.hpp>\n' | c++ -E -x c++ - >/dev/null 2>&1 || { \

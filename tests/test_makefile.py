@@ -131,12 +131,17 @@ def test_what_is_missing_is_said_before_anything_is_changed(project: Project, gp
     assert list(project.calls()) == []
 
 
-def test_missing_headers_are_said(project: Project) -> None:
-    project.add("glslc")
-    (project.tools / "c++").write_text("#!/bin/sh\nexit 1\n")
-    done = project.make("native", "GPU=vulkan")
+@pytest.mark.parametrize(
+    ("gpu", "tool", "compiler", "packages"),
+    [("vulkan", "glslc", "c++", "libvulkan-dev spirv-headers"), ("cuda", "nvcc", "nvcc", "libcublas-dev")],
+)
+def test_missing_headers_are_said(project: Project, gpu: str, tool: str, compiler: str, packages: str) -> None:
+    project.add(tool)
+    (project.tools / compiler).write_text("#!/bin/sh\nexit 1\n")
+    done = project.make("native", f"GPU={gpu}")
     assert done.returncode != 0
-    assert "libvulkan-dev spirv-headers" in done.stdout
+    assert packages in done.stdout
+    assert list(project.calls()) == []
 
 
 @pytest.mark.parametrize(
