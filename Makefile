@@ -18,6 +18,7 @@ IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 	@echo "  ARGS passes flags on: make run ARGS='--port 9000'"
+	@echo "  GPU compiles llama.cpp for cuda, vulkan, rocm or metal first: make run GPU=cuda"
 
 run: $(RUNNING) ## install what is missing and serve on http://127.0.0.1:8080
 	@$(BIN)/emberkeep serve $(ARGS)
@@ -41,18 +42,76 @@ check: $(DEVELOPING) ## formatting, lint, types, layers
 bench: $(RUNNING) ## measure: make bench ARGS=all
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-# The multimodal library is not used; leaving it out saves minutes. A GPU: make native CMAKE_ARGS=-DGGML_CUDA=ON
+# ── llama.cpp, compiled here ──
+
+# Only as make is told them: shells have variables of these names for other programs.
+$(foreach name,GPU ISA ARCH,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)))
+
+GPU_cuda := -DGGML_CUDA=ON $(if $(ARCH),-DCMAKE_CUDA_ARCHITECTURES=$(ARCH))
+GPU_vulkan := -DGGML_VULKAN=ON
+GPU_rocm := -DGGML_HIP=ON $(if $(ARCH),-DAMDGPU_TARGETS=$(ARCH))
+GPU_metal := -DGGML_METAL=ON
+ISA_native := -DGGML_NATIVE=ON
+ISA_avx := -DGGML_NATIVE=OFF -DGGML_AVX2=OFF -DGGML_FMA=OFF -DGGML_F16C=OFF -DGGML_BMI2=OFF
+ISA_avx2 := -DGGML_NATIVE=OFF
+ISA_avx512 := -DGGML_NATIVE=OFF -DGGML_AVX512=ON
+
+ifneq ($(GPU),)
+ifeq ($(filter cuda vulkan rocm metal,$(GPU)),)
+$(error GPU=$(GPU) is not known here: it is cuda, vulkan, rocm or metal)
+endif
+endif
+ifneq ($(ISA),)
+ifeq ($(ISA_$(ISA))$(filter armv%,$(ISA)),)
+$(error ISA=$(ISA) is not known here: it is native, avx, avx2, avx512, or for ARM as armv8.2-a+dotprod)
+endif
+endif
+ifneq ($(ARCH),)
+ifeq ($(filter cuda rocm,$(GPU)),)
+$(error ARCH=$(ARCH) is for GPU=cuda, as 89 or 90, or for GPU=rocm, as gfx1100)
+endif
+endif
+
+# The multimodal library is not used; leaving it out saves minutes.
 CMAKE_ARGS ?= -DLLAVA_BUILD=OFF
+FLAGS := $(strip $(CMAKE_ARGS) $(GPU_$(GPU)) $(or $(ISA_$(ISA)),$(if $(ISA),-DGGML_NATIVE=OFF -DGGML_CPU_ARM_ARCH=$(ISA))))
+BUILT := .venv/.emberkeep-llama-cpp
 # gcc 12.2 drops the stores into AMX's tile configuration, so the first tile instruction would end the process.
 NO_AMX := $(shell grep -qs amx_tile /proc/cpuinfo && c++ --version | grep -q 'Free Software' && \
 	test "$$(c++ -dumpversion | cut -d. -f1)" -lt 13 && echo -mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 
+# Asked for once: make run alone goes on with what was compiled.
+ifneq ($(GPU)$(ISA),)
+ifneq ($(shell cat $(BUILT) 2>/dev/null),$(FLAGS))
+run chat: native
+endif
+endif
+
 native: $(RUNNING) ## compile llama.cpp for this machine, about 7 minutes on two cores; it is used from then on
 	@command -v c++ >/dev/null || { echo "That takes a C++ compiler: install g++ or clang."; exit 1; }
+	@$(NEEDS_$(GPU))
+	@rm -f $(BUILT)
 	@$(BIN)/python -m pip uninstall --yes --quiet --disable-pip-version-check llama-cpp-python
-	@CMAKE_ARGS="$(CMAKE_ARGS)" CFLAGS="$(NO_AMX) $(CFLAGS)" CXXFLAGS="$(NO_AMX) $(CXXFLAGS)" \
+	@CMAKE_ARGS="$(FLAGS)" CFLAGS="$(NO_AMX) $(CFLAGS)" CXXFLAGS="$(NO_AMX) $(CXXFLAGS)" \
 		$(BIN)/python -m pip install --disable-pip-version-check --no-cache-dir -e '.[native]'
+	@echo '$(FLAGS)' > $(BUILT)
 	@$(BIN)/emberkeep doctor
+
+NEEDS_ := :
+NEEDS_cuda := command -v nvcc >/dev/null || { \
+	echo "GPU=cuda takes NVIDIA's CUDA toolkit: install it, or put the folder of its nvcc into PATH."; exit 1; }; \
+	printf '\#include <cublas_v2.h>\n' | nvcc -E -x cu - >/dev/null 2>&1 || { \
+	echo "GPU=cuda takes cuBLAS, which the CUDA toolkit here lacks: install it (Debian and Ubuntu: libcublas-dev)."; exit 1; }
+NEEDS_vulkan := command -v glslc >/dev/null || { \
+	echo "GPU=vulkan takes the shader compiler glslc: install it (Debian and Ubuntu: glslc)."; exit 1; }; \
+	printf '\#include <vulkan/vulkan.hpp>\n\#include <spirv/unified1/spirv.hpp>\n' | c++ -E -x c++ - >/dev/null 2>&1 || { \
+	echo "GPU=vulkan takes the headers of Vulkan and SPIR-V (Debian and Ubuntu: libvulkan-dev spirv-headers)."; exit 1; }
+NEEDS_rocm := command -v hipcc >/dev/null || { \
+	echo "GPU=rocm takes AMD's ROCm: install it, or put the folder of its hipcc into PATH."; exit 1; }
+NEEDS_metal := test "$$(uname)" = Darwin || { \
+	echo "GPU=metal is for Macs: choose cuda, vulkan or rocm here."; exit 1; }; \
+	xcode-select -p >/dev/null 2>&1 || { \
+	echo "GPU=metal takes Apple's compiler: xcode-select --install fetches it."; exit 1; }
 
 clean: ## remove what was installed and cached here (models and stored state stay)
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

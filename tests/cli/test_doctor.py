@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from emberkeep.cli import doctor
 from emberkeep.cli.doctor import CHECKS, Finding, Level, examine
 from emberkeep.cli.main import app
 from emberkeep.config import Config, LoraFile, McpServer, total_ram
 from emberkeep.engine import llamacpp
+from emberkeep.engine.devices import Device
 from emberkeep.models.digest import model_digest
 from emberkeep.types import RemoteModel
 from helpers import tiny_gguf, tiny_hf
@@ -50,8 +52,33 @@ def test_adapters_are_checked_against_the_model(tmp_path: Path) -> None:
 
 def test_gpus_are_told_or_that_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the CPU computes" in findings(tmp_path)["gpu"].text
-    monkeypatch.setattr(llamacpp, "gpus", lambda: [llamacpp.Gpu(1, "CUDA0", "A card", 3 << 30, 4 << 30)])
+    monkeypatch.setattr(llamacpp, "seen_devices", lambda: [Device("CUDA", "CUDA0", "A card", 3 << 30, 4 << 30)])
     assert findings(tmp_path)["gpu"].text == "CUDA0 (A card), 3.0 GiB free"
+
+
+def test_an_amd_gpu_that_rocm_has_to_be_told_about_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "amd_advice", lambda variables: "set it so.")
+    found = findings(tmp_path)["gpu"]
+    assert (found.level, found.text.endswith("; set it so.")) == (Level.WARN, True)
+
+
+@pytest.mark.parametrize(("is_asked", "level"), [(False, Level.OK), (True, Level.WARN)])
+def test_a_limit_to_locking_is_told_with_the_ways_to_raise_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_asked: bool, level: Level
+) -> None:
+    monkeypatch.setattr(doctor, "lockable", lambda: 8 << 20)
+    found = findings(tmp_path, mlock=is_asked)["mlock"]
+    assert (found.level, found.text.partition(";")[0]) == (level, "8.0 MiB of memory may be locked")
+    for way in ("ulimit -l", "/etc/security/limits.conf", "LimitMEMLOCK", "--ulimit memlock"):
+        assert way in found.text
+    monkeypatch.setattr(doctor, "lockable", lambda: None)
+    assert findings(tmp_path, mlock=is_asked)["mlock"] == Finding(Level.OK, "memory may be locked without limit")
+
+
+def test_the_cpu_is_told_with_its_cores(tmp_path: Path) -> None:
+    assert re.search(r", \d+ cores?", findings(tmp_path)["cpu"].text)
 
 
 def test_flash_attention_is_told_as_it_was_asked_for_or_measured(

@@ -14,6 +14,7 @@ from emberkeep.models.spec import (
     UrlFile,
     parse,
     spec_of_ollama,
+    spec_of_quantisation,
 )
 
 
@@ -92,3 +93,25 @@ def test_anything_else_is_explained(spec: str) -> None:
 )
 def test_names_as_users_of_ollama_write_them(name: str, spec: str) -> None:
     assert spec_of_ollama(name) == spec
+
+
+@pytest.mark.parametrize(
+    ("repo", "spec"),
+    [
+        ("owner/repo-GGUF", "hf:owner/repo-GGUF:Q4_K_M"),
+        ("hf:owner/repo-GGUF", "hf:owner/repo-GGUF:Q4_K_M"),
+        ("owner/repo@v1.0", "hf:owner/repo:Q4_K_M@v1.0"),
+        ("https://huggingface.co/owner/repo", "hf:owner/repo:Q4_K_M"),
+    ],
+)
+def test_a_repository_and_a_quantisation_apart(repo: str, spec: str) -> None:
+    assert spec_of_quantisation(repo, "q4_k_m") == spec
+    assert parse(spec)
+
+
+@pytest.mark.parametrize(
+    "repo", ["smollm2-135m", "hf:o/r:Q8_0", "hf:o/r/m.gguf", "/a/b/c.gguf", "./c.gguf", "http://h/m.gguf"]
+)
+def test_a_quantisation_of_what_is_no_repository_is_refused(repo: str) -> None:
+    with pytest.raises(ModelNotFound, match="--quant Q4_K_M does not go with"):
+        spec_of_quantisation(repo, "Q4_K_M")

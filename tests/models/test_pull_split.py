@@ -217,6 +217,22 @@ def test_a_part_or_a_quantisation_brings_all_parts(
     assert hub.downloads == []
 
 
+def test_the_command_takes_a_repository_and_a_quantisation(
+    hub: ServedRepo, contents: list[bytes], tmp_path: Path
+) -> None:
+    # Only the folder says which quantisation it is.
+    for name in [name for name in hub.files if name.startswith("Q8_0/")]:
+        hub.files[name.replace("Big-Q8_0", "Big")] = hub.files.pop(name)
+    pulled = _run(tmp_path, "pull", REPO, "--quant", "q8_0")
+    assert pulled.exit_code == 0, pulled.output
+    model = ModelLibrary(tmp_path / "data" / "models").get("big-q8_0")
+    assert (_kept(model), model.record.source) == (contents, f"hf:{REPO}:Q8_0")
+    wrong = _run(tmp_path, "pull", REPO, "--quant", "Q2_K").exception
+    assert str(wrong).startswith(
+        f"There is no Q2_K in hf:{REPO}, which has Big-IQ8_0.gguf, Big-Q4_K_M.gguf, Q8_0/"
+    )
+
+
 def test_a_quantisation_may_be_one_file(hub: ServedRepo, library: ModelLibrary, tmp_path: Path) -> None:
     hub.files["Big-Q4_K_M.gguf"] = tiny_llama(tmp_path / "one.gguf").read_bytes()
     model = pull(f"hf:{REPO}:Q4_K_M", library)

@@ -20,6 +20,7 @@ import typer
 
 from emberkeep import large_pages
 from emberkeep.cli.console import console
+from emberkeep.cli.devices import describe, describe_cpu, llamacpp_view, torch_view
 from emberkeep.cli.flags import with_settings
 from emberkeep.config import (
     DEFAULT_MODEL,
@@ -31,7 +32,9 @@ from emberkeep.config import (
     readable_size,
     total_ram,
 )
+from emberkeep.engine.devices import amd_advice, read_cpu
 from emberkeep.engine.extras import has_hf, hf_versions
+from emberkeep.engine.locked_memory import lockable
 from emberkeep.errors import ConfigError, EngineError, ModelError, ModelNotFound
 from emberkeep.files import nearest_folder
 
@@ -47,7 +50,12 @@ PACKAGES = (
     "uvicorn",
     "huggingface-hub",
 )
-_REINSTALL_HF = "pip install --force-reinstall 'emberkeep[hf]'"
+
+
+_RAISE_MEMLOCK = (
+    "more with `ulimit -l unlimited` where that is allowed, a line `* - memlock unlimited` in "
+    "/etc/security/limits.conf, LimitMEMLOCK=infinity in a systemd unit, or `--ulimit memlock=-1` of a container"
+)
 
 
 class Level(StrEnum):
@@ -119,30 +127,29 @@ def _llama_cpp(config: Config) -> Finding:
     return Finding(Level.WARN, f"{text}; {broken[0]}") if broken else Finding(Level.OK, text)
 
 
-def _gpu(config: Config) -> Finding:
-    from emberkeep.engine.llamacpp import choose_library, gpus, is_installed
+def _cpu(config: Config) -> Finding:
+    return Finding(Level.OK, describe_cpu(read_cpu()))
 
-    if config.llama_library in ("auto", "ready-made") and not is_installed(config.llama_library):
-        return Finding(Level.OK, "not known before llama.cpp is here")
-    try:
-        choose_library(config.llama_library)
-    except EngineError:
-        return Finding(Level.OK, "not known while llama.cpp cannot be used")
-    found = [f"{gpu.name} ({gpu.description}), {readable_size(gpu.free)} free" for gpu in gpus()]
-    return Finding(Level.OK, "; ".join(found) or "llama.cpp finds none that it can use: the CPU computes")
+
+def _gpu(config: Config) -> Finding:
+    """As llama.cpp sees them; the row of the Hugging Face engine tells its own device."""
+    view = llamacpp_view(config)
+    if view.problem:
+        when = "before llama.cpp is here" if view.is_missing else "while llama.cpp cannot be used"
+        text = f"not known {when}"
+    else:
+        text = "; ".join(map(describe, view.devices)) or "llama.cpp finds none that it can use: the CPU computes"
+    advice = amd_advice(os.environ)
+    return Finding(Level.WARN, f"{text}; {advice}") if advice else Finding(Level.OK, text)
 
 
 def _hf_engine(config: Config) -> Finding:
-    if not has_hf():
-        return Finding(Level.OK, "not installed: `pip install 'emberkeep[hf]'` adds it")
-    try:
-        from emberkeep.engine.hf.device import choose_device
-
-        return Finding(Level.OK, f"{hf_versions()}, device {choose_device(config.device)}")
-    except EngineError as error:
-        return Finding(Level.WARN, str(error))
-    except (ImportError, OSError, RuntimeError) as error:
-        return Finding(Level.WARN, f"torch cannot be loaded ({error}): run `{_REINSTALL_HF}`.")
+    view = torch_view(config)
+    if view.problem:
+        return Finding(Level.OK if view.is_missing else Level.WARN, view.problem)
+    told = {device.name: describe(device) for device in view.devices}
+    (name,) = view.used
+    return Finding(Level.OK, f"{hf_versions()}, device {told.get(name, name)}")
 
 
 def _weights(config: Config) -> Finding:
@@ -331,14 +338,12 @@ def _shared_server(config: Config) -> Finding:
 
 
 def _mlock(config: Config) -> Finding:
-    try:
-        import resource
-    except ImportError:
-        return Finding(Level.OK, "this system has no limit to ask for")
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
+    """Whether `--mlock` would be allowed to lock weights, and how to be allowed more."""
+    limit = lockable()
+    if limit is None:
         return Finding(Level.OK, "memory may be locked without limit")
-    return Finding(Level.OK, f"{readable_size(soft)} of memory may be locked (`ulimit -l` raises it)")
+    told = f"{readable_size(limit)} of memory may be locked; {_RAISE_MEMLOCK}"
+    return Finding(Level.WARN if config.mlock else Level.OK, told)
 
 
 def _packages(config: Config) -> Finding:
@@ -382,6 +387,7 @@ CHECKS: dict[str, Callable[[Config], Finding]] = {
     "platform": _platform,
     "packages": _packages,
     "llama.cpp": _llama_cpp,
+    "cpu": _cpu,
     "gpu": _gpu,
     "hf engine": _hf_engine,
     "weights": _weights,

@@ -18,6 +18,7 @@ from emberkeep.cli.chat import EXAMPLES as CHAT_EXAMPLES
 from emberkeep.cli.chat import ChatCommand, chat
 from emberkeep.cli.cluster import app as cluster_app
 from emberkeep.cli.console import complain
+from emberkeep.cli.devices import devices
 from emberkeep.cli.doctor import doctor
 from emberkeep.cli.flags import ConfigFlag, JsonFlag, LogLevelFlag, VerboseFlag, logged, settle, with_settings
 from emberkeep.cli.launch import EXAMPLES as LAUNCH_EXAMPLES
@@ -49,6 +50,7 @@ Examples:
   emberkeep mcp list                           MCP servers of the settings, and whether they work
   emberkeep api add gpt openai                 a model that runs elsewhere, for `chat --backend gpt`
   emberkeep cluster serve --cluster-replicas 3 several servers as one, on Ray Serve
+  emberkeep devices                            CPU and GPUs, and which of them a model would be put on
   emberkeep doctor                             is everything in place?
   emberkeep config show                        every setting and where its value came from
 
@@ -99,6 +101,7 @@ def emberkeep(
     *("model", "models", "aliases", "accept_any_model", "pinned", "unload_after_s", "model_memory"),
     *("host", "port", "data_dir", "ctx", "parallel", "ram_budget", "disk_budget", "remote"),
     *("kv_bits", "approximate", "exact", "api_key", "threads", "lora", "kv_type", "flash_attention"),
+    *("mlock",),
     *("gpu_layers", "cpu_moe", "tensor_split", "engine", "device", "dtype", "attention", "warm"),
     *("residency", "keep_first", "keep_last", "gpu_memory"),
     *("max_tokens", "max_concurrent_per_user", "speculation", "draft_model", "draft_max"),
@@ -170,6 +173,7 @@ app.add_typer(mcp_app, name="mcp")
 app.add_typer(cluster_app, name="cluster")
 app.command()(ps)
 app.command()(stop)
+app.command()(devices)
 app.command()(doctor)
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")

@@ -14,10 +14,12 @@ from emberkeep.cli.console import complain, printable, show_facts, show_table
 from emberkeep.cli.flags import JsonFlag, YesFlag, with_settings
 from emberkeep.cli.model_setup import pull_reporter
 from emberkeep.config import Config, readable_size
+from emberkeep.errors import ModelError
 from emberkeep.models.digest import model_digest
 from emberkeep.models.library import InstalledModel, ModelFile, ModelLibrary
 from emberkeep.models.parts import part_files
 from emberkeep.models.profile import ModelProfile, profile_of
+from emberkeep.models.spec import spec_of_quantisation
 from emberkeep.types import Json
 
 TEMPLATE_LINES = 5
@@ -53,6 +55,10 @@ def pull_model(
             "a file or folder; any part of a split GGUF stands for the whole model"
         ),
     ],
+    quant: Annotated[
+        str | None,
+        typer.Option("--quant", help="Of a repository (owner/repo), the GGUF with this quantisation: Q4_K_M."),
+    ] = None,
     name: Annotated[str | None, typer.Option("--name", help="Name to keep it under.")] = None,
     optimize: Annotated[
         bool | None,
@@ -66,6 +72,7 @@ def pull_model(
     # Imported here: only this command needs the HTTP client.
     from emberkeep.models.pull import pull
 
+    spec = spec_of_quantisation(spec, quant) if quant else spec
     with pull_reporter() as reporter:
         model = pull(spec, _library(config), name=name, optimize=optimize, reporter=reporter)
     print(f"{model.id}: {model.path} ({readable_size(model.record.size)})")
@@ -102,9 +109,16 @@ def remove_model(
     """Delete a model."""
     library = _library(config)
     if library.holds(model) and not yes:
-        typer.confirm(f"Delete {model}?", abort=True, err=True)
+        typer.confirm(f"Delete {model}{_where(library, model)}?", abort=True, err=True)
     library.remove(model)
     print(f"{model} is removed.")
+
+
+def _where(library: ModelLibrary, model: str) -> str:
+    try:
+        return f" ({library.get(model).path})"
+    except ModelError:
+        return ""
 
 
 def _library(config: Config) -> ModelLibrary:

@@ -120,6 +120,11 @@ class Config:
         one_of("auto", "on", "off"),
         "Whether llama.cpp computes attention in one pass; auto changes to what is quicker for the work at hand.",
     )
+    mlock: bool = _setting(
+        False,
+        SWITCH,
+        "Lock weights in RAM, so that they are never swapped out, where the limit of the system allows it.",
+    )
     gpu_layers: int | None = _setting(
         None,
         or_word(layers(), "auto"),

@@ -4,6 +4,7 @@
 <root>/<id>/<id>.gguf       the weights, or
 <root>/<id>/<id>-00001-of-0000N.gguf and so on, where they are split, or
 <root>/<id>/model/          a folder with config.json, safetensors and a tokenizer
+<root>/NAME.gguf, <root>/NAME/   models that were put there by hand (`dropped`)
 <root>/.pulls/<key>/        work in progress of one pull, kept for resuming
 <root>/.digests/            digests of the weights, for `weights_digest`
 """
@@ -16,14 +17,15 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from emberkeep.config import DEFAULT_MODEL
 from emberkeep.errors import ModelBroken, ModelError, ModelNotFound
 from emberkeep.files import private_folder, replace_file, sync
-from emberkeep.models.digest import remember
+from emberkeep.models import dropped
+from emberkeep.models.digest import known_digest, model_digest, remember
 from emberkeep.models.parts import MAX_PARTS, PartName, model_in, name_parts, part_files, part_name
 from emberkeep.models.profile import is_model_folder
 
@@ -54,6 +56,7 @@ class ModelRecord:
     source: str
     """Where it was pulled from, without credentials."""
     sha256: str
+    """Empty for a model that was put here by hand, until it was computed."""
     size: int
     quantisation: str
     pulled_at: int
@@ -84,27 +87,25 @@ class ModelLibrary:
 
     def list(self) -> Sequence[InstalledModel]:
         """Every usable model, by id. Damaged ones are left out."""
-        found = (self._read(id) for id in self.ids())
-        return [model for model in found if model is not None]
+        return [model for model in self._read_all() if isinstance(model, InstalledModel)]
+
+    def damages(self) -> Sequence[ModelError]:
+        """For every model that `list` leaves out, what `get` raises."""
+        return [model for model in self._read_all() if isinstance(model, ModelError)]
 
     def ids(self) -> Sequence[str]:
         """Of every model, be it damaged, in order."""
-        folders = self._root.iterdir() if self._root.is_dir() else ()
-        return sorted(folder.name for folder in folders if self.holds(folder.name))
-
-    def damages(self) -> Sequence[ModelBroken]:
-        """For every model that `list` leaves out, what `get` raises."""
-        return [self._broken(id) for id in self.ids() if self._read(id) is None]
+        return sorted(self._entries())
 
     def holds(self, id: str) -> bool:
         """Whether there is a model called `id`, be it damaged."""
-        return is_model_id(id) and self._folder(id).is_dir()
+        return is_model_id(id) and (self._folder(id).is_dir() or id in self._dropped())
 
     def get(self, id: str) -> InstalledModel:
         """Raises ModelNotFound, or ModelBroken when the folder is there and its content is not usable."""
-        model = self._read(self._known(id))
-        if model is None:
-            raise self._broken(id)
+        model = self._read(id, self._entry(id))
+        if isinstance(model, ModelError):
+            raise model
         return model
 
     def resolve(self, name_or_path: str) -> ModelFile:
@@ -126,13 +127,19 @@ class ModelLibrary:
             )
         if is_repo(name_or_path):
             return self._from_hub(name_or_path)
+        if path.name == name_or_path and (id := id_from(name_or_path)) in self._dropped():
+            return self.get(id)
         if path.suffix == ".gguf" or path.name != name_or_path:
             raise ModelNotFound(f"There is no file at {path}; `emberkeep models list` shows the models here.")
         return self.get(name_or_path)
 
     def remove(self, id: str) -> None:
         """Delete a model, also a damaged one. Raises ModelNotFound."""
-        self._discard(self._folder(self._known(id)))
+        entry = self._entry(id)
+        if entry is None:
+            self._discard(self._folder(id))
+        else:
+            dropped.remove(entry)
 
     def install(self, id: str, weights: Path, record: ModelRecord) -> InstalledModel:
         """Move `weights` in as model `id`, in place of any with that id.
@@ -148,7 +155,7 @@ class ModelLibrary:
         for file, name in names.items():
             file.rename(staged / name)
         replace_file(staged / RECORD, json.dumps(asdict(record), indent=2).encode())
-        if self.holds(id):
+        if self._folder(id).is_dir():
             self._discard(self._folder(id))
         staged.rename(self._folder(id))
         sync(self._root)
@@ -165,7 +172,8 @@ class ModelLibrary:
             return model
         folder = self.workspace(f"copy {id} {name}")
         try:
-            return self.install(name, _link(model.path, folder), model.record)
+            digest = model.record.sha256 or model_digest(model.path, self.digests)
+            return self.install(name, _link(model.path, folder), replace(model.record, sha256=digest))
         except OSError as error:
             raise ModelError(f"{id} could not be copied ({error.strerror or error}): make room.") from error
         finally:
@@ -185,21 +193,55 @@ class ModelLibrary:
             )
         return found
 
-    def _known(self, id: str) -> str:
-        if self.holds(id):
-            return id
-        raise ModelNotFound(
-            f"No model called {id}; `emberkeep models list` shows what is here, "
-            f"`emberkeep models pull {_spec_for(id)}` fetches one."
-        )
+    def _entry(self, id: str) -> Path | None:
+        """What was put here by hand as model `id`; None where it was installed. Raises ModelNotFound."""
+        if not self.holds(id):
+            raise ModelNotFound(
+                f"No model called {id}; `emberkeep models list` shows what is here, "
+                f"`emberkeep models pull {_spec_for(id)}` fetches one."
+            )
+        return None if self._is_installed(id) else self._dropped().get(id)
 
-    def _read(self, id: str) -> InstalledModel | None:
+    def _read_all(self) -> Iterator[InstalledModel | ModelError]:
+        """By id."""
+        return (self._read(id, entry) for id, entry in sorted(self._entries().items()))
+
+    def _entries(self) -> dict[str, Path | None]:
+        """By id what was put here by hand; None for what was installed."""
+        folders = self._root.iterdir() if self._root.is_dir() else ()
+        names = (folder.name for folder in folders if is_model_id(folder.name))
+        return self._dropped() | dict.fromkeys(filter(self._is_installed, names))
+
+    def _read(self, id: str, entry: Path | None) -> InstalledModel | ModelError:
+        """One that was installed, or put here by hand as `entry`; why, where it cannot be used."""
+        if entry is not None:
+            return self._read_dropped(id, entry)
         try:
             record = ModelRecord(**json.loads((self._folder(id) / RECORD).read_bytes()))
         except (OSError, ValueError, TypeError):
-            return None
+            return self._broken(id)
         path = self._weights(id)
-        return None if path is None else InstalledModel(id, path, record)
+        return self._broken(id) if path is None else InstalledModel(id, path, record)
+
+    def _read_dropped(self, id: str, entry: Path) -> InstalledModel | ModelError:
+        try:
+            found = dropped.look_at(entry)
+            digest = "" if found.path.is_dir() else known_digest(found.path, self.digests)
+        except ModelError as error:
+            return error
+        record = ModelRecord(str(entry), digest or "", found.size, found.quantisation, found.changed)
+        return InstalledModel(id, found.path, record)
+
+    def _is_installed(self, id: str) -> bool:
+        """By a pull, be it damaged since."""
+        return (self._folder(id) / RECORD).exists()
+
+    def _dropped(self) -> dict[str, Path]:
+        """What was put here by hand, by id: where names differ in nothing that an id has, the first."""
+        found: dict[str, Path] = {}
+        for name, entry in dropped.entries(self._root, RECORD).items():
+            found.setdefault(id_from(name), entry)
+        return found
 
     def _weights(self, id: str) -> Path | None:
         """Where a complete model lies in its folder."""

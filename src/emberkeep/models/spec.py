@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from emberkeep.config import DEFAULT_MODEL
 from emberkeep.errors import ModelNotFound
-from emberkeep.models.library import id_from, weights_at
+from emberkeep.models.library import id_from, is_repo, weights_at
 from emberkeep.models.parts import part_files, part_name, whole_name
 from emberkeep.models.profile import is_model_folder
 
@@ -141,6 +141,26 @@ def parse(spec: str) -> tuple[str, Source]:
         f"{problem}: give {DEFAULT_MODEL}, hf:owner/repo/file.gguf, hf:owner/repo:Q4_K_M, hf:owner/repo, "
         "an http(s) address, or the path of a .gguf file or a folder of safetensors."
     )
+
+
+_REPO_ALONE = re.compile(
+    r"(?:hf:|(?:https?://)?(?:hf\.co|huggingface\.co)/)?(?P<repo>[\w.-]+/[\w.-]+?)(?P<revision>@.+)?",
+    re.IGNORECASE,
+)
+
+
+def spec_of_quantisation(repo: str, quantisation: str) -> str:
+    """What `parse` takes for the GGUF with that quantisation in a repository, `owner/repo[@revision]`.
+
+    Raises ModelNotFound for what names none.
+    """
+    found = _REPO_ALONE.fullmatch(repo)
+    if found is None or not is_repo(found["repo"]) or re.fullmatch(r"[\w.-]+", quantisation) is None:
+        raise ModelNotFound(
+            f"--quant {quantisation} does not go with {repo}: give a repository on the Hugging Face hub, and what "
+            "one of its files has in its name (owner/repo --quant Q4_K_M)."
+        )
+    return f"hf:{found['repo']}:{quantisation.upper()}{found['revision'] or ''}"
 
 
 _OLLAMA_HUB = re.compile(

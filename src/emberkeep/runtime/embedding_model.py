@@ -121,7 +121,7 @@ def _open_llamacpp(config: Config, model: ModelFile, shape: EmbeddingProfile, di
             return LlamaEmbeddingEngine(loaded, settings, digest)
 
     def load(where: Placement) -> LlamaModel:
-        return LlamaModel(model.path, placement=where, adapters=adapters, may_rewrite=True)
+        return LlamaModel(model.path, placement=where, adapters=adapters, locks=config.mlock, may_rewrite=True)
 
     engine, _, placement = open_placed(load, placement, open_engine, is_planned=config.gpu_layers is None)
     return engine, {

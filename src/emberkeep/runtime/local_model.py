@@ -18,6 +18,7 @@ from emberkeep.config import OFF, Config, slice_tokens, total_ram, ttls
 from emberkeep.engine.base import Engine
 from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.engine.extras import require_hf
+from emberkeep.engine.locked_memory import lock_weights
 from emberkeep.errors import ConfigError, EngineError, ModelBroken, Overloaded, TemplateFailed
 from emberkeep.kv.store import KvStore
 from emberkeep.models.adapter import check_adapter
@@ -301,7 +302,7 @@ def _open_llamacpp(
             return LlamaEngine(loaded, tuned, digest, tuning)
 
     def load(where: Placement) -> LlamaModel:
-        return LlamaModel(model.path, placement=where, adapters=adapters, report=report)
+        return LlamaModel(model.path, placement=where, adapters=adapters, locks=config.mlock, report=report)
 
     is_planned = config.gpu_layers is None
     engine, loaded, placement = open_placed(load, placement, open_engine, is_planned=is_planned)
@@ -369,6 +370,8 @@ def _open_hf(model: ModelFile, config: Config, digests: Path, *, is_draft: bool 
     except BaseException:
         loaded.close()
         raise
+    if config.mlock and on_cpu:
+        lock_weights(loaded.memory())
     if engine.capabilities.context < context:
         log.warning(
             "%s has room for a context of %d tokens, not of %d: keep fewer layers there, raise gpu_memory, or "

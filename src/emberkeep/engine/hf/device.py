@@ -7,6 +7,7 @@ from time import perf_counter
 
 import torch
 
+from emberkeep.engine.devices import Device
 from emberkeep.errors import EngineError
 
 
@@ -32,6 +33,20 @@ def _fastest() -> str:
     if torch.cuda.is_available():
         return "cuda:0"
     return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def seen_devices() -> list[Device]:
+    """The GPUs that this torch can compute on. Asking for its memory wakes each of them."""
+    backend = "ROCm" if torch.version.hip else "CUDA"
+    found = []
+    for number in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(number)
+        found.append(Device(backend, f"cuda:{number}", torch.cuda.get_device_name(number), free, total))
+    if torch.backends.mps.is_available():
+        total = torch.mps.recommended_max_memory()
+        free = max(total - torch.mps.driver_allocated_memory(), 0)
+        found.append(Device("Metal", "mps", "the GPU of this Mac", free, total))
+    return found
 
 
 def synchronize(device: torch.device) -> None:

@@ -24,6 +24,7 @@ from emberkeep.engine.hf.int4 import int4_count, weights_bytes
 from emberkeep.engine.hf.residency import Placing
 from emberkeep.engine.hf.streaming import LayerStream, place_layers
 from emberkeep.engine.hf.vocab import HfVocab, gguf_adds_bos, gguf_ends, repair_gguf_tokenizer
+from emberkeep.engine.locked_memory import Range
 from emberkeep.errors import EmberkeepError, EngineError, ModelBroken
 from emberkeep.types import AttentionTier, Json
 
@@ -63,6 +64,12 @@ class HfModel:
     device: str
     stream: LayerStream | None = None
     """What brings the weights that do not stay on the device; None: all do."""
+
+    def memory(self) -> list[Range]:
+        """Where in RAM the weights are, of a model on the CPU."""
+        weights = (*self.network.parameters(), *self.network.buffers())
+        storages = [weight.untyped_storage() for weight in weights]
+        return sorted({(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages})
 
     def close(self) -> None:
         """Give back what waits in RAM and on disk. An engine over the model does so when it is closed."""

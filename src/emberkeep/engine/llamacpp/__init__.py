@@ -13,6 +13,7 @@ from emberkeep.engine.llamacpp.model import (
     Placement,
     gpus,
     plan_placement,
+    seen_devices,
     share_layers,
 )
 from emberkeep.engine.llamacpp.shared_library import is_installed, system_info, version
@@ -40,6 +41,7 @@ __all__ = [
     "plan_placement",
     "prove_embedding",
     "prove_model",
+    "seen_devices",
     "share_layers",
     "system_info",
     "tune",

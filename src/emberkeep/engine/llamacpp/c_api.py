@@ -277,6 +277,7 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_backend_dev_get": (c_void_p, (c_size_t,)),
     "ggml_backend_dev_by_type": (c_void_p, (c_int,)),
     "ggml_backend_dev_backend_reg": (c_void_p, (c_void_p,)),
+    "ggml_backend_reg_name": (c_char_p, (c_void_p,)),
     "ggml_backend_reg_get_proc_address": (c_void_p, (c_void_p, c_char_p)),
     "ggml_threadpool_params_default": (ThreadPoolParams, (c_int,)),
     "ggml_backend_dev_type": (c_int, (c_void_p,)),

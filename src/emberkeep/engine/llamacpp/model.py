@@ -15,12 +15,16 @@ from typing import Any
 import numpy as np
 
 from emberkeep.config import resident_ram
+from emberkeep.engine.devices import Device
 from emberkeep.engine.llamacpp.c_api import BufferOverride, DeviceProps, Handle, ProgressCallback, defaults
 from emberkeep.engine.llamacpp.shared_library import llama, start_backend, take_buffers, take_errors
 from emberkeep.engine.llamacpp.vocab import LlamaVocab
+from emberkeep.engine.locked_memory import CAN_TELL_MEMORY, added, lock_weights, private_memory
 from emberkeep.errors import EngineError, ModelBroken, ModelNotFound
 
-_GPU, _INTEGRATED = 1, 2
+_CPU, _GPU, _INTEGRATED = 0, 1, 2
+_LOAD_COPIED, _LOAD_LOCKED = 0, 2
+"""Into memory of the process's own; the second locks a part of it."""
 _EXPERTS = r"blk\.{layer}\.ffn_(up|down|gate|gate_up)_(ch|)exps"
 """As llama.cpp's own --n-cpu-moe has it."""
 _MARGIN = 1 << 30
@@ -115,7 +119,8 @@ class LlamaModel:
     """Raises ModelNotFound, ModelBroken or EngineError. `close` frees the handle; contexts must be closed before.
 
     `adapters` apply to every context of it, in an order of their own: what they compute together depends on it.
-    `repacks`: weights are copied into the layout that the CPU's fastest kernels want. `report` is told meanwhile
+    `repacks`: weights are copied into the layout that the CPU's fastest kernels want. `locks`: what of them is in
+    RAM is locked there, if the system allows it. `report` is told meanwhile
     which part of them is loaded. `may_rewrite`: as in `LlamaVocab`.
     """
 
@@ -126,6 +131,7 @@ class LlamaModel:
         placement: Placement = ON_CPU,
         adapters: Sequence[Adapter] = (),
         repacks: bool = True,
+        locks: bool = False,
         report: Callable[[float], None] | None = None,
         may_rewrite: bool = False,
     ) -> None:
@@ -142,6 +148,9 @@ class LlamaModel:
         placed = PlacementParams(placement, found)
         placed.put_into(params)
         params.use_extra_bufts = repacks
+        if locks:
+            params.load_mode = _LOAD_COPIED if CAN_TELL_MEMORY else _LOAD_LOCKED
+        before = private_memory() if locks else []
         if report is not None:
             params.progress_callback = ProgressCallback(lambda fraction, _: report(fraction) is None)
         self.handle: Handle | None = llama().llama_model_load_from_file(str(path).encode(), params)
@@ -149,6 +158,8 @@ class LlamaModel:
             way_out = "; try fewer --gpu-layers" if found and placement.gpu_layers else ""
             reason = take_errors() or "unknown format"
             raise ModelBroken(f"llama.cpp cannot load {path.name}: {reason}{way_out}.")
+        if locks and CAN_TELL_MEMORY:
+            lock_weights(added(before, private_memory()))
         self.offloads = bool(found and placement.gpu_layers)
         self.placement = placement.facts(found)
         """What is computed where, for fingerprints."""
@@ -210,18 +221,36 @@ def gpus() -> list[Gpu]:
 
     One that two of its backends see counts once, and integrated ones only where there is no other.
     """
-    start_backend()
-    devices = [llama().ggml_backend_dev_get(index) for index in range(llama().ggml_backend_dev_count())]
     for kind in (_GPU, _INTEGRATED):
         found: dict[object, Gpu] = {}
-        for device in devices:
-            if llama().ggml_backend_dev_type(device) == kind:
-                props = DeviceProps()
-                llama().ggml_backend_dev_get_props(device, ctypes.byref(props))
+        for device, props in _devices():
+            if props.type == kind:
                 found.setdefault(props.device_id or device, _gpu(device, props))
         if found:
             return list(found.values())
     return []
+
+
+def seen_devices() -> list[Device]:
+    """All but the CPU that the backends of this llama.cpp see, also those that another one sees already."""
+    return [_device(device, props) for device, props in _devices() if props.type != _CPU]
+
+
+def _devices() -> list[tuple[Handle, DeviceProps]]:
+    start_backend()
+    found = []
+    for index in range(llama().ggml_backend_dev_count()):
+        device, props = llama().ggml_backend_dev_get(index), DeviceProps()
+        llama().ggml_backend_dev_get_props(device, ctypes.byref(props))
+        props.type = llama().ggml_backend_dev_type(device)
+        found.append((device, props))
+    return found
+
+
+def _device(device: Handle, props: DeviceProps) -> Device:
+    gpu = _gpu(device, props)
+    backend = llama().ggml_backend_reg_name(llama().ggml_backend_dev_backend_reg(device))
+    return Device(backend.decode("utf-8", "replace"), gpu.name, gpu.description, gpu.free, gpu.total)
 
 
 def _gpu(device: Handle, props: DeviceProps) -> Gpu:
