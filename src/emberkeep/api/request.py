@@ -82,6 +82,7 @@ Limit = Annotated[
 ]
 Places = Annotated[int, Field(ge=0, le=65_536), WHOLE]
 Probability = Annotated[float, Field(gt=0, le=1)]
+ChoiceCount = Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE]
 KvBits = Annotated[Literal[16, 8, 4], BeforeValidator(whole)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
@@ -222,6 +223,19 @@ def to_limit(max_tokens: int | None) -> int | None:
     return None if max_tokens == NO_LIMIT else max_tokens
 
 
+class LogprobFields(Body):
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
+
+    def to_top_logprobs(self) -> int | None:
+        """Raises InvalidField where fields contradict each other."""
+        if self.logprobs:
+            return self.top_logprobs or 0
+        if self.top_logprobs:
+            raise InvalidField("top_logprobs", "needs logprobs to be true.")
+        return None
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
 
@@ -281,7 +295,7 @@ class GenerationBody(GenerationFields, FormatFields, OwnerFields):
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
 
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = None
+    n: ChoiceCount | None = None
 
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
@@ -336,26 +350,13 @@ Prompts = Annotated[
 ]
 
 
-class CompletionBody(GenerationBody):
-    prompt: Prompts
-    echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
-    suffix: str | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = None
+class CompletionFields(Body):
+    """What only the completion of a raw text has."""
 
-    def to_requests(self) -> list[Request]:
-        """One per prompt. Raises InvalidField for what cannot be done."""
-        base = replace(
-            self.to_base(),
-            echo=bool(self.echo),
-            top_logprobs=self.logprobs,
-            infill=self._infill(),
-            max_tokens=USUAL_COMPLETION if self.max_tokens is None else to_limit(self.max_tokens),
-        )
-        if self.chooses_best:
-            self._check_best()
-            base = replace(base, n=self.tried, top_logprobs=self.logprobs or 0)
-        return [replace(base, prompt=prompt) for prompt in self.prompt]
+    n: ChoiceCount | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: ChoiceCount | None = None
 
     @property
     def tried(self) -> int:
@@ -367,19 +368,37 @@ class CompletionBody(GenerationBody):
         """Only the likeliest of the choices that are generated are told."""
         return self.tried != (self.n or 1)
 
-    def _check_best(self) -> None:
+    def apply_to_completion(self, request: Request) -> Request:
+        """`request`, with the log probabilities that it is asked for, and what these fields say. Raises
+        InvalidField for what cannot be done."""
+        request = replace(request, echo=bool(self.echo), infill=self._infill())
+        if not self.chooses_best:
+            return request
         if self.tried < (self.n or 1):
             raise InvalidField("best_of", "give n or more.")
-        if self.stream:
-            raise InvalidField("best_of", "goes without stream: which is best is known at the end.")
-        if self.echo and self.logprobs is not None:
+        if request.scores_prompt:
             raise InvalidField("best_of", "goes without the log probabilities of an echoed prompt.")
+        return replace(request, n=self.tried, top_logprobs=request.top_logprobs or 0)
 
     def _infill(self) -> Infill | None:
         if not self.suffix:
             return None
         if self.echo:
             raise InvalidField("echo", "goes without suffix: leave one of them out.")
-        if not all(isinstance(prompt, str) for prompt in self.prompt):
-            raise InvalidField("suffix", "goes with prompts that are texts, and not with token ids.")
         return Infill(self.suffix)
+
+
+class CompletionBody(CompletionFields, GenerationBody):
+    prompt: Prompts
+    logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
+
+    def to_requests(self) -> list[Request]:
+        """One per prompt. Raises InvalidField for what cannot be done."""
+        if self.chooses_best and self.stream:
+            raise InvalidField("best_of", "goes without stream: which is best is known at the end.")
+        if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
+            raise InvalidField("suffix", "goes with prompts that are texts, and not with token ids.")
+        limit = USUAL_COMPLETION if self.max_tokens is None else to_limit(self.max_tokens)
+        base = replace(self.to_base(), top_logprobs=self.logprobs, max_tokens=limit)
+        base = self.apply_to_completion(base)
+        return [replace(base, prompt=prompt) for prompt in self.prompt]

@@ -21,9 +21,7 @@ from emberkeep.config import DEFAULT_MODEL, Config, load_config
 from emberkeep.engine.extras import require_hf
 from emberkeep.errors import InvalidField, ModelNotFound
 from emberkeep.library.arguments import (
-    Approximate,
     Messages,
-    Options,
     Tools,
     chat_request,
     declared_prefixes,
@@ -31,7 +29,8 @@ from emberkeep.library.arguments import (
     prompt_request,
 )
 from emberkeep.library.bridge import Bridge
-from emberkeep.library.results import Result, Stream, WarmResult
+from emberkeep.library.options import Approximate, ChatOptions, Options, PrefixOptions, PromptOptions
+from emberkeep.library.results import Result, Stream, WarmResult, keep_best
 from emberkeep.library.tool_session import ToolSession, is_runnable, own_toolbox
 from emberkeep.library.user_memory import UserMemory, require_memory
 from emberkeep.library.verify_report import CANDIDATES, VerifyReport
@@ -94,11 +93,14 @@ class Emberkeep:
     def card(self) -> ModelCard:
         return self._backend.card
 
-    def generate(self, prompt: str, **options: Unpack[Options]) -> Result:
+    def generate(self, prompt: str, **options: Unpack[PromptOptions]) -> Result:
         """Continue a raw text; no chat template is applied. Raises RequestError, EngineError."""
-        return self._finish(prompt_request(prompt, options))
+        result, kept = self._finish(prompt_request(prompt, options)), options.get("n") or 1
+        if (options.get("best_of") or kept) == kept:
+            return result
+        return keep_best(result, kept, with_logprobs=bool(options.get("logprobs")))
 
-    def chat(self, messages: Messages, *, tools: Tools | None = None, **options: Unpack[Options]) -> Result:
+    def chat(self, messages: Messages, *, tools: Tools | None = None, **options: Unpack[ChatOptions]) -> Result:
         """Answer a conversation: a text, or messages in OpenAI's shape.
 
         `tools`: Python functions with types and a docstring run here, as often as the model calls them, and what
@@ -109,7 +111,7 @@ class Emberkeep:
         whole = replace(request, in_pieces=False)
         return _read(self._start(whole) if toolbox is None else self._act(whole, toolbox))
 
-    def stream(self, messages: Messages, *, tools: Tools | None = None, **options: Unpack[Options]) -> Stream:
+    def stream(self, messages: Messages, *, tools: Tools | None = None, **options: Unpack[ChatOptions]) -> Stream:
         """Answer a conversation piece by piece. `tools`: as in `chat`."""
         request, toolbox = _request_and_toolbox(messages, tools, options)
         return self._start(request) if toolbox is None else self._act(request, toolbox)
@@ -129,7 +131,7 @@ class Emberkeep:
         return self._backend.health()
 
     def warm(
-        self, prompt_or_messages: Messages = (), *, tools: Tools | None = None, **options: Unpack[Options]
+        self, prompt_or_messages: Messages = (), *, tools: Tools | None = None, **options: Unpack[PrefixOptions]
     ) -> WarmResult:
         """Evaluate a prefix now so that later requests find it stored. A text is a raw prompt.
 
@@ -270,7 +272,7 @@ def _read(stream: Stream) -> Result:
 
 
 def _request_and_toolbox(
-    messages: Messages, tools: Tools | None, options: Options
+    messages: Messages, tools: Tools | None, options: ChatOptions
 ) -> tuple[Request, ToolBox | None]:
     """With a toolbox where there are functions to run."""
     listed: list[Any] = list(tools or ())
