@@ -188,6 +188,31 @@ def _settle(call: type[Body], options: Mapping[str, object]) -> dict[str, Json]:
     return {"max_tokens": MAX_TOKENS, **given}
 
 
+def prompt_or_chat_request(prompt_or_messages: Messages, options: Mapping[str, object]) -> Request:
+    """A text is a raw prompt. Raises RequestError, or InvalidField with the argument's name."""
+    if isinstance(prompt_or_messages, str):
+        return prompt_request(prompt_or_messages, options)
+    return chat_request(prompt_or_messages, None, options)
+
+
+def batch_requests(prompts: Sequence[Messages], options: Mapping[str, object]) -> list[Request]:
+    """Raises RequestError, or InvalidField with the argument's name or the prompt's number."""
+    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Sequence):
+        raise InvalidField("prompts", "give a list of prompts.")
+    return [_numbered(number, prompt, options) for number, prompt in enumerate(prompts)]
+
+
+def _numbered(number: int, prompt: Messages, options: Mapping[str, object]) -> Request:
+    if not isinstance(prompt, (str, list, tuple)):
+        raise InvalidField(f"prompts[{number}]", "give a text, or messages.")
+    try:
+        return prompt_or_chat_request(prompt, options)
+    except RequestError as error:
+        if error.param is None or error.param.split("[")[0] not in _GIVEN_BY_PLACE:
+            raise
+        raise InvalidField(f"prompts[{number}]", f"cannot be used: {error}") from error
+
+
 @cache
 def option_names(call: type[Body]) -> list[str]:
     """The keywords of a call."""

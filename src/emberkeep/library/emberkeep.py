@@ -23,11 +23,14 @@ from emberkeep.errors import InvalidField, ModelNotFound
 from emberkeep.library.arguments import (
     Messages,
     Tools,
+    batch_requests,
     chat_request,
     declared_prefixes,
     prefix_request,
+    prompt_or_chat_request,
     prompt_request,
 )
+from emberkeep.library.batch import Batch
 from emberkeep.library.bridge import Bridge
 from emberkeep.library.options import Approximate, ChatOptions, Options, PrefixOptions, PromptOptions
 from emberkeep.library.results import Result, Stream, WarmResult, keep_best
@@ -48,8 +51,10 @@ class Emberkeep:
     disk is written then (a program that ends without it evaluates that again, no more).
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, *, at_once: int = 8) -> None:
+        """`at_once`: requests of a batch that are under way at a time."""
         self._backend = backend
+        self._at_once = at_once
         self._bridge = Bridge()
         self._closed = False
 
@@ -81,7 +86,8 @@ class Emberkeep:
         prefixes = declared_prefixes(config)
         backend = open_backend(config)
         keep_warm(backend, prefixes)
-        llm = cls(backend)
+        # Twice as many as run: the next prompts are tokenized when a slot is free.
+        llm = cls(backend, at_once=2 * config.parallel)
         try:
             llm._bridge.run(backend.start())
         except BaseException:  # interrupted
@@ -95,10 +101,17 @@ class Emberkeep:
 
     def generate(self, prompt: str, **options: Unpack[PromptOptions]) -> Result:
         """Continue a raw text; no chat template is applied. Raises RequestError, EngineError."""
-        result, kept = self._finish(prompt_request(prompt, options)), options.get("n") or 1
-        if (options.get("best_of") or kept) == kept:
-            return result
-        return keep_best(result, kept, with_logprobs=bool(options.get("logprobs")))
+        return _asked_for(self._finish(prompt_request(prompt, options)), options)
+
+    def generate_batch(self, prompts: Sequence[Messages], **options: Unpack[PromptOptions]) -> list[Result]:
+        """Answer many prompts, in order: texts as `generate` does, messages as `chat` does.
+
+        They share steps, and what several begin with is evaluated once. One that fails has its `error` in its
+        result, and the others go on. Raises RequestError, before anything runs, for what cannot be asked.
+        """
+        requests = [replace(request, in_pieces=False) for request in batch_requests(prompts, options)]
+        results = self._bridge.run(Batch(self._backend.generate, requests).run(self._at_once))
+        return [_asked_for(result, options) for result in results]
 
     def chat(self, messages: Messages, *, tools: Tools | None = None, **options: Unpack[ChatOptions]) -> Result:
         """Answer a conversation: a text, or messages in OpenAI's shape.
@@ -180,14 +193,14 @@ class Emberkeep:
         The prompt is stored first, in `kv_bits`. With `approximate` it is not: what is stored already is moved
         into it. `answers`: what would be right, for the score. Raises RequestError, EngineError.
         """
-        asked = _prompt_or_chat(
-            prompt_or_messages,
-            max_tokens=max_tokens,
-            temperature=0.0,
-            approximate=approximate if approximate is not None else False,
-            kv_bits=kv_bits,
-            speculation=False,  # steps of another shape round differently
-        )
+        options: Options = {
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "approximate": approximate if approximate is not None else False,
+            "kv_bits": kv_bits,
+            "speculation": False,  # steps of another shape round differently
+        }
+        asked = prompt_or_chat_request(prompt_or_messages, options)
         if not asked.approximate:
             self._finish(replace(asked, max_tokens=0))
         greedy = replace(asked, top_logprobs=CANDIDATES, from_store=True, is_kept=False)
@@ -264,6 +277,14 @@ class Emberkeep:
         return self._backend.stats()
 
 
+def _asked_for(result: Result, options: PromptOptions) -> Result:
+    """Of the choices that were tried, those that were asked for."""
+    kept = options.get("n") or 1
+    if result.error is not None or (options.get("best_of") or kept) == kept:
+        return result
+    return keep_best(result, kept, with_logprobs=bool(options.get("logprobs")))
+
+
 def _read(stream: Stream) -> Result:
     with stream:
         for _ in stream.events():
@@ -280,12 +301,6 @@ def _request_and_toolbox(
     definitions = [one for one in listed if not is_runnable(one)]
     names = [function.name for function in toolbox.functions()]
     return chat_request(messages, definitions, options, functions=names), toolbox if names else None
-
-
-def _prompt_or_chat(prompt_or_messages: Messages, **options: Unpack[Options]) -> Request:
-    if isinstance(prompt_or_messages, str):
-        return prompt_request(prompt_or_messages, options)
-    return chat_request(prompt_or_messages, None, options)
 
 
 # ── models that arrive by themselves ──

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 
 from emberkeep.api.answer import ChoiceAnswer, likeliest
+from emberkeep.errors import EmberkeepError
 from emberkeep.types import (
     Completed,
     Event,
@@ -60,6 +61,8 @@ class Result:
     """What the model said and called before `text`, and the results: where tools ran here."""
     answered_by: str = ""
     """The backend that answered, if there are several."""
+    error: EmberkeepError | None = None
+    """Of a batch: why this one ended where it did. Every other call raises it."""
 
     @property
     def text(self) -> str:

@@ -45,6 +45,9 @@ log = logging.getLogger("emberkeep.sched")
 _EXCERPT_TOKENS = 12
 _WORTH_WAITING = 16
 """Tokens that a sequence under way must be about to compute for a newcomer to wait for it."""
+_WORTH_A_SNAPSHOT = 128
+"""The same where the one under way has to store its state as a whole for the newcomer: that takes as long as some
+tokens, and as much room as many."""
 _SAVED_AT_ONCE = 32 * CHUNK_TOKENS
 """Tokens that are stored between two steps at most."""
 _WORTH_A_CHUNK = 16
@@ -72,6 +75,8 @@ class PrefixCache:
         """A sequence that is about to compute more of its prompt than exists anywhere now."""
         if not newcomer.request.use_cache:
             return None
+        if self._has_snapshots:
+            return self._snapshot_to_come(newcomer)
         splice, lineage = newcomer.prompt.splice, newcomer.prompt.lineage
         wanted = self.shift.source(splice) if splice else newcomer.wanted
         coming = self._slots.coming_match(lineage, wanted)
@@ -82,6 +87,19 @@ class PrefixCache:
         # The end of a turn is evaluated within a step or two, and the request that continues the turn wants it.
         needed = 1 if coming.sequence.phase is Phase.CLOSING else _WORTH_WAITING
         return coming if coming.tokens >= now + needed else None
+
+    def _snapshot_to_come(self, newcomer: Sequence) -> HotMatch | None:
+        """The same for state that can be resumed only where it was stored as a whole: that sequence will store it
+        where the two part."""
+        lineage, wanted = newcomer.prompt.lineage, newcomer.wanted
+        coming = self._slots.coming_match(lineage, wanted)
+        if coming.sequence is None or not self._keeps(coming.sequence):
+            return None
+        now = max(self._store.resumable(lineage, wanted), self._slots.computed_match(lineage, wanted).tokens)
+        if coming.tokens < now + _WORTH_A_SNAPSHOT:
+            return None
+        border = coming.sequence.end_slice_at(coming.tokens, now + _WORTH_A_SNAPSHOT)
+        return HotMatch(coming.sequence, border)
 
     def acquire(self, sequence: Sequence) -> bool:
         """Give it a slot, with the state that is in the engine, and begin to load what is stored. False: no slot
