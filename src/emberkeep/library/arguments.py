@@ -39,7 +39,7 @@ from emberkeep.api.request import (
 )
 from emberkeep.config import Config, WarmPrefix
 from emberkeep.errors import ConfigError, InvalidField, RequestError
-from emberkeep.library.options import HTTP_NAMES, PrefixOptions
+from emberkeep.library.options import HTTP_NAMES, Approximate, Options, PrefixOptions
 from emberkeep.text import did_you_mean
 from emberkeep.types import (
     SHARED,
@@ -193,6 +193,17 @@ def prompt_or_chat_request(prompt_or_messages: Messages, options: Mapping[str, o
     if isinstance(prompt_or_messages, str):
         return prompt_request(prompt_or_messages, options)
     return chat_request(prompt_or_messages, None, options)
+
+
+def verify_options(max_tokens: int, approximate: Approximate, kv_bits: int | None) -> Options:
+    """Of a greedy answer that is to be compared with another one."""
+    return {
+        "max_tokens": max_tokens,
+        "temperature": 0.0,
+        "approximate": approximate if approximate is not None else False,
+        "kv_bits": kv_bits,
+        "speculation": False,  # steps of another shape round differently
+    }
 
 
 def batch_requests(prompts: Sequence[Messages], options: Mapping[str, object]) -> list[Request]:

@@ -19,7 +19,7 @@ from emberkeep.backend.capabilities import (
 )
 from emberkeep.config import DEFAULT_MODEL, Config, load_config
 from emberkeep.engine.extras import require_hf
-from emberkeep.errors import InvalidField, ModelNotFound
+from emberkeep.errors import EmberkeepError, InvalidField, ModelNotFound
 from emberkeep.library.arguments import (
     Messages,
     Tools,
@@ -29,15 +29,19 @@ from emberkeep.library.arguments import (
     prefix_request,
     prompt_or_chat_request,
     prompt_request,
+    verify_options,
 )
 from emberkeep.library.batch import Batch
 from emberkeep.library.bridge import Bridge
-from emberkeep.library.options import Approximate, ChatOptions, Options, PrefixOptions, PromptOptions
+from emberkeep.library.options import Approximate, ChatOptions, PrefixOptions, PromptOptions
 from emberkeep.library.results import Result, Stream, WarmResult, keep_best
 from emberkeep.library.tool_session import ToolSession, is_runnable, own_toolbox
 from emberkeep.library.user_memory import UserMemory, require_memory
-from emberkeep.library.verify_report import CANDIDATES, VerifyReport
+from emberkeep.library.verify_report import CANDIDATES, VerifiedPrompt, VerifyReport, VerifySummary
+from emberkeep.text import shorten
 from emberkeep.types import SHARED, AttentionTier, ExpertStats, Json, Request, SpeculationStats, Verified
+
+_SHOWN_CHARS = 60
 
 if TYPE_CHECKING:
     from emberkeep.models.reporter import Reporter
@@ -193,14 +197,35 @@ class Emberkeep:
         The prompt is stored first, in `kv_bits`. With `approximate` it is not: what is stored already is moved
         into it. `answers`: what would be right, for the score. Raises RequestError, EngineError.
         """
-        options: Options = {
-            "max_tokens": max_tokens,
-            "temperature": 0.0,
-            "approximate": approximate if approximate is not None else False,
-            "kv_bits": kv_bits,
-            "speculation": False,  # steps of another shape round differently
-        }
-        asked = prompt_or_chat_request(prompt_or_messages, options)
+        options = verify_options(max_tokens, approximate, kv_bits)
+        return self._verify(prompt_or_chat_request(prompt_or_messages, options), answers)
+
+    def verify_batch(
+        self,
+        prompts: Sequence[Messages],
+        max_tokens: int = 32,
+        *,
+        approximate: Approximate = None,
+        kv_bits: int | None = None,
+    ) -> VerifySummary:
+        """Compare each of many prompts as `verify` does, and tell how far they agree, one by one and overall.
+
+        They run one after the other: in steps that several share, answers round differently. One that fails has
+        its `error` in its item, and the others go on. Raises RequestError, before anything runs, for what cannot
+        be asked.
+        """
+        requests = batch_requests(prompts, verify_options(max_tokens, approximate, kv_bits))
+        return VerifySummary(tuple(map(self._verified, requests)))
+
+    def _verified(self, asked: Request) -> VerifiedPrompt:
+        text = asked.prompt if isinstance(asked.prompt, str) else asked.messages[-1].content
+        shown = shorten(" ".join(text.split()), _SHOWN_CHARS)
+        try:
+            return VerifiedPrompt(shown, self._verify(asked))
+        except EmberkeepError as error:
+            return VerifiedPrompt(shown, error=error)
+
+    def _verify(self, asked: Request, answers: Sequence[str] = ()) -> VerifyReport:
         if not asked.approximate:
             self._finish(replace(asked, max_tokens=0))
         greedy = replace(asked, top_logprobs=CANDIDATES, from_store=True, is_kept=False)
