@@ -90,6 +90,7 @@ SAID: dict[str, Any] = {
     "guided_grammar": 'root ::= "a"',
     "structured_outputs": {"regex": "a+"},
     "kv_bits": 8,
+    "prefill_chunk_size": 64,
     "approximate": "selective",
     "speculation": False,
     "prediction": {"type": "content", "content": "Hello"},

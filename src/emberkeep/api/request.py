@@ -43,6 +43,8 @@ from emberkeep.types import (
 NO_LIMIT = -1
 ANY_SLOT = -1
 MAX_CHOICES = 16
+LEAST_SLICE = 32
+"""Prompt tokens in a step; with fewer a step takes hardly less time."""
 USUAL_COMPLETION = 256
 """Tokens of a raw completion, unless it says: a model that was trained on texts only never ends one."""
 _PASSED_ON = (
@@ -189,6 +191,7 @@ class GenerationFields(SamplerFields, Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] | None = None
 
     kv_bits: KvBits | None = None
+    prefill_chunk_size: Annotated[int, Field(ge=LEAST_SLICE, le=65_536), WHOLE] | None = None
     approximate: Approximate | None = None
     speculation: bool | None = None
     prediction: PredictionBody | None = None
@@ -203,6 +206,7 @@ class GenerationFields(SamplerFields, Body):
             stop=tuple(self.stop or ()),
             use_cache=self.cache_prompt is not False,
             kv_bits=self.kv_bits,
+            prefill_slice=self.prefill_chunk_size,
             approximate=self.approximate.to_approximation() if self.approximate is not None else None,
             slot=None if self.id_slot == ANY_SLOT else self.id_slot,
             speculation=self.speculation,

@@ -105,6 +105,8 @@ class Options(SamplingOptions, FormatOptions, total=False):
     it may not. None: as configured."""
     kv_bits: int | None
     """16, 8 or 4: in how many bits the state is stored. Fewer than 16 are not exact. None: as configured."""
+    prefill_chunk_size: int | None
+    """Most tokens of the prompt in one step, from 32 on, where that is fewer than configured (`prefill_slice`)."""
     evict: bool | None
     """Whether old messages may leave a conversation that is too long. None: as configured."""
     recall: str | None

@@ -529,7 +529,7 @@ class Sequence:
 
     @property
     def _largest_slice(self) -> int | None:
-        return self.prompt.admitted.plan.prefill_slice if self.prompt.admitted else None
+        return self.prompt.admitted.plan.prefill_slice if self.prompt.admitted else self.request.prefill_slice
 
     def evaluated(self, count: int, wide_rows: int | None) -> None:
         """The next `count` tokens were computed in one step; from `wide_rows` on it is a wide one."""
