@@ -70,6 +70,7 @@ BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("prompt_cache_retention", ["in_memory", "in-memory", "24h", None], ["1h", 24]),
     ("cache_prompt", [True, False, None], ["yes", 1]),
     ("kv_bits", [16, 8, 8.0, 4, None], [0, 32, "8", 8.5, True]),
+    ("prefill_chunk_size", [32, 512.0, 65_536, None], [31, 0, 65_537, "64", 64.5, True]),
     ("stream", [True, False, None], ["true", 1]),
     ("parallel_tool_calls", [True, False, None], ["true"]),
     ("messages", [HELLO, HELLO * 100_000], [[], HELLO * 100_001, "hi", None]),

@@ -14,7 +14,7 @@ from emberkeep.cli.chat_session import ChatSession, Terminal, stats_line
 from emberkeep.cli.console import printable
 from emberkeep.errors import ContextExceeded
 from emberkeep.library import Emberkeep
-from emberkeep.library.arguments import Options
+from emberkeep.library.options import Options
 from emberkeep.types import Completed, Eviction, FinishReason, Fit, Message, ReasoningDelta, Request, TextDelta
 from helpers.scripted_backend import FOREVER, ScriptedBackend, Step, answer
 
@@ -91,7 +91,7 @@ def test_remarks_go_to_stderr_so_that_a_pipe_gets_answers_only(
 def test_the_stats_line_says_what_cut_an_answer(bench: Bench) -> None:
     whole = bench.llm.chat("hi")
     line = stats_line(whole, 9, 300)
-    cut = replace(whole, finish_reason=FinishReason.LENGTH)
+    cut = replace(whole, choices=(replace(whole.choices[0], finish_reason=FinishReason.LENGTH),))
     assert stats_line(cut, whole.usage.completion_tokens, 300) == f"{line} · cut at --max-tokens"
     assert stats_line(cut, 9, 300) == f"{line} · the context of 300 tokens is full, /clear begins anew"
 

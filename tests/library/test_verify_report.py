@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from emberkeep import Emberkeep
 from emberkeep.config import Config
-from emberkeep.errors import InvalidField
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.errors import ContextExceeded, InvalidField
 from emberkeep.library.verify_report import f1, kl
 from emberkeep.types import Approximation, Repair, TokenLogprob
 from helpers.fake_backend import fake_backend
@@ -134,3 +135,57 @@ def test_the_divergence_is_never_more_than_the_true_one(p, q, listed) -> None:
     true = sum(a / sum(p) * math.log(a / sum(p) / (b / sum(q))) for a, b in zip(p, q, strict=True))
     assert 0 <= kl(distribution(p, listed), distribution(q, listed)) <= true + 1e-9
     assert kl(distribution(p, 6), distribution(q, 6)) == pytest.approx(true, abs=1e-9)
+
+
+# ── several at a time ──
+
+
+def test_several_prompts_are_compared_one_by_one_and_overall(llm: Emberkeep) -> None:
+    summary = llm.verify_batch([STORED, "A few words.", [{"role": "user", "content": "Hello"}]], max_tokens=8)
+    assert summary.equal
+    assert summary.agreement == summary.forced_agreement == 1
+    assert summary.mean_kl == 0
+    assert [item.prompt[:5] for item in summary.items] == ["Docum", "A few", "Hello"]
+    assert summary.reused_tokens == sum(report.reused_tokens for report in summary.reports) > 300
+    lines = str(summary).splitlines()
+    assert lines[0].startswith("  1    8 of 8 ")
+    assert lines[3:] == [
+        f"3 of 3 answers are equal; {summary.reused_tokens:,} tokens were reused.",
+        "Greedy tokens that agree: 100.0%; told the fresh answer so far, 100.0%.",
+        "KL of the next token: 0.0000 over all answers.",
+    ]
+
+
+def test_what_differs_is_told_by_its_item_and_weighs_by_its_length(llm: Emberkeep) -> None:
+    llm.generate(STORED, max_tokens=1)
+    summary = llm.verify_batch([SHUFFLED, "Nothing of it is stored."], max_tokens=8, approximate="none")
+    moved, plain = summary.reports
+    assert (moved.equal, plain.equal, summary.equal) == (False, True, False)
+    assert moved.agreement < 1 == plain.agreement
+    longer, shorter = moved.length, plain.length
+    assert longer > shorter > 0
+    assert summary.agreement == pytest.approx((longer * moved.agreement + shorter) / (longer + shorter))
+    assert 0 < summary.mean_kl < moved.mean_kl
+    assert "1 of 2 answers are equal" in str(summary)
+
+
+def test_one_that_cannot_be_compared_loses_nothing_of_the_others(tmp_path: Path) -> None:
+    with Emberkeep(fake_backend(Config(data_dir=tmp_path), FakeEngine(context=256))) as llm:
+        summary = llm.verify_batch(["one", "word " * 300, "three"], max_tokens=4)
+        with pytest.raises(InvalidField, match=r"^prompts\[1\]: "):
+            llm.verify_batch(["one", 5])  # type: ignore[list-item]
+    (failed,) = summary.failed
+    assert failed is summary.items[1]
+    assert isinstance(failed.error, ContextExceeded)
+    assert (len(summary.reports), summary.agreement, summary.equal) == (2, 1, False)
+    assert "not compared  word word" in str(summary)
+    assert "2 of 3 answers are equal" in str(summary)
+
+
+def test_nothing_to_compare_is_no_agreement(llm: Emberkeep) -> None:
+    summary = llm.verify_batch([])
+    assert (summary.agreement, summary.mean_kl, str(summary)) == (
+        None,
+        None,
+        "0 of 0 answers are equal; 0 tokens were reused.",
+    )

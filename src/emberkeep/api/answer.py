@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from emberkeep.api.call_shape import TOOL_CALLS, CallShape, StreamedCalls
 from emberkeep.api.errors import OPENAI_ERRORS, Failure, sse
@@ -39,6 +39,8 @@ from emberkeep.types import (
 )
 
 DONE = b"data: [DONE]\n\n"
+
+ChoiceEvent = TextDelta | ReasoningDelta | ToolCallDelta | Finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +82,16 @@ class ChoiceAnswer:
     stop: str | None = None
     """The stop string that ended it."""
 
-    def add_text(self, delta: TextDelta) -> None:
-        if not self.logprobs:
-            self.logprobs_start = len(self.text)
-        self.text += delta.text
-        self.logprobs.extend(delta.logprobs)
-        self.tokens.extend(delta.tokens)
-
-    def mean_logprob(self) -> float:
-        """Of an answer without tokens it is the highest."""
-        return sum(token.logprob for token in self.logprobs) / max(len(self.logprobs), 1)
+    def add(self, event: ChoiceEvent) -> None:
+        match event:
+            case TextDelta():
+                self._add_text(event)
+            case ReasoningDelta():
+                self.reasoning += event.text
+            case ToolCallDelta():
+                self.calls[event.call_index] = event.added_to(self.calls.get(event.call_index))
+            case Finished():
+                self.finish, self.stop = event.reason, event.stop
 
     def message(self, calls: CallShape) -> dict[str, Json]:
         message: dict[str, Json] = {"role": "assistant", "content": self.text}
@@ -99,6 +101,30 @@ class ChoiceAnswer:
             message["content"] = self.text or None
             message |= calls.in_message([call for _, call in sorted(self.calls.items())])
         return message
+
+    def _add_text(self, delta: TextDelta) -> None:
+        if not self.logprobs:
+            self.logprobs_start = len(self.text)
+        self.text += delta.text
+        self.logprobs.extend(delta.logprobs)
+        self.tokens.extend(delta.tokens)
+
+
+class _Scored(Protocol):
+    @property
+    def logprobs(self) -> Sequence[TokenLogprob]: ...
+
+
+S = TypeVar("S", bound=_Scored)
+
+
+def likeliest(choices: Iterable[S], kept: int) -> list[S]:
+    """The best first: those whose tokens have the highest mean log probability. Of none it is the highest."""
+
+    def mean(choice: S) -> float:
+        return sum(token.logprob for token in choice.logprobs) / max(len(choice.logprobs), 1)
+
+    return sorted(choices, key=mean, reverse=True)[:kept]
 
 
 class Answer:
@@ -117,27 +143,17 @@ class Answer:
     def add(self, events: Iterable[Event]) -> None:
         for event in events:
             match event:
-                case TextDelta():
-                    self.choices[event.index].add_text(event)
-                case ReasoningDelta():
-                    self.choices[event.index].reasoning += event.text
-                case ToolCallDelta():
-                    calls = self.choices[event.index].calls
-                    calls[event.call_index] = event.added_to(calls.get(event.call_index))
-                case Finished():
-                    self.choices[event.index].finish = event.reason
-                    self.choices[event.index].stop = event.stop
+                case TextDelta() | ReasoningDelta() | ToolCallDelta() | Finished():
+                    self.choices[event.index].add(event)
                 case Completed():
                     self._completed.append(event)
                 case CallEnded():
                     self._called.append(event)
 
     def keep_best(self, tried: int, kept: int, *, with_logprobs: bool) -> None:
-        """Of each `tried` choices, which belong to one prompt, the `kept` likeliest, the best first: those whose
-        tokens have the highest mean log probability."""
+        """Of each `tried` choices, which belong to one prompt, the `kept` likeliest, the best first."""
         groups = [self.choices[start : start + tried] for start in range(0, len(self.choices), tried)]
-        best = [sorted(group, key=ChoiceAnswer.mean_logprob, reverse=True)[:kept] for group in groups]
-        self.choices = [choice for group in best for choice in group]
+        self.choices = [choice for group in groups for choice in likeliest(group, kept)]
         if not with_logprobs:
             for choice in self.choices:
                 choice.logprobs.clear()

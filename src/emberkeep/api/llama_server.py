@@ -48,7 +48,18 @@ class LoraScale(Body):
 MilliSeconds = Annotated[int, Field(ge=-1), WHOLE]
 
 
-class LlamaBody(GenerationBody):
+class LineFields(Body):
+    """Where an answer of several lines ends."""
+
+    t_max_predict_ms: MilliSeconds | None = None
+    n_indent: Count | None = None
+
+    def apply_to_lines(self, request: Request) -> Request:
+        late = self.t_max_predict_ms if self.t_max_predict_ms and self.t_max_predict_ms > 0 else None
+        return replace(request, line_seconds=late / 1e3 if late else None, indent=self.n_indent or 0)
+
+
+class LlamaBody(GenerationBody, LineFields):
     """What `/completion` and `/infill` have in common. Every field may be null."""
 
     n_predict: Limit | None = None
@@ -59,8 +70,6 @@ class LlamaBody(GenerationBody):
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
     response_fields: Annotated[list[str], Field(max_length=256)] | None = None
-    t_max_predict_ms: MilliSeconds | None = None
-    n_indent: Count | None = None
     lora: Annotated[list[LoraScale], Field(max_length=64, json_schema_extra={"maxItems": 0})] | None = None
 
     @property
@@ -85,15 +94,12 @@ class LlamaBody(GenerationBody):
                 "adapters are chosen when a model is loaded: use --lora, and GET /lora-adapters lists them.",
             )
         limit = self.max_tokens if self.n_predict is None else self.n_predict
-        late = self.t_max_predict_ms if self.t_max_predict_ms and self.t_max_predict_ms > 0 else None
         return replace(
-            super().to_base(),
+            self.apply_to_lines(super().to_base()),
             max_tokens=to_limit(limit),
             n=self.n_cmpl or self.n or 1,
             top_logprobs=self._probs or None,
             logprobs_as_drawn=bool(self.post_sampling_probs),
-            line_seconds=late / 1e3 if late else None,
-            indent=self.n_indent or 0,
         )
 
 

@@ -19,12 +19,12 @@ from emberkeep.api.field_kinds import one_of
 from emberkeep.api.request import (
     NO_MARKS,
     NO_OTHERS,
-    WHOLE,
     Body,
     CompletionBody,
     GenerationBody,
     Label,
     Limit,
+    LogprobFields,
     MarkFields,
     RoomFields,
     Schema,
@@ -387,7 +387,17 @@ _FORMATS = {
 }
 
 
-class ChatBody(GenerationBody, RoomFields):
+class TemplateFields(Body):
+    """What the chat template is told, and what becomes of the reasoning."""
+
+    chat_template_kwargs: TemplateArgs | None = None
+    reasoning_format: Literal["none", "auto", "deepseek", "hidden", "separate", "strip", "inline"] | None = None
+
+    def to_reasoning(self) -> ReasoningFormat | None:
+        return _FORMATS.get(self.reasoning_format or "")
+
+
+class ChatBody(GenerationBody, RoomFields, LogprobFields, TemplateFields):
     messages: MessageList
     tools: ToolList | None = None
     tool_choice: ChoiceField = ToolChoice()
@@ -395,10 +405,6 @@ class ChatBody(GenerationBody, RoomFields):
     functions: Annotated[list[FunctionBody], Field(max_length=256)] | None = None
     function_call: LegacyChoiceField = ToolChoice()
     max_completion_tokens: Limit | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
-    chat_template_kwargs: TemplateArgs | None = None
-    reasoning_format: Literal["none", "auto", "deepseek", "hidden", "separate", "strip", "inline"] | None = None
     ask_permission: bool | None = None
 
     def to_request(self) -> Request:
@@ -415,9 +421,9 @@ class ChatBody(GenerationBody, RoomFields):
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls is not False and not self.functions,
             max_tokens=to_limit(limit),
-            top_logprobs=self._top_logprobs(),
+            top_logprobs=self.to_top_logprobs(),
             template_args=self.chat_template_kwargs or {},
-            reasoning=_FORMATS.get(self.reasoning_format or ""),
+            reasoning=self.to_reasoning(),
             evict=self.evict,
             recall=self.to_recall(),
             asks_permission=bool(self.ask_permission),
@@ -439,13 +445,6 @@ class ChatBody(GenerationBody, RoomFields):
         if self.function_call.name not in {None, *(tool.name for tool in tools)}:
             raise InvalidField("function_call", "names a function that is not among the functions.")
         return tools, self.function_call
-
-    def _top_logprobs(self) -> int | None:
-        if self.logprobs:
-            return self.top_logprobs or 0
-        if self.top_logprobs:
-            raise InvalidField("top_logprobs", "needs logprobs to be true.")
-        return None
 
 
 C = TypeVar("C", bound=ChatBody)

@@ -45,6 +45,8 @@ from emberkeep.types import (
 NO_LIMIT = -1
 ANY_SLOT = -1
 MAX_CHOICES = 16
+LEAST_SLICE = 32
+"""Prompt tokens in a step; with fewer a step takes hardly less time."""
 USUAL_COMPLETION = 256
 """Tokens of a raw completion, unless it says: a model that was trained on texts only never ends one."""
 _PASSED_ON = (
@@ -84,6 +86,7 @@ Limit = Annotated[
 ]
 Places = Annotated[int, Field(ge=0, le=65_536), WHOLE]
 Probability = Annotated[float, Field(gt=0, le=1)]
+ChoiceCount = Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE]
 KvBits = Annotated[Literal[16, 8, 4], BeforeValidator(whole)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
@@ -261,6 +264,7 @@ class GenerationFields(SamplerFields, Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] | None = None
 
     kv_bits: KvBits | None = None
+    prefill_chunk_size: Annotated[int, Field(ge=LEAST_SLICE, le=65_536), WHOLE] | None = None
     approximate: Approximate | None = None
     speculation: bool | None = None
     prediction: PredictionBody | None = None
@@ -275,6 +279,7 @@ class GenerationFields(SamplerFields, Body):
             stop=tuple(self.stop or ()),
             use_cache=self.cache_prompt is not False,
             kv_bits=self.kv_bits,
+            prefill_slice=self.prefill_chunk_size,
             approximate=self.approximate.to_approximation() if self.approximate is not None else None,
             slot=None if self.id_slot == ANY_SLOT else self.id_slot,
             speculation=self.speculation,
@@ -293,6 +298,19 @@ class GenerationFields(SamplerFields, Body):
 
 def to_limit(max_tokens: int | None) -> int | None:
     return None if max_tokens == NO_LIMIT else max_tokens
+
+
+class LogprobFields(Body):
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
+
+    def to_top_logprobs(self) -> int | None:
+        """Raises InvalidField where fields contradict each other."""
+        if self.logprobs:
+            return self.top_logprobs or 0
+        if self.top_logprobs:
+            raise InvalidField("top_logprobs", "needs logprobs to be true.")
+        return None
 
 
 class StreamOptions(Body):
@@ -356,7 +374,7 @@ class GenerationBody(GenerationFields, FormatFields, OwnerFields):
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
 
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = None
+    n: ChoiceCount | None = None
 
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
@@ -411,26 +429,13 @@ Prompts = Annotated[
 ]
 
 
-class CompletionBody(GenerationBody):
-    prompt: Prompts
-    echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
-    suffix: str | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = None
+class CompletionFields(Body):
+    """What only the completion of a raw text has."""
 
-    def to_requests(self) -> list[Request]:
-        """One per prompt. Raises InvalidField for what cannot be done."""
-        base = replace(
-            self.to_base(),
-            echo=bool(self.echo),
-            top_logprobs=self.logprobs,
-            infill=self._infill(),
-            max_tokens=USUAL_COMPLETION if self.max_tokens is None else to_limit(self.max_tokens),
-        )
-        if self.chooses_best:
-            self._check_best()
-            base = replace(base, n=self.tried, top_logprobs=self.logprobs or 0)
-        return [replace(base, prompt=prompt) for prompt in self.prompt]
+    n: ChoiceCount | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: ChoiceCount | None = None
 
     @property
     def tried(self) -> int:
@@ -442,19 +447,37 @@ class CompletionBody(GenerationBody):
         """Only the likeliest of the choices that are generated are told."""
         return self.tried != (self.n or 1)
 
-    def _check_best(self) -> None:
+    def apply_to_completion(self, request: Request) -> Request:
+        """`request`, with the log probabilities that it is asked for, and what these fields say. Raises
+        InvalidField for what cannot be done."""
+        request = replace(request, echo=bool(self.echo), infill=self._infill())
+        if not self.chooses_best:
+            return request
         if self.tried < (self.n or 1):
             raise InvalidField("best_of", "give n or more.")
-        if self.stream:
-            raise InvalidField("best_of", "goes without stream: which is best is known at the end.")
-        if self.echo and self.logprobs is not None:
+        if request.scores_prompt:
             raise InvalidField("best_of", "goes without the log probabilities of an echoed prompt.")
+        return replace(request, n=self.tried, top_logprobs=request.top_logprobs or 0)
 
     def _infill(self) -> Infill | None:
         if not self.suffix:
             return None
         if self.echo:
             raise InvalidField("echo", "goes without suffix: leave one of them out.")
-        if not all(isinstance(prompt, str) for prompt in self.prompt):
-            raise InvalidField("suffix", "goes with prompts that are texts, and not with token ids.")
         return Infill(self.suffix)
+
+
+class CompletionBody(CompletionFields, GenerationBody):
+    prompt: Prompts
+    logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
+
+    def to_requests(self) -> list[Request]:
+        """One per prompt. Raises InvalidField for what cannot be done."""
+        if self.chooses_best and self.stream:
+            raise InvalidField("best_of", "goes without stream: which is best is known at the end.")
+        if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
+            raise InvalidField("suffix", "goes with prompts that are texts, and not with token ids.")
+        limit = USUAL_COMPLETION if self.max_tokens is None else to_limit(self.max_tokens)
+        base = replace(self.to_base(), top_logprobs=self.logprobs, max_tokens=limit)
+        base = self.apply_to_completion(base)
+        return [replace(base, prompt=prompt) for prompt in self.prompt]

@@ -305,6 +305,7 @@ class LocalBackend:
             len(prompt),
             prompt.max_new,
             bits=lineage.bits,
+            most_slice=conversation.request.prefill_slice,
             is_kept=conversation.request.is_kept,
             in_ram=lambda: self._tokens_in_ram(prompt),
         )

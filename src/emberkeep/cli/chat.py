@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
     from emberkeep.library import Emberkeep
-    from emberkeep.library.arguments import Options
+    from emberkeep.library.options import Options
     from emberkeep.library.tool_session import ToolSession
 
 EXAMPLES = """\b

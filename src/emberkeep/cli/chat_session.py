@@ -32,7 +32,7 @@ from emberkeep.types import (
 
 if TYPE_CHECKING:
     from emberkeep.library import Emberkeep, Result, Stream
-    from emberkeep.library.arguments import Options
+    from emberkeep.library.options import Options
     from emberkeep.library.tool_session import ToolSession
 
 _SILENCE = "…"

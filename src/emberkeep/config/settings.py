@@ -174,6 +174,12 @@ class Config:
     gpu_memory: int | None = _setting(
         None, or_word(BYTES, "auto"), "Most memory of a GPU that the hf engine uses; auto: what is free."
     )
+    num_blocks: int | None = _setting(
+        None,
+        or_word(whole(6, 1 << 22), "auto"),
+        "Most blocks of 32 tokens in which the hf engine holds state; auto: as many as parallel contexts fill, or "
+        "as memory has room for.",
+    )
     prefill_slice: int | None = _setting(
         None,
         or_word(whole(1, 1 << 16), "auto"),
@@ -185,6 +191,11 @@ class Config:
         "RAM for stored prompt state; auto takes a quarter of the memory.",
     )
     disk_budget: int = _setting(20 << 30, BYTES, "Disk space for stored prompt state.")
+    chunk_size: int = _setting(
+        128,
+        whole(32, 1024),
+        "Tokens whose state is stored together; state in chunks of other sizes is found, too.",
+    )
     remote: str | None = _setting(
         None,
         or_word(SHARED_SERVER, "none"),

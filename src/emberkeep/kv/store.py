@@ -81,16 +81,19 @@ class KvStore:
         *,
         link: RemoteLink | None = None,
         keeping: Keeping | None = None,
+        chunk_tokens: int = CHUNK_TOKENS,
         about: Mapping[str, Any] | None = None,
         clock: Callable[[Saved | None], StoreClock] = StoreClock,
         beside: Callable[[], None] | None = None,
     ) -> None:
-        """`about` is written into the store's folder, for people and tools that come without the model. `link`: to
-        a server that other hosts share; it belongs to the store from now on. `beside`: what else a sweep does."""
+        """`chunk_tokens`: of what is stored from now on; what is there already is found whatever it has. `about`
+        is written into the store's folder, for people and tools that come without the model. `link`: to a server
+        that other hosts share; it belongs to the store from now on. `beside`: what else a sweep does."""
         self.fingerprint = fingerprint
         self.costs = CostModel()
         self.counters = StoreCounters()
         self.keeping = keeping or Keeping()
+        self.chunk_tokens = chunk_tokens
         self._budgets = budgets
         self._beside = beside
         self._lock = threading.Lock()
@@ -398,7 +401,8 @@ class KvStore:
         with self._lock:
             at_end = cursor.used == len(chunk.tokens)
             is_theirs = chunk.lineage == cursor.lineage
-            if at_end and is_theirs and chunk.is_leaf and not chunk.is_fork and len(chunk.tokens) < CHUNK_TOKENS:
+            is_tail = not chunk.is_fork and len(chunk.tokens) < self.chunk_tokens
+            if at_end and is_theirs and is_tail and chunk.is_leaf:
                 assert chunk.parent is not None
                 return cursor.moved(chunk.parent, chunk.take)
             return cursor

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from emberkeep.library.emberkeep import Emberkeep, ensure_model
-from emberkeep.library.results import Result, Stream, WarmResult
+from emberkeep.library.results import Choice, Result, Stream, WarmResult
 from emberkeep.library.user_memory import UserMemory
-from emberkeep.library.verify_report import VerifyReport
+from emberkeep.library.verify_report import VerifyReport, VerifySummary
 
-__all__ = ["Emberkeep", "Result", "Stream", "UserMemory", "VerifyReport", "WarmResult", "ensure_model"]
+__all__ = [
+    "Choice",
+    "Emberkeep",
+    "Result",
+    "Stream",
+    "UserMemory",
+    "VerifyReport",
+    "VerifySummary",
+    "WarmResult",
+    "ensure_model",
+]

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Literal, TypedDict
+from functools import cache
+from typing import Any, Literal
 
+from emberkeep.api.answer_format import FormatFields
+from emberkeep.api.body import Body
 from emberkeep.api.errors import HALF_A_CHARACTER
+from emberkeep.api.llama_server import LineFields
 from emberkeep.api.messages import (
     BeginningList,
     ChoiceField,
     MessageList,
+    TemplateFields,
     ToolList,
     call_json,
     check_choice,
@@ -23,15 +28,24 @@ from emberkeep.api.messages import (
     to_breakpoints,
     to_messages,
 )
-from emberkeep.api.request import GenerationFields, Label, RoomFields, Schema, to_limit, validate
+from emberkeep.api.request import (
+    ChoiceCount,
+    CompletionFields,
+    GenerationFields,
+    Label,
+    LogprobFields,
+    RoomFields,
+    to_limit,
+    validate,
+)
 from emberkeep.config import Config, WarmPrefix
 from emberkeep.errors import ConfigError, InvalidField, RequestError
+from emberkeep.library.options import HTTP_NAMES, Approximate, Options, PrefixOptions
 from emberkeep.text import did_you_mean
 from emberkeep.types import (
     SHARED,
     Approximation,
     Json,
-    JsonFormat,
     Message,
     Request,
     Tool,
@@ -47,88 +61,67 @@ Messages = str | Sequence[Message | Mapping[str, Json]]
 Tools = Sequence[Tool | Mapping[str, Json] | Callable[..., Any]]
 """Definitions, whose calls the caller executes, and functions, which run here."""
 
-Approximate = str | bool | Approximation | Mapping[str, Json] | None
-
 MAX_TOKENS = 256
+_GIVEN_BY_PLACE = ("prompt", "messages", "tools")
 
 
-class Options(TypedDict, total=False):
-    """Keywords that every kind of generation takes; None means the same as leaving one out."""
-
-    max_tokens: int | None
-    """256 unless given; None or -1: until the model ends or the context is full."""
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    seed: int | None
-    stop: str | Sequence[str] | None
-    json_schema: Mapping[str, Json] | None
-    user: str | None
-    """The user: stored state is shared only between calls for the same user."""
-    namespace: str | None
-    """Separates state further within a user: HTTP's `cache_salt`."""
-    use_cache: bool | None
-    approximate: Approximate
-    """`cacheblend`, `selective`, `none`, or an `Approximation`: stored state may be reused at other places. False:
-    it may not. None: as configured."""
-    kv_bits: int | None
-    """16, 8 or 4: in how many bits the state is stored. Fewer than 16 are not exact. None: as configured."""
-    evict: bool | None
-    """Whether old messages may leave a conversation that is too long. None: as configured."""
-    recall: str | None
-    """How they come back: `off`, `tool` or `auto`. None: as configured."""
-    tool_choice: str | Mapping[str, Json] | None
-    """`auto`, `none`, `required`, or in OpenAI's shape the one function that has to be called."""
-    conversation_id: str | None
-    ttl: str | None
-    """`short`, `long` or `extended`."""
-    speculation: bool | None
-    """False: nothing is drafted. None: as configured."""
-    prediction: str | Mapping[str, Json] | None
-    """What the answer will be like, as a text or in OpenAI's shape: where it is right, the answer comes faster."""
-
-
-class _GenerationCall(GenerationFields, RoomFields):
-    json_schema: Schema | None = None
+class _GenerationCall(GenerationFields, FormatFields, RoomFields, LogprobFields):
+    n: ChoiceCount | None = None
+    post_sampling_probs: bool | None = None
+    return_progress: bool | None = None
     user: Label | None = None
     namespace: Label | None = None
     use_cache: bool | None = None
     conversation_id: Label | None = None
+    prompt_cache_key: Label | None = None
     ttl: Literal["short", "long", "extended"] | None = None
 
     def to_base(self) -> Request:
-        """The request of this call, without its prompt."""
+        """The request of this call, without its prompt. Raises InvalidField where arguments contradict each
+        other."""
         return replace(
             self.apply_to(Request()),
-            format=None if self.json_schema is None else JsonFormat(self.json_schema),
+            format=self.to_format(),
             max_tokens=to_limit(self.max_tokens),
+            n=self.n or 1,
+            top_logprobs=self.to_top_logprobs(),
+            logprobs_as_drawn=bool(self.post_sampling_probs),
+            want_progress=bool(self.return_progress),
             user=self.user or "",
             namespace=private_namespace(self.user or "", self.namespace or ""),
             use_cache=self.use_cache is not False,
             evict=self.evict,
             recall=self.to_recall(),
             conversation_id=self.conversation_id or None,
+            cache_key=self.prompt_cache_key or None,
             ttl=Ttl(self.ttl) if self.ttl else None,
         )
 
 
-class _PromptCall(_GenerationCall):
+class _PromptCall(CompletionFields, LineFields, _GenerationCall):
     prompt: str
 
-
-class _ChatCall(_GenerationCall):
-    messages: MessageList
-    tools: ToolList | None = None
-    tool_choice: ChoiceField = ToolChoice()
+    def to_request(self) -> Request:
+        """Raises InvalidField where arguments contradict each other."""
+        return replace(self.apply_to_completion(self.apply_to_lines(self.to_base())), prompt=self.prompt)
 
 
-class _PrefixCall(_GenerationCall):
+class _PrefixCall(_GenerationCall, TemplateFields):
     messages: BeginningList
     tools: ToolList | None = None
 
+    def to_base(self) -> Request:
+        base, told = super().to_base(), self.chat_template_kwargs or {}
+        return replace(base, template_args=told, reasoning=self.to_reasoning())
 
-def prefix_request(prompt_or_messages: Messages, tools: Tools | None, options: Options) -> Request:
+
+class _ChatCall(_PrefixCall):
+    messages: MessageList
+    tool_choice: ChoiceField = ToolChoice()
+    parallel_tool_calls: bool | None = None
+
+
+def prefix_request(prompt_or_messages: Messages, tools: Tools | None, options: PrefixOptions) -> Request:
     """Something to have ready: a text is a raw prompt, and tools may come without messages.
 
     Raises RequestError, or InvalidField with the argument's name.
@@ -136,8 +129,8 @@ def prefix_request(prompt_or_messages: Messages, tools: Tools | None, options: O
     options = {**options, "max_tokens": 0}
     if isinstance(prompt_or_messages, str):
         return replace(prompt_request(prompt_or_messages, options), is_prefix=True)
-    given = {**_settle(options), "messages": _plain(list(prompt_or_messages)), "tools": _plain(tools)}
-    call = validate(_PrefixCall, given)
+    given = {"messages": _plain(list(prompt_or_messages)), "tools": _plain(tools)}
+    call = validate(_PrefixCall, {**_settle(_PrefixCall, options), **given})
     return prefix_of_chats(call.to_base(), call.messages, call.tools or [])
 
 
@@ -161,19 +154,18 @@ def _prompt_or_chat(prefix: WarmPrefix) -> Request:
     return prefix_request(messages, list(prefix.tools), {})
 
 
-def prompt_request(prompt: str, options: Options) -> Request:
+def prompt_request(prompt: str, options: Mapping[str, object]) -> Request:
     """Raises RequestError, or InvalidField with the argument's name."""
-    call = validate(_PromptCall, {**_settle(options), "prompt": _plain(prompt)})
-    return replace(call.to_base(), prompt=call.prompt)
+    return validate(_PromptCall, {**_settle(_PromptCall, options), "prompt": _plain(prompt)}).to_request()
 
 
 def chat_request(
-    messages: Messages, tools: Tools | None, options: Options, *, functions: Sequence[str] = ()
+    messages: Messages, tools: Tools | None, options: Mapping[str, object], *, functions: Sequence[str] = ()
 ) -> Request:
     """`functions`: names of those that run here. Raises RequestError, or InvalidField with the argument's name."""
     listed = [Message("user", messages)] if isinstance(messages, str) else messages
-    given = {**_settle(options), "messages": _plain(listed), "tools": _plain(tools)}
-    call = validate(_ChatCall, given)
+    given = {"messages": _plain(listed), "tools": _plain(tools)}
+    call = validate(_ChatCall, {**_settle(_ChatCall, options), **given})
     listed_tools = tuple(tool.to_tool() for tool in call.tools or ())
     check_choice(call.tool_choice, (*listed_tools, *map(Tool, functions)))
     return replace(
@@ -182,21 +174,69 @@ def chat_request(
         breakpoints=to_breakpoints(call.messages),
         tools=listed_tools,
         tool_choice=call.tool_choice,
+        parallel_tool_calls=call.parallel_tool_calls is not False,
     )
 
 
-def _settle(options: Options) -> dict[str, Json]:
+def _settle(call: type[Body], options: Mapping[str, object]) -> dict[str, Json]:
+    """Raises InvalidField for a name that `call` does not have."""
+    known = option_names(call)
     for name in options:
-        if name not in Options.__annotations__:
-            raise InvalidField(name, f"is not an argument here: {_what_is(name)}")
+        if name not in known:
+            raise InvalidField(name, f"is not an argument here: {_what_is(name, call)}")
     given = {name: _plain(value) for name, value in options.items()}
     if isinstance(prediction := given.get("prediction"), str):
         given["prediction"] = {"type": "content", "content": prediction}
     return {"max_tokens": MAX_TOKENS, **given}
 
 
-def _what_is(name: str) -> str:
-    known = list(Options.__annotations__)
+def prompt_or_chat_request(prompt_or_messages: Messages, options: Mapping[str, object]) -> Request:
+    """A text is a raw prompt. Raises RequestError, or InvalidField with the argument's name."""
+    if isinstance(prompt_or_messages, str):
+        return prompt_request(prompt_or_messages, options)
+    return chat_request(prompt_or_messages, None, options)
+
+
+def verify_options(max_tokens: int, approximate: Approximate, kv_bits: int | None) -> Options:
+    """Of a greedy answer that is to be compared with another one."""
+    return {
+        "max_tokens": max_tokens,
+        "temperature": 0.0,
+        "approximate": approximate if approximate is not None else False,
+        "kv_bits": kv_bits,
+        "speculation": False,  # steps of another shape round differently
+    }
+
+
+def batch_requests(prompts: Sequence[Messages], options: Mapping[str, object]) -> list[Request]:
+    """Raises RequestError, or InvalidField with the argument's name or the prompt's number."""
+    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Sequence):
+        raise InvalidField("prompts", "give a list of prompts.")
+    return [_numbered(number, prompt, options) for number, prompt in enumerate(prompts)]
+
+
+def _numbered(number: int, prompt: Messages, options: Mapping[str, object]) -> Request:
+    if not isinstance(prompt, (str, list, tuple)):
+        raise InvalidField(f"prompts[{number}]", "give a text, or messages.")
+    try:
+        return prompt_or_chat_request(prompt, options)
+    except RequestError as error:
+        if error.param is None or error.param.split("[")[0] not in _GIVEN_BY_PLACE:
+            raise
+        raise InvalidField(f"prompts[{number}]", f"cannot be used: {error}") from error
+
+
+@cache
+def option_names(call: type[Body]) -> list[str]:
+    """The keywords of a call."""
+    names = dict.fromkeys(info.alias or name for name, info in call.model_fields.items())
+    return [name for name in names if name not in (*_GIVEN_BY_PLACE, *HTTP_NAMES)]
+
+
+def _what_is(name: str, call: type[Body]) -> str:
+    if name in HTTP_NAMES:
+        return f"use {HTTP_NAMES[name]}."
+    known = option_names(call)
     return did_you_mean(name, known, f"there are {', '.join(known)}.")
 
 
@@ -214,7 +254,7 @@ def _plain(value: object) -> Json:
         case Tool():
             return _plain({"function": asdict(value)})
         case Mapping():
-            return {key: _plain(item) for key, item in value.items()}
+            return {str(key) if type(key) is int else key: _plain(item) for key, item in value.items()}
         case list() | tuple():
             return [_plain(item) for item in value]
     return value

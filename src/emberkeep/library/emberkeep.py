@@ -19,23 +19,29 @@ from emberkeep.backend.capabilities import (
 )
 from emberkeep.config import DEFAULT_MODEL, Config, load_config
 from emberkeep.engine.extras import require_hf
-from emberkeep.errors import InvalidField, ModelNotFound
+from emberkeep.errors import EmberkeepError, InvalidField, ModelNotFound
 from emberkeep.library.arguments import (
-    Approximate,
     Messages,
-    Options,
     Tools,
+    batch_requests,
     chat_request,
     declared_prefixes,
     prefix_request,
+    prompt_or_chat_request,
     prompt_request,
+    verify_options,
 )
+from emberkeep.library.batch import Batch
 from emberkeep.library.bridge import Bridge
-from emberkeep.library.results import Result, Stream, WarmResult
+from emberkeep.library.options import Approximate, ChatOptions, PrefixOptions, PromptOptions
+from emberkeep.library.results import Result, Stream, WarmResult, keep_best
 from emberkeep.library.tool_session import ToolSession, is_runnable, own_toolbox
 from emberkeep.library.user_memory import UserMemory, require_memory
-from emberkeep.library.verify_report import CANDIDATES, VerifyReport
+from emberkeep.library.verify_report import CANDIDATES, VerifiedPrompt, VerifyReport, VerifySummary
+from emberkeep.text import shorten
 from emberkeep.types import SHARED, AttentionTier, ExpertStats, Json, Request, SpeculationStats, Verified
+
+_SHOWN_CHARS = 60
 
 if TYPE_CHECKING:
     from emberkeep.models.reporter import Reporter
@@ -49,8 +55,10 @@ class Emberkeep:
     disk is written then (a program that ends without it evaluates that again, no more).
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, *, at_once: int = 8) -> None:
+        """`at_once`: requests of a batch that are under way at a time."""
         self._backend = backend
+        self._at_once = at_once
         self._bridge = Bridge()
         self._closed = False
 
@@ -82,7 +90,8 @@ class Emberkeep:
         prefixes = declared_prefixes(config)
         backend = open_backend(config)
         keep_warm(backend, prefixes)
-        llm = cls(backend)
+        # Twice as many as run: the next prompts are tokenized when a slot is free.
+        llm = cls(backend, at_once=2 * config.parallel)
         try:
             llm._bridge.run(backend.start())
         except BaseException:  # interrupted
@@ -94,11 +103,21 @@ class Emberkeep:
     def card(self) -> ModelCard:
         return self._backend.card
 
-    def generate(self, prompt: str, **options: Unpack[Options]) -> Result:
+    def generate(self, prompt: str, **options: Unpack[PromptOptions]) -> Result:
         """Continue a raw text; no chat template is applied. Raises RequestError, EngineError."""
-        return self._finish(prompt_request(prompt, options))
+        return _asked_for(self._finish(prompt_request(prompt, options)), options)
 
-    def chat(self, messages: Messages, *, tools: Tools | None = None, **options: Unpack[Options]) -> Result:
+    def generate_batch(self, prompts: Sequence[Messages], **options: Unpack[PromptOptions]) -> list[Result]:
+        """Answer many prompts, in order: texts as `generate` does, messages as `chat` does.
+
+        They share steps, and what several begin with is evaluated once. One that fails has its `error` in its
+        result, and the others go on. Raises RequestError, before anything runs, for what cannot be asked.
+        """
+        requests = [replace(request, in_pieces=False) for request in batch_requests(prompts, options)]
+        results = self._bridge.run(Batch(self._backend.generate, requests).run(self._at_once))
+        return [_asked_for(result, options) for result in results]
+
+    def chat(self, messages: Messages, *, tools: Tools | None = None, **options: Unpack[ChatOptions]) -> Result:
         """Answer a conversation: a text, or messages in OpenAI's shape.
 
         `tools`: Python functions with types and a docstring run here, as often as the model calls them, and what
@@ -109,7 +128,7 @@ class Emberkeep:
         whole = replace(request, in_pieces=False)
         return _read(self._start(whole) if toolbox is None else self._act(whole, toolbox))
 
-    def stream(self, messages: Messages, *, tools: Tools | None = None, **options: Unpack[Options]) -> Stream:
+    def stream(self, messages: Messages, *, tools: Tools | None = None, **options: Unpack[ChatOptions]) -> Stream:
         """Answer a conversation piece by piece. `tools`: as in `chat`."""
         request, toolbox = _request_and_toolbox(messages, tools, options)
         return self._start(request) if toolbox is None else self._act(request, toolbox)
@@ -129,7 +148,7 @@ class Emberkeep:
         return self._backend.health()
 
     def warm(
-        self, prompt_or_messages: Messages = (), *, tools: Tools | None = None, **options: Unpack[Options]
+        self, prompt_or_messages: Messages = (), *, tools: Tools | None = None, **options: Unpack[PrefixOptions]
     ) -> WarmResult:
         """Evaluate a prefix now so that later requests find it stored. A text is a raw prompt.
 
@@ -178,14 +197,35 @@ class Emberkeep:
         The prompt is stored first, in `kv_bits`. With `approximate` it is not: what is stored already is moved
         into it. `answers`: what would be right, for the score. Raises RequestError, EngineError.
         """
-        asked = _prompt_or_chat(
-            prompt_or_messages,
-            max_tokens=max_tokens,
-            temperature=0.0,
-            approximate=approximate if approximate is not None else False,
-            kv_bits=kv_bits,
-            speculation=False,  # steps of another shape round differently
-        )
+        options = verify_options(max_tokens, approximate, kv_bits)
+        return self._verify(prompt_or_chat_request(prompt_or_messages, options), answers)
+
+    def verify_batch(
+        self,
+        prompts: Sequence[Messages],
+        max_tokens: int = 32,
+        *,
+        approximate: Approximate = None,
+        kv_bits: int | None = None,
+    ) -> VerifySummary:
+        """Compare each of many prompts as `verify` does, and tell how far they agree, one by one and overall.
+
+        They run one after the other: in steps that several share, answers round differently. One that fails has
+        its `error` in its item, and the others go on. Raises RequestError, before anything runs, for what cannot
+        be asked.
+        """
+        requests = batch_requests(prompts, verify_options(max_tokens, approximate, kv_bits))
+        return VerifySummary(tuple(map(self._verified, requests)))
+
+    def _verified(self, asked: Request) -> VerifiedPrompt:
+        text = asked.prompt if isinstance(asked.prompt, str) else asked.messages[-1].content
+        shown = shorten(" ".join(text.split()), _SHOWN_CHARS)
+        try:
+            return VerifiedPrompt(shown, self._verify(asked))
+        except EmberkeepError as error:
+            return VerifiedPrompt(shown, error=error)
+
+    def _verify(self, asked: Request, answers: Sequence[str] = ()) -> VerifyReport:
         if not asked.approximate:
             self._finish(replace(asked, max_tokens=0))
         greedy = replace(asked, top_logprobs=CANDIDATES, from_store=True, is_kept=False)
@@ -262,6 +302,14 @@ class Emberkeep:
         return self._backend.stats()
 
 
+def _asked_for(result: Result, options: PromptOptions) -> Result:
+    """Of the choices that were tried, those that were asked for."""
+    kept = options.get("n") or 1
+    if result.error is not None or (options.get("best_of") or kept) == kept:
+        return result
+    return keep_best(result, kept, with_logprobs=bool(options.get("logprobs")))
+
+
 def _read(stream: Stream) -> Result:
     with stream:
         for _ in stream.events():
@@ -270,7 +318,7 @@ def _read(stream: Stream) -> Result:
 
 
 def _request_and_toolbox(
-    messages: Messages, tools: Tools | None, options: Options
+    messages: Messages, tools: Tools | None, options: ChatOptions
 ) -> tuple[Request, ToolBox | None]:
     """With a toolbox where there are functions to run."""
     listed: list[Any] = list(tools or ())
@@ -278,12 +326,6 @@ def _request_and_toolbox(
     definitions = [one for one in listed if not is_runnable(one)]
     names = [function.name for function in toolbox.functions()]
     return chat_request(messages, definitions, options, functions=names), toolbox if names else None
-
-
-def _prompt_or_chat(prompt_or_messages: Messages, **options: Unpack[Options]) -> Request:
-    if isinstance(prompt_or_messages, str):
-        return prompt_request(prompt_or_messages, options)
-    return chat_request(prompt_or_messages, None, options)
 
 
 # ── models that arrive by themselves ──

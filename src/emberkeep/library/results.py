@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
+from emberkeep.api.answer import ChoiceAnswer, likeliest
+from emberkeep.errors import EmberkeepError
 from emberkeep.types import (
     Completed,
     Event,
@@ -28,27 +30,63 @@ from emberkeep.types import (
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    text: str
-    reasoning: str
-    tool_calls: tuple[ToolCall, ...]
-    finish_reason: FinishReason | None
+class Choice:
+    """One answer of those that were asked for."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    finish_reason: FinishReason | None = None
     """None: stopped before the end."""
+    tokens: tuple[int, ...] = ()
+    """The sampled ids behind `text`."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of these, where they were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """`text` and what else belongs to one answer is the first choice's."""
+
+    choices: tuple[Choice, ...]
+    """As many as were asked for (`n`), in order."""
     total_ms: float
     """Wall clock, as the caller saw it."""
     usage: Usage
     timings: Timings
     lookup: LookupRecord
-    tokens: tuple[int, ...]
-    """The sampled ids behind `text`."""
     fit: Fit
     """The plan of its memory, and what was left out of the prompt."""
-    logprobs: tuple[TokenLogprob, ...]
-    """Of these, where they were asked for."""
     exchanges: tuple[Message, ...] = ()
     """What the model said and called before `text`, and the results: where tools ran here."""
     answered_by: str = ""
     """The backend that answered, if there are several."""
+    error: EmberkeepError | None = None
+    """Of a batch: why this one ended where it did. Every other call raises it."""
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def reasoning(self) -> str:
+        return self.choices[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.choices[0].tool_calls
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.choices[0].finish_reason
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.choices[0].tokens
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        return self.choices[0].logprobs
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -88,7 +126,8 @@ class WarmResult:
 class Stream:
     """An answer while it is being written.
 
-    Iterating gives the answer's text piece by piece; `events` gives everything that happens.
+    Iterating gives the answer's text piece by piece, of several choices the first one's; `events` gives everything
+    that happens.
 
     The request starts when the stream is first read. Leaving it early (`close`, the end of a `with` block, or
     dropping it) stops the request within one step. Raises the request's EmberkeepError while it is read.
@@ -105,7 +144,7 @@ class Stream:
             yield event
 
     def __iter__(self) -> Iterator[str]:
-        return (event.text for event in self.events() if isinstance(event, TextDelta))
+        return (event.text for event in self.events() if isinstance(event, TextDelta) and event.index == 0)
 
     @property
     def result(self) -> Result:
@@ -125,51 +164,51 @@ class Stream:
 
 
 class Collector:
-    """Adds up the events of one choice; `result` may be asked for at any moment."""
+    """Adds up the events of one request; `result` may be asked for at any moment."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
-        self._text: list[str] = []
-        self._reasoning: list[str] = []
-        self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._calls: dict[int, ToolCall] = {}
+        self._choices = {0: ChoiceAnswer()}
         self._exchanges: list[Message] = []
-        self._finish_reason: FinishReason | None = None
         self._completed = Completed(Usage(), Timings(), LookupRecord())
 
     def add(self, event: Event) -> None:
         match event:
-            case TextDelta(text=text, tokens=tokens, logprobs=logprobs):
-                self._text.append(text)
-                self._tokens.extend(tokens)
-                self._logprobs.extend(logprobs)
-            case ReasoningDelta(text=text):
-                self._reasoning.append(text)
-            case ToolCallDelta(call_index=place):
-                self._calls[place] = event.added_to(self._calls.get(place))
-            case Finished(reason=reason):
-                self._finish_reason = reason
+            case TextDelta() | ReasoningDelta() | ToolCallDelta() | Finished():
+                self._choices.setdefault(event.index, ChoiceAnswer()).add(event)
             case Completed():
                 self._completed = event
             case Exchanged(messages=messages):
                 self._exchanges += messages
-                for said in (self._text, self._reasoning, self._tokens, self._logprobs):
-                    said.clear()
+                # Calls that were passed on are the client's.
+                self._choices = {0: ChoiceAnswer(calls=self._choices[0].calls)}
 
     def result(self) -> Result:
         return Result(
-            text="".join(self._text),
-            reasoning="".join(self._reasoning),
-            tool_calls=tuple(self._calls[index] for index in sorted(self._calls)),
-            finish_reason=self._finish_reason,
+            choices=tuple(_choice(self._choices[index]) for index in sorted(self._choices)),
             total_ms=1e3 * (time.perf_counter() - self._started),
             usage=self._completed.usage,
             timings=self._completed.timings,
             lookup=self._completed.lookup,
-            tokens=tuple(self._tokens),
-            logprobs=tuple(self._logprobs),
             fit=self._completed.fit,
             exchanges=tuple(self._exchanges),
             answered_by=self._completed.answered_by,
         )
+
+
+def _choice(answer: ChoiceAnswer) -> Choice:
+    return Choice(
+        text=answer.text,
+        reasoning=answer.reasoning,
+        tool_calls=tuple(call for _, call in sorted(answer.calls.items())),
+        finish_reason=answer.finish,
+        tokens=tuple(answer.tokens),
+        logprobs=tuple(answer.logprobs),
+    )
+
+
+def keep_best(result: Result, kept: int, *, with_logprobs: bool) -> Result:
+    """With the likeliest of its choices only."""
+    best = likeliest(result.choices, kept)
+    choices = tuple(best if with_logprobs else [replace(choice, logprobs=()) for choice in best])
+    return replace(result, choices=choices)

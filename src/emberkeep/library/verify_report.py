@@ -6,9 +6,10 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from emberkeep.errors import EmberkeepError
 from emberkeep.library.results import Result
 from emberkeep.types import TokenLogprob, expectation
 
@@ -45,7 +46,12 @@ class VerifyReport:
         """The part of the answer before the first difference, from 0 to 1."""
         if self.first_difference is None:
             return 1.0
-        return self.first_difference / max(len(self.cached.tokens), len(self.fresh.tokens))
+        return self.first_difference / self.length
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longer of the two answers."""
+        return max(len(self.cached.tokens), len(self.fresh.tokens))
 
     @property
     def forced_agreement(self) -> float | None:
@@ -115,9 +121,8 @@ class VerifyReport:
         return f"{self.reused_tokens:,} of {lookup.prompt_tokens:,} tokens were reused{moved}{again}: {kind}."
 
     def _answers_agree(self) -> str:
-        length = max(len(self.cached.tokens), len(self.fresh.tokens))
         at = self.first_difference
-        same = f"all {length}" if at is None else f"the first {at} of {length}"
+        same = f"all {self.length}" if at is None else f"the first {at} of {self.length}"
         forced = self.forced_agreement
         told = "" if forced is None else f"; told the fresh answer so far, {forced:.0%}"
         return f"Greedy tokens that agree: {same}{told}."
@@ -127,6 +132,83 @@ class VerifyReport:
         if self.forced is None:
             return []
         return list(zip(self.forced.logprobs, self.fresh.logprobs, strict=False))
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedPrompt:
+    """One of those that were compared."""
+
+    prompt: str
+    """Its beginning, as a person recognises it."""
+    report: VerifyReport | None = None
+    error: EmberkeepError | None = None
+    """Why it could not be compared."""
+
+    def __str__(self) -> str:
+        if self.report is None:
+            return f"not compared  {self.prompt}: {self.error}"
+        report, length = self.report, self.report.length
+        agreed = length if report.first_difference is None else report.first_difference
+        return f"{agreed:>3} of {length:<3}  {report.reused_tokens:>6,} reused  {self.prompt}"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifySummary:
+    """Several prompts, each compared by itself."""
+
+    items: tuple[VerifiedPrompt, ...]
+    """In the order in which they were given."""
+
+    @property
+    def reports(self) -> list[VerifyReport]:
+        """Of those that could be compared."""
+        return [item.report for item in self.items if item.report is not None]
+
+    @property
+    def failed(self) -> list[VerifiedPrompt]:
+        return [item for item in self.items if item.report is None]
+
+    @property
+    def equal(self) -> bool:
+        """All were compared, and no answer differs."""
+        return not self.failed and all(report.equal for report in self.reports)
+
+    @property
+    def agreement(self) -> float | None:
+        """The share of all answers' tokens before the first difference in each; None: nothing was compared."""
+        return _weighted((report.agreement, report.length) for report in self.reports)
+
+    @property
+    def forced_agreement(self) -> float | None:
+        """As that of a report, over all tokens for which it is known."""
+        return _weighted((report.forced_agreement, len(report.fresh.tokens)) for report in self.reports)
+
+    @property
+    def mean_kl(self) -> float | None:
+        """As that of a report, over all tokens for which it is known."""
+        return _weighted((report.mean_kl, len(report.fresh.tokens)) for report in self.reports)
+
+    @property
+    def reused_tokens(self) -> int:
+        return sum(report.reused_tokens for report in self.reports)
+
+    def __str__(self) -> str:
+        same = sum(report.equal for report in self.reports)
+        total = [f"{same} of {len(self.items)} answers are equal; {self.reused_tokens:,} tokens were reused."]
+        if self.agreement is not None:
+            forced = self.forced_agreement
+            told = "" if forced is None else f"; told the fresh answer so far, {forced:.1%}"
+            total.append(f"Greedy tokens that agree: {self.agreement:.1%}{told}.")
+        if self.mean_kl is not None:
+            total.append(f"KL of the next token: {self.mean_kl:.4f} over all answers.")
+        return "\n".join([*(f"{number:>3}  {item}" for number, item in enumerate(self.items, 1)), *total])
+
+
+def _weighted(figures: Iterable[tuple[float | None, int]]) -> float | None:
+    """The mean of what is known; what has no tokens counts as one."""
+    known = [(figure, max(weight, 1)) for figure, weight in figures if figure is not None]
+    weights = sum(weight for _, weight in known)
+    return sum(figure * weight for figure, weight in known) / weights if known else None
 
 
 def kl(exact: TokenLogprob, other: TokenLogprob) -> float:

@@ -81,6 +81,8 @@ needs more."""
 
 _PROBED = 64 << 20
 """Bytes that are copied to learn how fast a GPU is: less would measure how long a copy takes to begin."""
+_LEAST_BLOCKS = 4
+"""Of the hf engine's pool, beside the last one of each slot."""
 _SHARE_OF_DRAFT = 0.1
 """Of a GPU's free memory, for the KV cells of a draft model."""
 
@@ -293,6 +295,7 @@ def _open_llamacpp(
         threads=config.threads,
         kv_type=config.kv_type,
         rope_switches=shape.short_rope_context is not None,
+        chunk=config.chunk_size,
     )
     placement, settings = place(config, [header, *adapter_headers], shape, settings, kv_bytes)
 
@@ -325,6 +328,17 @@ def _open_llamacpp(
     return _Opened(engine, loaded.chat_template, details, states)
 
 
+def _most_blocks(config: Config) -> int | None:
+    """Raises ConfigError for fewer than leave room for a prompt beside each slot's last block."""
+    least = 2 * config.parallel + _LEAST_BLOCKS
+    if config.num_blocks is not None and config.num_blocks < least:
+        raise ConfigError(
+            f"num_blocks = {config.num_blocks} leaves no room for a prompt with parallel = {config.parallel}: "
+            f"use {least} or more."
+        )
+    return config.num_blocks
+
+
 def _check_kv_bits(config: Config) -> None:
     """Raises ConfigError."""
     if config.kv_type != "f16" and config.kv_bits != EXACT_BITS:
@@ -342,6 +356,7 @@ def _open_hf(model: ModelFile, config: Config, digests: Path, *, is_draft: bool 
     """A draft model leaves most of a GPU's memory to the other one."""
     from emberkeep.engine.hf import HfSettings, affordable_batch, cells_of_share, load_model, open_engine
 
+    blocks = None if is_draft else _most_blocks(config)
     source = _hf_source(model)
     loaded = load_model(
         source, device=config.device, dtype=config.dtype, attention="eager", placing=placing_of(config)
@@ -363,6 +378,8 @@ def _open_hf(model: ModelFile, config: Config, digests: Path, *, is_draft: bool 
         attention=None if config.attention == "auto" else AttentionTier(config.attention),
         threads=config.threads,
         gpu_memory=config.gpu_memory,
+        most_blocks=blocks,
+        chunk=config.chunk_size,
     )
     digest = model_digest(model.path, digests)
     try:
@@ -374,8 +391,8 @@ def _open_hf(model: ModelFile, config: Config, digests: Path, *, is_draft: bool 
         lock_weights(loaded.memory())
     if engine.capabilities.context < context:
         log.warning(
-            "%s has room for a context of %d tokens, not of %d: keep fewer layers there, raise gpu_memory, or "
-            "choose a smaller model",
+            "%s has room for a context of %d tokens, not of %d: keep fewer layers there, raise gpu_memory or "
+            "num_blocks, or choose a smaller model",
             loaded.device,
             engine.capabilities.context,
             context,

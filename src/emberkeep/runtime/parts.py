@@ -10,6 +10,8 @@ from dataclasses import astuple, dataclass
 from typing import Protocol
 
 from emberkeep.config import Config, ttls
+from emberkeep.errors import ConfigError
+from emberkeep.kv.blocks import BLOCK_TOKENS
 from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.policy import Keeping
 from emberkeep.kv.remote_link import RemoteLink, RemoteSettings
@@ -185,6 +187,10 @@ def open_link(config: Config) -> RemoteLink | None:
     """None where state is not shared. Nothing is asked yet. Raises ConfigError."""
     if config.remote is None:
         return None
+    if config.chunk_size != BLOCK_TOKENS:
+        raise ConfigError(
+            f"Hosts that share state cut it into blocks of {BLOCK_TOKENS} tokens: leave chunk_size or remote out."
+        )
     return RemoteLink(
         RemoteSettings(
             config.remote,
@@ -228,9 +234,19 @@ def open_store(
     budgets = Budgets(int(config.ram_budget * share), config.disk_budget)
 
     link = None if is_draft else open_link(config)
+    chunk = config.chunk_size
 
     def store(files: ChunkFiles | None) -> KvStore:
-        return KvStore(fingerprint, budgets, files, link=link, keeping=keeping, about=about, beside=beside)
+        return KvStore(
+            fingerprint,
+            budgets,
+            files,
+            link=link,
+            keeping=keeping,
+            chunk_tokens=chunk,
+            about=about,
+            beside=beside,
+        )
 
     if config.disk_budget:
         try:

@@ -167,14 +167,17 @@ class Admission:
         max_new: int,
         *,
         bits: int = 16,
+        most_slice: int | None = None,
         is_kept: bool = True,
         in_ram: Callable[[], int] = lambda: 0,
     ) -> Admitted:
         """A plan for a request. Allocates nothing. Raises TooLarge.
 
-        `in_ram` tells how many of its tokens the store holds in RAM; it is asked only where that could help.
+        `most_slice`: no step takes more of its prompt. `in_ram` tells how many of its tokens the store holds in
+        RAM; it is asked only where that could help.
         """
-        room, plans = self._room(is_kept), ladder(self._largest_slice, self._bits(bits))
+        slice_ = min(self._largest_slice, most_slice or self._largest_slice)
+        room, plans = self._room(is_kept), ladder(slice_, self._bits(bits))
         least = min(max_new, _LEAST_ANSWER)
         chosen = choose(room, plans, prompt_tokens, least)
         if isinstance(chosen, Refusal) and chosen.place == _RAM:

@@ -28,7 +28,7 @@ from emberkeep.errors import EngineError, StepFailed
 from emberkeep.kv.blocks import BLOCK_TOKENS, block_start
 from emberkeep.kv.content import Moved
 from emberkeep.kv.entries import Entry
-from emberkeep.kv.store import CHUNK_TOKENS, KvStore
+from emberkeep.kv.store import KvStore
 from emberkeep.kv.text_walk import Replayed, stored_ids
 from emberkeep.kv.transfers import FetchState
 from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, Match, Segment, Span, place_at
@@ -45,8 +45,13 @@ log = logging.getLogger("emberkeep.sched")
 _EXCERPT_TOKENS = 12
 _WORTH_WAITING = 16
 """Tokens that a sequence under way must be about to compute for a newcomer to wait for it."""
-_SAVED_AT_ONCE = 32 * CHUNK_TOKENS
+_WORTH_A_SNAPSHOT = 128
+"""The same where the one under way has to store its state as a whole for the newcomer: that takes as long as some
+tokens, and as much room as many."""
+_SAVED_AT_ONCE = 4096
 """Tokens that are stored between two steps at most."""
+_UNPACKED = 0.75
+"""Of the bytes of exact state: what is packed has little more than half of them at most."""
 _WORTH_A_CHUNK = 16
 """Tokens that are worth a file of their own where sequences branch; fewer are stored once per branch."""
 
@@ -58,6 +63,7 @@ class PrefixCache:
         self._engine = engine
         self._store = store
         self._slots = slots
+        self._chunk = store.chunk_tokens
         self._wake = wake
         self.shift = ContextShift(engine, store, slots)
         self.blend = CacheBlend(engine, store, slots, wake)
@@ -72,6 +78,8 @@ class PrefixCache:
         """A sequence that is about to compute more of its prompt than exists anywhere now."""
         if not newcomer.request.use_cache:
             return None
+        if self._has_snapshots:
+            return self._snapshot_to_come(newcomer)
         splice, lineage = newcomer.prompt.splice, newcomer.prompt.lineage
         wanted = self.shift.source(splice) if splice else newcomer.wanted
         coming = self._slots.coming_match(lineage, wanted)
@@ -82,6 +90,19 @@ class PrefixCache:
         # The end of a turn is evaluated within a step or two, and the request that continues the turn wants it.
         needed = 1 if coming.sequence.phase is Phase.CLOSING else _WORTH_WAITING
         return coming if coming.tokens >= now + needed else None
+
+    def _snapshot_to_come(self, newcomer: Sequence) -> HotMatch | None:
+        """The same for state that can be resumed only where it was stored as a whole: that sequence will store it
+        where the two part."""
+        lineage, wanted = newcomer.prompt.lineage, newcomer.wanted
+        coming = self._slots.coming_match(lineage, wanted)
+        if coming.sequence is None or not self._keeps(coming.sequence):
+            return None
+        now = max(self._store.resumable(lineage, wanted), self._slots.computed_match(lineage, wanted).tokens)
+        if coming.tokens < now + _WORTH_A_SNAPSHOT:
+            return None
+        border = coming.sequence.end_slice_at(coming.tokens, now + _WORTH_A_SNAPSHOT)
+        return HotMatch(coming.sequence, border)
 
     def acquire(self, sequence: Sequence) -> bool:
         """Give it a slot, with the state that is in the engine, and begin to load what is stored. False: no slot
@@ -354,7 +375,7 @@ class PrefixCache:
             self.commit_all(sequence)
             return
         self._finish_save(sequence)
-        if sequence.unsaved >= CHUNK_TOKENS:
+        if sequence.unsaved >= self._chunk:
             end = min(sequence.computed, sequence.cursor.position + _SAVED_AT_ONCE)
             self._begin_save(sequence, end, tail=False, fork=False)
 
@@ -364,7 +385,7 @@ class PrefixCache:
             return False
         if self._has_snapshots:
             return sequence.computed in sequence.prompt.borders
-        return sequence.saving is not None or sequence.unsaved >= CHUNK_TOKENS
+        return sequence.saving is not None or sequence.unsaved >= self._chunk
 
     def commit_all(self, sequence: Sequence) -> None:
         """Store everything computed, with a tail chunk for what does not fill one. Blocks until the engine has
@@ -412,8 +433,9 @@ class PrefixCache:
     def _begin_save(self, sequence: Sequence, end: int, *, tail: bool, fork: bool) -> None:
         """Let the engine copy what is not stored; what it has at once is stored."""
         sequence.cursor = self._store.advance(sequence.cursor, sequence.tokens[:end])
-        start = self._store.growth_point(sequence.cursor)
-        borders = _borders(start.position, end, tail=tail, in_blocks=self._store.is_shared)
+        is_packed = self._is_packed(sequence.cursor.chunk)
+        start = sequence.cursor if is_packed else self._store.growth_point(sequence.cursor)
+        borders = self._borders(start.position, end, tail=tail)
         if sequence.cursor.position >= end or len(borders) < 2:
             return
         try:
@@ -479,11 +501,27 @@ class PrefixCache:
         """Full chunks in the bits of their lineage; the newest tokens, whose chunk will grow, as they are."""
         bits = sequence.lineage.bits
         origin = block_start(borders[0]) if self._store.is_shared else borders[0]
-        full = [border for border in borders if border == borders[0] or (border - origin) % CHUNK_TOKENS == 0]
+        full = [border for border in borders if border == borders[0] or (border - origin) % self._chunk == 0]
         if bits == EXACT_BITS or len(full) < 2:
             return [self._engine.export_kv(sequence.slot, borders)]
         exports = [self._engine.export_kv(sequence.slot, full, bits)]
         return exports + ([self._engine.export_kv(sequence.slot, borders[-2:])] if full[-1] < borders[-1] else [])
+
+    def _is_packed(self, chunk: Chunk) -> bool:
+        """Whether it is in fewer bits, though it may be shorter than chunks are now: packed once more, together
+        with what follows it, its errors would add up."""
+        if chunk.lineage.bits == EXACT_BITS:
+            return False
+        payload = chunk.payload  # given back by other threads
+        exact = self._engine.capabilities.kv_bytes_per_token * len(chunk.tokens)
+        return (chunk.bytes if payload is None else len(payload)) < _UNPACKED * exact
+
+    def _borders(self, begin: int, end: int, *, tail: bool) -> list[int]:
+        """Where chunks of [begin, end) begin and end; the last one may be shorter if it may be a tail. Where hosts
+        share them the first one too, so that those after it are blocks."""
+        first = block_start(begin) + BLOCK_TOKENS if self._store.is_shared else begin + self._chunk
+        borders = [begin, *range(first, end + 1, self._chunk)]
+        return [*borders, end] if tail and borders[-1] < end else borders
 
     def _store_snapshot(self, sequence: Sequence) -> None:
         cursor = sequence.cursor
@@ -495,14 +533,6 @@ class PrefixCache:
             log.debug("hot -> warm: a snapshot at token %d, %d bytes", cursor.position, len(payload))
         except EngineError as error:
             log.warning("what was computed is not kept: %s", error)
-
-
-def _borders(begin: int, end: int, *, tail: bool, in_blocks: bool) -> list[int]:
-    """Where chunks of [begin, end) begin and end; the last one may be shorter if it may be a tail. `in_blocks`:
-    the first one too, so that those after it are blocks."""
-    first = block_start(begin) + BLOCK_TOKENS if in_blocks else begin + CHUNK_TOKENS
-    borders = [begin, *range(first, end + 1, CHUNK_TOKENS)]
-    return [*borders, end] if tail and borders[-1] < end else borders
 
 
 def _take_together(loads: deque[Load]) -> list[Load]:

@@ -647,6 +647,7 @@ class Scheduler:
             self.counters.jobs += 1
             self._timeline.came(command)
             self._waiting.add(command)
+            self._note_forks([command])
             self._speculation.prepare(command)
         elif isinstance(command, Cancel):
             self._cancel(command.sequence)
@@ -701,11 +702,24 @@ class Scheduler:
         if not self._cache.acquire(sequence):
             return False
         self._waiting.remove(sequence)
+        self._note_forks(self._waiting)
         with self._only(sequence):
             self._watch.started(sequence, alone=alone)
             self._report_progress(sequence)
             self._end_if_all_is_there(sequence)
         return True
+
+    def _note_forks(self, waiting: Iterable[Sequence]) -> None:
+        """Where state is stored only as a whole, it has to be known before it is computed where others part from
+        it, also while there is no slot for them."""
+        if not self.kv_unit.has_snapshots:
+            return
+        for sequence in waiting:
+            try:
+                if coming := self._cache.worth_waiting_for(sequence):
+                    self._waiting.wait_for(sequence, coming)
+            except Exception as error:
+                self._refuse(sequence, error)
 
     def _lacks_memory(self, sequence: Sequence, busy: list[Sequence]) -> bool:
         if self._settings.memory is None or not busy:

@@ -518,9 +518,18 @@ class Sequence:
             budget = (remaining + 1) // 2
         return self.computed + min(budget, remaining)
 
+    def end_slice_at(self, position: int, earliest: int) -> int:
+        """Let a slice of the prompt end, and its state be stored, at `position`, or where one ends anyhow between
+        `earliest` and there. Says where."""
+        near = [border for border in self.prompt.borders if max(earliest, self.computed + 1) <= border <= position]
+        if near:
+            return max(near)
+        self.prompt = replace(self.prompt, borders=self.prompt.borders | {position})
+        return position
+
     @property
     def _largest_slice(self) -> int | None:
-        return self.prompt.admitted.plan.prefill_slice if self.prompt.admitted else None
+        return self.prompt.admitted.plan.prefill_slice if self.prompt.admitted else self.request.prefill_slice
 
     def evaluated(self, count: int, wide_rows: int | None) -> None:
         """The next `count` tokens were computed in one step; from `wide_rows` on it is a wide one."""

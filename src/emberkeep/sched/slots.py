@@ -86,10 +86,11 @@ class Slots:
         """The active sequence that will have computed the longest shared prefix when its prompt is done."""
         best = HotMatch(None, 0)
         for sequence in self.active:
-            if not self._whole_only:
-                length = common_prefix(sequence.tokens[: sequence.shown_to(lineage)], tokens)
-                if length > max(best.tokens, sequence.computed):
-                    best = HotMatch(sequence, length)
+            shown = sequence.shown_to(lineage)
+            known = sequence.prompt.tokens[: sequence.prompt.reusable] if self._whole_only else sequence.tokens
+            length = common_prefix(known[:shown], tokens)
+            if length > max(best.tokens, sequence.computed):
+                best = HotMatch(sequence, length)
         return best
 
     def preferred(self, sequence: Sequence) -> int:

@@ -430,6 +430,8 @@ class Request:
     """How they come back. None: as configured."""
     kv_bits: int | None = None
     """In how many bits the state is stored: 16 is exact, 8 and 4 are not. None: as configured."""
+    prefill_slice: int | None = None
+    """Most prompt tokens in a step, where that is fewer than configured."""
     is_prefix: bool = False
     """No client waits for an answer: it is evaluated so that others find it, and ends where its messages end."""
     asks_permission: bool = False

@@ -71,10 +71,12 @@ class HfEngine:
         layers = [learned.shapes[index] for index in range(len(learned.shapes))]
         self._rotations = learn_rotations(self._network)
         cells = settings.cells or affordable_cells(model, layers, learned.dtype, settings)
+        if settings.most_blocks is not None:
+            cells = min(cells, (settings.most_blocks - settings.sequences) * BLOCK)
         # A block more for each sequence, whose last one is not full: `cells` tokens then always fit.
         self._pool = BlockPool(cells + settings.sequences * BLOCK)
         self._memory = KvMemory(layers, self._pool.total_cells, learned.dtype, self._network.device)
-        self._transfer = Transfer(self._memory)
+        self._transfer = Transfer(self._memory, settings.chunk)
         self._graphs: StepGraphs | None = None
         self._tables: defaultdict[int, BlockTable] = defaultdict(BlockTable)
         self._loading: dict[int, Mark] = {}

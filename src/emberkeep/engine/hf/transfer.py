@@ -43,8 +43,6 @@ _MAGIC = b"EKHF"
 _TOGETHER, _TOGETHER_BYTES = 8, 64 << 20
 """Payloads of one length that are gathered, or put into place, at once, and no more than have so many bytes:
 the device holds four such groups."""
-_CHUNK = 128
-"""Tokens of the payloads that there are most of: their memory is prepared for fast copies."""
 
 _Place = slice | Cells
 """Where a range is in the pool: as cells that lie one after the other, or anywhere."""
@@ -63,13 +61,14 @@ class Transfer:
     """Belongs to the engine's thread. What moves does so beside the device's steps (`SideStream`): who uses state
     that is loaded, or cells that are given back, has to wait for it."""
 
-    def __init__(self, memory: KvMemory) -> None:
+    def __init__(self, memory: KvMemory, chunk: int = 128) -> None:
+        """`chunk`: tokens of most payloads."""
         self._memory = memory
         self._bytes_per_token = memory.bytes_per_token
         self._gathers = memory.device.type == "cuda"
         """Whether payloads are put together on the device: elsewhere that is only one copy more."""
         self._packing = Packing(memory)
-        self._payloads = PayloadMemory(self._size(_CHUNK))
+        self._payloads = PayloadMemory(self._size(chunk))
         self._stores, self._loads = SideStream(memory.device), SideStream(memory.device)
         self._outgoing, self._incoming = Staging(memory), Staging(memory)
         self._readings: list[_Reading] = []

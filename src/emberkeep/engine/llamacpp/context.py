@@ -76,6 +76,8 @@ class LlamaSettings:
     """Whether attention is computed in one pass; llama.cpp takes no other way with a `kv_type` other than f16."""
     rope_switches: bool = True
     """Whether the model has two sets of RoPE factors, and the number of cells decides which one is used."""
+    chunk: int = 128
+    """Tokens of the payloads that there will be most of: for a GPU their memory is prepared."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,8 +71,6 @@ _SCRATCH = 0
 """llama.cpp's sequence that exports and imports go through; the scheduler's sequence n is its n + 1."""
 
 
-_CHUNK = 128
-"""Tokens of the payloads that there are most of."""
 WIDE_ROWS = 64
 """A CPU's flash attention takes so many queries at once, and fewer one by one. Of GPUs this is not known, and
 without flash attention it is measured."""
@@ -132,7 +130,7 @@ class LlamaEngine:
             allocated = take_buffers()  # before another context is opened, which does not stay
             self._learn_other_layout()
             if model.offloads and self._layout is not None and self._unit.has_ranges:
-                self._staging = Staging(gpus()[0].handle, self._layout.range_bytes(_CHUNK))
+                self._staging = Staging(gpus()[0].handle, self._layout.range_bytes(settings.chunk))
             self.capabilities = self._learn_capabilities()
             self.fingerprint = fingerprint(
                 model, weights_digest, settings, self._context, self._layout, either=self._switch.has_choice

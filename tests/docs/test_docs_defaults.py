@@ -1,0 +1,124 @@
+"""Where a page says what a setting is unless it is configured, it says what the code says.
+
+The table of all settings is compared in `tests/config/test_configuration_docs.py`; this is about everything else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from emberkeep.config import Config, default_of, public_values
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+KEYS = list(public_values(Config()))
+_KEY = rf"`(?:--)?({'|'.join(key.replace('_', '[_-]') for key in KEYS)})`"
+_VALUE = r"`?(\d[\d.,]*(?: (?:KiB|MiB|GiB|TiB))?|[a-z][a-z0-9_.]*)`?"
+_SAID = [
+    # `tool_timeout_s` (60 s); `drain_s` seconds (20 unless configured); | `remote_deadline_s` | ... (0.5 s) |
+    re.compile(
+        _KEY + r"[^`().|]{0,40}\((\d[\d.,]*(?: (?:KiB|MiB|GiB|TiB))?)(?: s| seconds)?(?: unless configured)?\)"
+    ),
+    re.compile(r"^\| " + _KEY + r" \|[^|]*\((\d[\d.,]*(?: (?:KiB|MiB|GiB|TiB))?)(?: s)?\) \|$", re.MULTILINE),
+    # **`gpu_layers`** is `auto` by default
+    re.compile(_KEY + r"\W{0,2} is " + _VALUE + r" (?:by default|unless configured)"),
+    re.compile(_KEY + r" \(" + _VALUE + r" (?:by default|unless configured)\)"),
+]
+_ENDLESS = re.compile(_KEY + r"[^`.|]{0,60}\b(?:no limit|unlimited|not limited|without a limit)")
+
+
+def said(page: Path) -> Iterator[tuple[str, str]]:
+    """Settings and what a page says they are."""
+    for pattern in _SAID:
+        for key, value in pattern.findall(_without_the_table(page)):
+            yield key.replace("-", "_"), value
+
+
+def _without_the_table(page: Path) -> str:
+    """Lines are joined, where a sentence goes on, and stay where a table has them."""
+    text = page.read_text(encoding="utf-8")
+    if page.name == "configuration.md":
+        text = re.sub(r"^\| `.*$", "", text, flags=re.MULTILINE)
+    return re.sub(r"(?<=[^\n|])\n(?=[^\n|])", " ", text)
+
+
+def is_default(key: str, value: str) -> bool:
+    number = value.replace(",", "")
+    return number in (default_of(key), default_of(key).replace(".0 ", " "))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_default_that_is_told_beside_its_setting_is_the_codes(page: Path) -> None:
+    wrong = [(key, value, default_of(key)) for key, value in said(page) if not is_default(key, value)]
+    assert wrong == []
+
+
+def test_such_places_are_found() -> None:
+    found = {key for page in PAGES for key, _ in said(page)}
+    assert {"connections", "consult_depth", "disk_writes_per_day", "drain_s", "flash_attention"} <= found
+    assert {"gpu_layers", "remote_deadline_s", "remote_retries", "remote_writes_per_s", "tool_output"} <= found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_is_limited_is_not_called_unlimited(page: Path) -> None:
+    endless = _ENDLESS.findall(_without_the_table(page))
+    assert [key for key in endless if default_of(key.replace("-", "_")) != "none"] == []
+
+
+def test_the_patterns_read_what_they_are_for(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Both have `tool_timeout_s` (61 s).\nThey go on for up to `drain_s`\nseconds (20 unless configured).\n\n"
+        "| `remote_writes_per_s` | bytes a second (256 MiB) |\n- **`gpu_layers`** is `auto` by default.\n",
+        encoding="utf-8",
+    )
+    assert set(said(page)) == {
+        ("tool_timeout_s", "61"),
+        ("drain_s", "20"),
+        ("remote_writes_per_s", "256 MiB"),
+        ("gpu_layers", "auto"),
+    }
+    assert not is_default("tool_timeout_s", "61")
+    assert is_default("tool_output", "8,000")
+
+
+_NUMBERS = {1: "one", 2: "two", 4: "four", 5: "five", 10: "ten", 60: "sixty"}
+
+
+def in_words(seconds: float) -> str:
+    """As a page writes a time."""
+    minutes = seconds / 60
+    return f"{_NUMBERS.get(int(minutes), int(minutes))} minutes" if minutes >= 1 else f"{seconds:g} seconds"
+
+
+def shares(part: float) -> str:
+    return {0.5: "half", 0.25: "a quarter", 0.1: "a tenth"}.get(part, f"{part:.0%}")
+
+
+DEFAULTS = Config()
+SENTENCES = [
+    ("docs/guide.md", f"unloaded {in_words(DEFAULTS.unload_after_s or 0)} after"),
+    ("docs/architecture.md", f"for up to {in_words(DEFAULTS.drain_s)}, writes its queue"),
+    ("docs/how-it-works.md", f"until the prompt fills {shares(DEFAULTS.low_water)} of the context (`low_water`"),
+    ("docs/other-apis.md", f"(`{DEFAULTS.ttl_short_s / 60:g}m`: `ttl_short_s`"),
+    ("docs/other-apis.md", f"`{DEFAULTS.ttl_long_s / 3600:g}h`: `ttl_long_s`)"),
+    (
+        "docs/configuration.md",
+        f'By default only programs on this machine can connect (`host = "{DEFAULTS.host}"`)',
+    ),
+    ("docs/benchmarks.md", f"uses the default settings (`recall = {DEFAULTS.recall}`)"),
+    ("docs/http-api.md", f'base_url="http://{DEFAULTS.host}:{DEFAULTS.port}/v1"'),
+    ("README.md", DEFAULTS.model),
+]
+"""Defaults that pages tell in words. Who changes one changes the page."""
+
+
+@pytest.mark.parametrize(("page", "sentence"), SENTENCES, ids=str)
+def test_a_default_that_is_told_in_words_is_the_codes(page: str, sentence: str) -> None:
+    text = re.sub(r"\s+", " ", (ROOT / page).read_text(encoding="utf-8"))
+    assert sentence in text
