@@ -63,6 +63,14 @@ class Residency(StrEnum):
     STREAM = "stream"  # what is no layer
 
 
+class Quantization(StrEnum):
+    """How many bits the weights of a Hugging Face model are rounded to when they are loaded."""
+
+    NONE = "none"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
 class ModelState(StrEnum):
     """Of a model that is loaded on demand."""
 

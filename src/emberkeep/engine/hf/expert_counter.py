@@ -1,7 +1,7 @@
 """Which experts of a mixture are chosen, seen by hooks on the modules that are told which ones to use.
 
 Families differ in how they choose. What they have in common is a module `experts` that is handed the numbers of
-the chosen ones, `[tokens, used]`; where it is handed none, the router beside it has scores, of which the highest are
+the chosen ones, `[tokens, used]`; where it is handed none, the router beside it has scores, and the highest are
 taken. Hooks count on the device, so that a recorded step counts whenever it is replayed. A model that is not
 watched has no hooks, and its recorded steps have nothing of them.
 """
