@@ -69,8 +69,8 @@ class Checkpoint:
     ) -> Any:
         """A causal LM for inference whose parameters are on the meta device, and whose buffers are real.
 
-        `rounding`: what the weights of its layers become when they are filled. Changes `config`. Raises ModelBroken
-        where this checkpoint has not what the network needs.
+        `rounding`: what the weights of its layers become when they are filled. Changes `config`. Raises
+        ModelBroken where this checkpoint has not what the network needs.
         """
         if self._form is not None:
             del config.quantization_config  # transformers would not go on without a package for it
