@@ -11,11 +11,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from emberkeep.library import Emberkeep
+    from emberkeep.library import (
+        Emberkeep,
+        flash_attention_available,
+        install_flash_attention,
+        uninstall_flash_attention,
+    )
     from emberkeep.tools import tool
 
 __version__ = "0.1.0"
-__all__ = ["Emberkeep", "__version__", "tool"]
+__all__ = [
+    "Emberkeep",
+    "__version__",
+    "flash_attention_available",
+    "install_flash_attention",
+    "tool",
+    "uninstall_flash_attention",
+]
+
+_ATTENTION = ("flash_attention_available", "install_flash_attention", "uninstall_flash_attention")
 
 
 def __getattr__(name: str) -> Any:
@@ -24,6 +38,10 @@ def __getattr__(name: str) -> Any:
         from emberkeep.library import Emberkeep
 
         return Emberkeep
+    if name in _ATTENTION:
+        from emberkeep.library import flash_attention
+
+        return getattr(flash_attention, name)
     if name == "tool":
         from emberkeep.tools import tool
 

@@ -143,7 +143,22 @@ WHOLE: Mapping[str, Mapping[str, Any]] = {
 }
 """Whose state is more than that, or whose attention is code of their own."""
 
-FAMILIES = {**PAGED, **WHOLE}
+MIXTURES: Mapping[str, Mapping[str, Any]] = {
+    "qwen2_moe": {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": {"num_local_experts": 4},
+    "glm4_moe": {
+        **_EXPERTS,
+        "head_dim": 16,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+}
+"""More that choose experts."""
+
+FAMILIES = {**PAGED, **WHOLE, **MIXTURES}
 
 
 @functools.cache

@@ -73,16 +73,38 @@ def complete(client: httpx.Client, prompt: Json, *, max_tokens: int = 12, **more
     return response.json()
 
 
+def nothing_counted() -> dict[str, Json]:
+    ours = {"enabled": True, "experts": 8, "experts_used": 2}
+    others = {"tracking_enabled": True, "n_expert": 8, "n_expert_used": 2, "total_tokens": 0}
+    return {**ours, **others, "layers": []}
+
+
 def test_counts_and_frequencies_per_layer(mixture: httpx.Client) -> None:
-    assert track(mixture, enabled=True) == {"enabled": True, "experts": 8, "experts_used": 2, "layers": []}
+    assert track(mixture, enabled=True) == nothing_counted()
     complete(mixture, PROMPT, max_tokens=0, cache_prompt=False)
     counts = [0] * 8
     for token in PROMPT:
         for expert in tiny_gguf.chosen_experts(token, layer=0):
             counts[expert] += 1
     frequencies = [count / len(PROMPT) for count in counts]
+    activations = [
+        {"expert": expert, "count": count, "frequency": count / (2 * len(PROMPT))}
+        for expert, count in enumerate(counts)
+    ]
     layer = {"layer": 0, "tokens": len(PROMPT), "counts": counts, "frequencies": frequencies}
-    assert stats(mixture) == {"enabled": True, "experts": 8, "experts_used": 2, "layers": [layer]}
+    layers = [{**layer, "activations": activations}]
+    assert stats(mixture) == {**nothing_counted(), "total_tokens": len(PROMPT), "layers": layers}
+
+
+def test_total_tokens_are_those_of_the_layer_that_saw_most(mixture: httpx.Client) -> None:
+    track(mixture, enabled=True)
+    complete(mixture, PROMPT, cache_prompt=False)
+    counted = stats(mixture)
+    first, last = counted["layers"]
+    assert counted["total_tokens"] == first["tokens"] > last["tokens"]
+    for layer in (first, last):
+        assert sum(entry["frequency"] for entry in layer["activations"]) == pytest.approx(1, abs=1e-5)
+        assert sum(layer["frequencies"]) == pytest.approx(2, abs=1e-5)
 
 
 def test_both_layers_are_there_once_something_was_answered(mixture: httpx.Client) -> None:
@@ -107,7 +129,7 @@ def test_off_counts_nothing_and_keeps_what_was_counted(mixture: httpx.Client) ->
 def test_a_reset_needs_no_switch(mixture: httpx.Client) -> None:
     track(mixture, enabled=True)
     complete(mixture, PROMPT, max_tokens=0, cache_prompt=False)
-    assert track(mixture, reset=True) == {"enabled": True, "experts": 8, "experts_used": 2, "layers": []}
+    assert track(mixture, reset=True) == nothing_counted()
 
 
 def test_answers_are_the_same_and_stored_state_is_reused(mixture: httpx.Client) -> None:
@@ -173,6 +195,6 @@ def test_a_mixture_that_is_not_loaded_is_loaded_for_it(tmp_path: Path) -> None:
     config = Config(data_dir=tmp_path, model="dense", models=("all",))
     with serving(config, open_models(config)) as client:
         counted = client.post("/expert-tracking?model=mixture", json={"enabled": True})
-        assert counted.json() == {"enabled": True, "experts": 8, "experts_used": 2, "layers": []}
+        assert counted.json() == nothing_counted()
         assert client.get("/expert-stats?model=mixture").json()["enabled"]
         assert "not a mixture" in client.get("/expert-stats").json()["error"]["message"]

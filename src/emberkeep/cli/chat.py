@@ -102,7 +102,18 @@ class ChatCommand(TyperCommand):
 
 @with_settings(
     *("model", "ctx", "lora", "kv_type", "flash_attention", "gpu_layers", "cpu_moe", "tensor_split"),
-    *("engine", "device", "dtype", "attention", "kv_bits", "approximate", "exact", "evict", "recall"),
+    *(
+        "engine",
+        "device",
+        "dtype",
+        "quantization",
+        "attention",
+        "kv_bits",
+        "approximate",
+        "exact",
+        "evict",
+        "recall",
+    ),
     *("residency", "keep_first", "keep_last", "gpu_memory", "speculation", "draft_model", "draft_max"),
     *("tools", "enable_tools", "disable_tools", "tools_from", "tools_root", "backend", "base_url"),
     *("show_consulted", "continued", "save", "list_all", "export", "data_dir", "config"),

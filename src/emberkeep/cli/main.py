@@ -102,7 +102,7 @@ def emberkeep(
     *("host", "port", "data_dir", "ctx", "parallel", "ram_budget", "disk_budget", "remote"),
     *("kv_bits", "approximate", "exact", "api_key", "threads", "lora", "kv_type", "flash_attention"),
     *("mlock",),
-    *("gpu_layers", "cpu_moe", "tensor_split", "engine", "device", "dtype", "attention", "warm"),
+    *("gpu_layers", "cpu_moe", "tensor_split", "engine", "device", "dtype", "quantization", "attention", "warm"),
     *("residency", "keep_first", "keep_last", "gpu_memory"),
     *("max_tokens", "max_concurrent_per_user", "speculation", "draft_model", "draft_max"),
     *(

@@ -15,7 +15,7 @@ from emberkeep.models.layer_sizes import LayerSizes, layer_sizes
 from emberkeep.models.library import ModelFile
 from emberkeep.runtime.local_model import placing_of
 from emberkeep.sched.probe import probe
-from emberkeep.types import Residency
+from emberkeep.types import Quantization, Residency
 
 _SAMPLE = 64 << 20
 """Bytes that are copied to know the speed of a link."""
@@ -88,7 +88,7 @@ def fits(config: Config, models: Iterable[ModelFile]) -> Iterator[Fit]:
     dtype = "float32" if is_cpu and config.dtype == "auto" else config.dtype
     for model in models:
         try:
-            sizes = layer_sizes(model.path, dtype)
+            sizes = layer_sizes(model.path, dtype, Quantization(config.quantization))
             told = explain_ram(sizes.all, room) if in_ram else _explain_gpu(config, sizes, device, placing)
             yield Fit(f"{model.id}: {told}", not in_ram or sizes.all <= room)
         except (EngineError, ModelError) as error:

@@ -41,7 +41,17 @@ from emberkeep.config.machine import total_ram
 from emberkeep.config.tables import HYGIENE, PREFIXES, REMOTES, SERVERS, McpServer, WarmPrefix
 from emberkeep.errors import ConfigError
 from emberkeep.logs import AUTO
-from emberkeep.types import AttentionTier, HygieneRule, Json, Recall, RemoteModel, Repair, Residency, Ttl
+from emberkeep.types import (
+    AttentionTier,
+    HygieneRule,
+    Json,
+    Quantization,
+    Recall,
+    RemoteModel,
+    Repair,
+    Residency,
+    Ttl,
+)
 
 DEFAULT_MODEL = "smollm2-135m"
 OFF = "off"
@@ -156,6 +166,11 @@ class Config:
         "auto",
         one_of("auto", "float32", "bfloat16", "float16"),
         "Numbers the hf engine computes with; auto takes the model's own, and float32 on a CPU.",
+    )
+    quantization: str = _setting(
+        str(Quantization.NONE),
+        one_of(*Quantization),
+        "Bits that the hf engine rounds the weights of a model's layers to when it loads them.",
     )
     attention: str = _setting(
         "auto", one_of("auto", *AttentionTier), "How the hf engine computes attention; auto takes the fastest."

@@ -302,19 +302,18 @@ def _chat_template(folder: Path) -> str | None:
 def _tensors(file: Path) -> Counter[str]:
     """How many numbers of each type a safetensors file holds."""
     counts: Counter[str] = Counter()
-    for kind, count in read_tensor_sizes(file).values():
-        counts[kind] += count
+    for kind, shape in read_tensor_shapes(file).values():
+        counts[kind] += math.prod(shape)
     return counts
 
 
-def read_tensor_sizes(file: Path) -> dict[str, tuple[str, int]]:
-    """The type of each tensor in a safetensors file, and how many numbers it has. Raises ModelNotFound,
-    ModelBroken."""
+def read_tensor_shapes(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The type and the shape of each tensor in a safetensors file. Raises ModelNotFound, ModelBroken."""
     try:
         with file.open("rb") as opened:
             header = _header(opened)
-        sizes = {
-            str(name): (str(tensor["dtype"]), math.prod(map(int, tensor["shape"])))
+        shapes = {
+            str(name): (str(tensor["dtype"]), tuple(map(int, tensor["shape"])))
             for name, tensor in header.items()
             if name != "__metadata__"
         }
@@ -322,9 +321,9 @@ def read_tensor_sizes(file: Path) -> dict[str, tuple[str, int]]:
         raise ModelNotFound(f"Cannot read {file}: {error.strerror}.") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelBroken(f"{file.name} is not a complete safetensors file; pull the model again.") from error
-    if not sizes:
+    if not shapes:
         raise ModelBroken(f"{file.name} holds no weights; pull the model again.")
-    return sizes
+    return shapes
 
 
 def _header(file: BinaryIO) -> Json:

@@ -50,6 +50,7 @@ from emberkeep.types import (
     AttentionTier,
     Json,
     Lineages,
+    Quantization,
     ReasoningFormat,
     Repair,
     Residency,
@@ -184,6 +185,8 @@ def _uses_hf(config: Config, model: ModelFile) -> bool:
     if uses_hf:
         _refuse_llamacpp_settings(config)
         require_hf()
+    elif config.quantization != Quantization.NONE:
+        log.warning("quantization is for the hf engine: %s keeps the bits of its file", model.id)
     return uses_hf
 
 
@@ -359,7 +362,12 @@ def _open_hf(model: ModelFile, config: Config, digests: Path, *, is_draft: bool 
     blocks = None if is_draft else _most_blocks(config)
     source = _hf_source(model)
     loaded = load_model(
-        source, device=config.device, dtype=config.dtype, attention="eager", placing=placing_of(config)
+        source,
+        device=config.device,
+        dtype=config.dtype,
+        attention="eager",
+        placing=placing_of(config),
+        quantization=Quantization(config.quantization),
     )
     # Beyond it there are no positions, or other ones than what is stored was computed with.
     context = min(_context(config, loaded.context_length), loaded.context_length)
@@ -402,6 +410,8 @@ def _open_hf(model: ModelFile, config: Config, digests: Path, *, is_draft: bool 
         "architecture": loaded.architecture,
         "parameters": loaded.parameters,
         "dtype": loaded.dtype,
+        "quantisation": loaded.quantization,
+        "weights_bytes": loaded.weights_bytes,
         "device": loaded.device,
         "layers": engine.capabilities.layers,
         "trained_context": loaded.context_length,

@@ -9,12 +9,14 @@ from pathlib import Path
 
 from emberkeep.backend.model_pool import Fits, Need
 from emberkeep.config import Config, slice_tokens, total_ram
+from emberkeep.models.layer_sizes import layer_sizes
 from emberkeep.models.library import ModelFile
 from emberkeep.models.parts import part_files
 from emberkeep.models.profile import ModelProfile, profile_of
 from emberkeep.runtime.embedding_model import embedding_profile
 from emberkeep.runtime.local_model import context_length, engine_cells
 from emberkeep.runtime.placement import live_kv_bytes
+from emberkeep.types import Quantization
 
 _F32 = 4
 _WIDTHS = 64
@@ -56,7 +58,12 @@ def model_bytes(config: Config, model: ModelFile) -> int:
     widened = 2 if _runs_in_torch(config, model) else 1  # it computes in 32 bits on a CPU
     per_token = live_kv_bytes(shape, config.kv_type) * widened
     cells = engine_cells(config, per_token, context_length(config, shape.context_length))
-    return weight_bytes(model.path) * widened + cells * per_token + _step_bytes(config, shape, cells)
+    if model.is_folder and config.quantization != Quantization.NONE:
+        dtype = "float32" if config.dtype == "auto" else config.dtype
+        weights = layer_sizes(model.path, dtype, Quantization(config.quantization)).all
+    else:
+        weights = weight_bytes(model.path) * widened
+    return weights + cells * per_token + _step_bytes(config, shape, cells)
 
 
 def weight_bytes(path: Path) -> int:

@@ -51,10 +51,15 @@ def expert_routes(models: Models) -> APIRouter:
 
 
 def stats_json(stats: ExpertStats) -> dict[str, Json]:
+    """Everything by the names of other servers, too, so that what was written for them can read it."""
     return {
         "enabled": stats.enabled,
         "experts": stats.experts,
         "experts_used": stats.experts_used,
+        "tracking_enabled": stats.enabled,
+        "n_expert": stats.experts,
+        "n_expert_used": stats.experts_used,
+        "total_tokens": stats.tokens,
         "layers": [_layer_json(layer) for layer in stats.layers],
     }
 
@@ -65,4 +70,8 @@ def _layer_json(layer: LayerExperts) -> dict[str, Json]:
         "tokens": layer.tokens,
         "counts": layer.counts,
         "frequencies": [round(frequency, 6) for frequency in layer.frequencies],
+        "activations": [
+            {"expert": expert, "count": count, "frequency": round(share, 6)}
+            for expert, (count, share) in enumerate(zip(layer.counts, layer.shares, strict=True))
+        ],
     }

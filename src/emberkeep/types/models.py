@@ -18,8 +18,14 @@ class LayerExperts:
 
     @property
     def frequencies(self) -> tuple[float, ...]:
-        """Per expert the share of the tokens that were sent to it."""
+        """Per expert the share of the tokens that were sent to it: together they are the experts per token."""
         return tuple(count / self.tokens for count in self.counts)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Per expert its share of everything that was sent to one: together they are 1."""
+        activations = max(sum(self.counts), 1)
+        return tuple(count / activations for count in self.counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +37,11 @@ class ExpertStats:
     """By each token, in each layer; None where layers differ."""
     layers: tuple[LayerExperts, ...]
     """Those that have counted something."""
+
+    @property
+    def tokens(self) -> int:
+        """How many were evaluated while it was counted: those of the layer that saw most of them."""
+        return max((layer.tokens for layer in self.layers), default=0)
 
 
 class AttentionTier(StrEnum):
@@ -50,6 +61,14 @@ class Residency(StrEnum):
     PARTIAL = "partial"  # the first layers and the last ones
     FFN = "ffn"  # everything but the feed-forward parts
     STREAM = "stream"  # what is no layer
+
+
+class Quantization(StrEnum):
+    """How many bits the weights of a Hugging Face model are rounded to when they are loaded."""
+
+    NONE = "none"
+    INT8 = "int8"
+    INT4 = "int4"
 
 
 class ModelState(StrEnum):

@@ -72,6 +72,11 @@ def use_step(step: Any) -> Iterator[None]:
         _running.step = None
 
 
+def running_step() -> Any | None:
+    """The one of this thread's model, while it runs in one."""
+    return getattr(_running, "step", None)
+
+
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,

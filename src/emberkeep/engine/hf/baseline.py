@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config
 from emberkeep.engine.fake import FakeVocab
 from emberkeep.engine.hf.attention import NAME
 from emberkeep.engine.hf.device import choose_device, synchronize
-from emberkeep.engine.hf.int4 import Int4Linear, int4_count, weights_bytes
+from emberkeep.engine.hf.int4 import Int4Linear
 from emberkeep.engine.hf.model_loader import HfModel, HfSource, load_model
+from emberkeep.engine.hf.quantize import rounded_count, weights_bytes
 from emberkeep.engine.hf.residency import Placing
 from emberkeep.engine.hf.streaming import LayerStream, place_layers
 from emberkeep.engine.hf.vocab import HfVocab
@@ -151,7 +152,7 @@ def _model(network: Any, shape: Shape, target: torch.device, stream: LayerStream
         chat_template=None,
         context_length=shape.context,
         architecture=config.model_type,
-        parameters=sum(weight.numel() for weight in network.parameters()) + int4_count(network),
+        parameters=sum(weight.numel() for weight in network.parameters()) + rounded_count(network),
         weights_bytes=weights_bytes(network),
         kv_bytes_per_token=shape.layers * width * network.dtype.itemsize,
         dtype=str(network.dtype).removeprefix("torch."),

@@ -19,7 +19,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from emberkeep.engine.hf.int4 import AwqFormat, Int4Linear, from_awq
+from emberkeep.engine.hf.quantize import Int8Linear, round_layers, round_linear
 from emberkeep.errors import ModelBroken
+from emberkeep.types import Quantization
 
 _CODES = ".qweight"
 _PARTS = ("qweight", "qzeros", "scales")
@@ -49,6 +51,7 @@ class Checkpoint:
     def __init__(self, folder: Path, form: AwqFormat | None = None) -> None:
         """`form`: of weights in four bits, where there are such."""
         self._folder, self._form = folder, form
+        self._rounding = Quantization.NONE
         self._files: dict[str, Any] = {}
         for path in _files(folder):
             opened: Any = safe_open(path, framework="pt", device="cpu")
@@ -61,10 +64,13 @@ class Checkpoint:
 
     # ── the network without its weights ──
 
-    def build(self, config: Any, dtype: torch.dtype, attention: str) -> Any:
+    def build(
+        self, config: Any, dtype: torch.dtype, attention: str, rounding: Quantization = Quantization.NONE
+    ) -> Any:
         """A causal LM for inference whose parameters are on the meta device, and whose buffers are real.
 
-        Changes `config`. Raises ModelBroken where this checkpoint has not what the network needs.
+        `rounding`: what the weights of its layers become when they are filled. Changes `config`. Raises
+        ModelBroken where this checkpoint has not what the network needs.
         """
         if self._form is not None:
             del config.quantization_config  # transformers would not go on without a package for it
@@ -79,6 +85,9 @@ class Checkpoint:
         for name in [name.removesuffix(_CODES) for name in self._files if name.endswith(_CODES)]:
             self._place_int4(network, name, dtype)
         self._check_names(network)
+        if rounding is not Quantization.NONE:
+            round_layers(network, rounding)
+            self._rounding = rounding
         return network.eval().requires_grad_(False)
 
     def _place_int4(self, network: nn.Module, name: str, dtype: torch.dtype) -> None:
@@ -116,10 +125,12 @@ class Checkpoint:
     def fill(self, modules: Iterable[tuple[str, nn.Module]], converting: torch.device) -> None:
         """Give these modules of the network, which come with their names in it, their own weights.
 
-        They are in RAM then, and may be pages of the files; those in four bits are on `converting`. Blocks.
+        They are in RAM then, and may be pages of the files; those in few bits are on `converting`. Blocks.
         """
         for name, module in modules:
-            if isinstance(module, Int4Linear):
+            if isinstance(module, Int8Linear | Int4Linear) and self._rounding is not Quantization.NONE:
+                self._fill_rounded(name, module, converting)
+            elif isinstance(module, Int4Linear):
                 self._fill_int4(name, module, converting)
             else:
                 self._fill_plain(name, module)
@@ -133,6 +144,13 @@ class Checkpoint:
         parts = {part: self._take(f"{name}.{part}").to(converting) for part in _PARTS}
         bias = None if module.bias is None else self._take(f"{name}.bias").to(converting)
         module._buffers.update(self._int4(parts, bias, module.scales.dtype)._buffers)
+
+    def _fill_rounded(self, name: str, module: Int8Linear | Int4Linear, converting: torch.device) -> None:
+        shape = torch.empty((module.out_features, module.in_features), dtype=module.scales.dtype, device="meta")
+        weight = self._take_like(f"{name}.weight", shape).to(converting)
+        bias = None if module.bias is None else self._take(f"{name}.bias").to(converting)
+        rounded = round_linear(weight, bias, self._rounding, module.scales.dtype)
+        module._buffers.update(rounded._buffers)
 
     def _int4(self, parts: dict[str, torch.Tensor], bias: torch.Tensor | None, dtype: torch.dtype) -> Int4Linear:
         if self._form is None:

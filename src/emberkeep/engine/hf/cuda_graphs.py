@@ -56,12 +56,12 @@ class StepBatch:
         row_bytes = max(g.shape.width for g in memory.groups) * 2 * memory.dtype.itemsize
         self._shape = choose_tiles(size.rows, group, row_bytes, device.shared_memory_per_block_optin)
         most_tiles = size.rows // self._shape.tokens + min(size.sequences, size.rows)
-        counts = (size.rows, size.rows, size.rows, size.outputs, _TILE_NUMBERS * most_tiles)
+        counts = (size.rows, size.rows, size.rows, size.outputs, 1, _TILE_NUMBERS * most_tiles)
         self._host = torch.zeros(sum(counts), dtype=torch.int64).pin_memory()
         self._host_tables = torch.zeros((size.sequences, size.blocks), dtype=torch.int32).pin_memory()
         self._inputs = torch.zeros_like(self._host, device=memory.device)
         self._tables = torch.zeros_like(self._host_tables, device=memory.device)
-        self.tokens, self.positions, self.cells, self.wanted, tiles = self._inputs.split(counts)
+        self.tokens, self.positions, self.cells, self.wanted, self.live, tiles = self._inputs.split(counts)
         self._tiles = tiles.view(-1, _TILE_NUMBERS)
         self._views = [part.numpy() for part in self._host.split(counts)]
         self._views[-1] = self._views[-1].reshape(-1, _TILE_NUMBERS)
@@ -76,7 +76,7 @@ class StepBatch:
     def fill(self, batch: Sequence[Rows], tables: Sequence[BlockTable]) -> None:
         """Nothing of the latest step may still be running."""
         self._host.zero_()
-        tokens, positions, cells, wanted, tiles = self._views
+        tokens, positions, cells, wanted, live, tiles = self._views
         end = outputs = tile = 0
         each = self._shape.tokens
         for index, (rows, table) in enumerate(zip(batch, tables, strict=True)):
@@ -98,6 +98,7 @@ class StepBatch:
             part[:, 0], part[:, 2], part[:, 3] = begin + first, index, rows.start + first
             part[:, 1] = np.minimum(each, end - begin - first)
             tile += len(first)
+        live[0] = end
         self._inputs.copy_(self._host, non_blocking=True)
         self._tables[: len(batch)].copy_(self._host_tables[: len(batch)], non_blocking=True)
 

@@ -6,8 +6,9 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from emberkeep.engine.base import (
 )
 from emberkeep.engine.hf.attention import PoolStep, Tiers
 from emberkeep.engine.hf.blend import FULL_LAYERS, BlendStep, evaluate_deviating, evaluate_some
+from emberkeep.engine.hf.expert_counter import ExpertCounter
 from emberkeep.engine.hf.fingerprint import fingerprint
 from emberkeep.engine.hf.footprint import affordable_cells, footprint, peak_bytes
 from emberkeep.engine.hf.model_loader import HfModel, HfSettings
@@ -65,11 +67,13 @@ class HfEngine:
             torch.set_num_threads(settings.threads)
         self._network = Network(model.network)
         self.vocab = model.vocab
-        self.experts = None
         self.attention = Tiers(self._network.device, settings.attention)
         learned = learn(self._network)
         layers = [learned.shapes[index] for index in range(len(learned.shapes))]
         self._rotations = learn_rotations(self._network)
+        self.experts = ExpertCounter.of(
+            model.network, self._network.device, lambda: learn(self._network), self._record_anew
+        )
         cells = settings.cells or affordable_cells(model, layers, learned.dtype, settings)
         if settings.most_blocks is not None:
             cells = min(cells, (settings.most_blocks - settings.sequences) * BLOCK)
@@ -101,16 +105,10 @@ class HfEngine:
         )
         self._check_against_reference()
         self._stream = model.stream
-        if self._network.device.type == "cuda" and (self._stream is None or self._stream.can_record):
-            self._graphs = _record_steps(self._network, self._memory, self.capabilities, learned, self._stream)
-            self._check_recorded()
+        self._learned = learned
         shapes = [(len(g.streams), g.shape.heads, g.shape.width) for g in self._memory.groups]
-        layout = [str(learned.dtype), shapes]
-        computed = self._graphs.layers if self._graphs else None
-        self._fingerprints = {
-            tier: fingerprint(model, layout, weights_digest, tier, layers=computed)
-            for tier in self.attention.available
-        }
+        self._identify = partial(fingerprint, model, [str(learned.dtype), shapes], weights_digest)
+        self._record()
         self._step_table = measure_steps(self)
         self.footprint: Footprint | None = footprint(model, self._memory, layers, self, settings)
         self._transfer.prepare()
@@ -162,6 +160,12 @@ class HfEngine:
         self._outputs.take(logits, likeliest)
         self._transfer.let_go()
         self._first_outputs = [0, *np.cumsum(outputs).tolist()]
+        self._count_experts()
+
+    def _count_experts(self) -> None:
+        """Of a step that is over."""
+        if self.experts is not None:
+            self.experts.step_done()
 
     def logits(self, index: int, row: int = 0) -> Logits:
         taken: Logits = self._outputs.rows()[self._first_outputs[index] + row]
@@ -301,9 +305,11 @@ class HfEngine:
             with translate_errors():
                 self._memory.copy(copies)
                 self._insert(Rows(sequence, start, insert, outputs=0), table)
+                self._count_experts()
                 if followers:
                     self._transfer.write(table, stop, table.length, followers)
         except EngineError:
+            self._forget_experts()
             self.trim(sequence, 0)
             raise
         return Outcome.DONE
@@ -356,6 +362,9 @@ class HfEngine:
         self._graphs = None
         if self._stream is not None:
             self._stream.close()
+        if self.experts is not None:
+            self.experts.close()
+        self._identify = None  # type: ignore[assignment]
         self._transfer = None  # type: ignore[assignment]
         self._memory = None  # type: ignore[assignment]
         self._network = None  # type: ignore[assignment]
@@ -383,12 +392,35 @@ class HfEngine:
             with translate_errors():
                 yield has_room
         except EngineError:
+            self._forget_experts()
             for table, length in zip(tables, lengths, strict=True):
                 self._pool.trim(table, length)
             raise
 
+    def _forget_experts(self) -> None:
+        if self.experts is not None:
+            with suppress(RuntimeError):  # a device that has failed says so to the next step, too
+                self.experts.step_failed()
+
     def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._network.device, non_blocking=True)
+
+    @torch.no_grad()
+    def _record_anew(self) -> None:
+        for sequence in list(self._tables):
+            self.trim(sequence, 0)
+        self._record()
+
+    def _record(self) -> None:
+        """Record steps where that is possible. Nothing may be in the engine."""
+        self._graphs = None
+        if self._network.device.type == "cuda" and (self._stream is None or self._stream.can_record):
+            self._graphs = _record_steps(
+                self._network, self._memory, self.capabilities, self._learned, self._stream
+            )
+            self._check_recorded()
+        computed = self._graphs.layers if self._graphs else None
+        self._fingerprints = {tier: self._identify(tier, layers=computed) for tier in self.attention.available}
 
     def _check_recorded(self) -> None:
         try:

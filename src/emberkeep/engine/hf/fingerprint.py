@@ -12,7 +12,7 @@ import transformers
 from emberkeep.config import cpu_facts
 from emberkeep.engine.hf.int4 import int4_count
 from emberkeep.engine.hf.model_loader import HfModel
-from emberkeep.types import Json
+from emberkeep.types import Json, Quantization
 
 _VERSION = 1
 """Of the payloads: raise it when their bytes change."""
@@ -20,6 +20,8 @@ _RECORDED = 3
 """Of the kernels that steps are recorded with."""
 _INT4 = 1
 """Of those for weights in four bits."""
+_ROUNDED = 1
+"""Of what weights become that are rounded when they are loaded."""
 
 
 def fingerprint(
@@ -44,6 +46,8 @@ def fingerprint(
         "attention": attention,
         "recorded": [_RECORDED, layers] if layers else False,
     }
+    if model.quantization is not Quantization.NONE:
+        fields["quantization"] = [model.quantization, _ROUNDED]
     if has_int4:
         fields["int4"] = _INT4
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).digest()

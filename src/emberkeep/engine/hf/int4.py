@@ -125,10 +125,15 @@ def from_awq(
         raise ModelBroken("The shapes of this model's quantised weights do not belong together: pull it again.")
     if not form.has_zeros:
         zero_points = torch.full_like(zero_points, 8)
-    halves = numbers.unflatten(1, (groups, 2, -1))
-    packed = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+    packed = pack_codes(numbers, groups)
     scales, zero_points = (part.T.to(dtype).contiguous() for part in (scales, zero_points))
-    return Int4Linear(packed.contiguous(), scales, zero_points, bias if bias is None else bias.to(dtype))
+    return Int4Linear(packed, scales, zero_points, bias if bias is None else bias.to(dtype))
+
+
+def pack_codes(numbers: torch.Tensor, groups: int) -> torch.Tensor:
+    """`[outputs, inputs]` numbers below 16, two to a byte, in rows of so many groups."""
+    halves = numbers.unflatten(1, (groups, 2, -1))
+    return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1).contiguous()
 
 
 def _of_gemm(
@@ -157,10 +162,3 @@ def _unpack(words: torch.Tensor, order: Any) -> torch.Tensor:
 def int4_count(network: nn.Module) -> int:
     """How many weights are in four bits."""
     return sum(2 * part.codes.numel() for part in network.modules() if isinstance(part, Int4Linear))
-
-
-def weights_bytes(network: nn.Module) -> int:
-    buffers = (
-        b for part in network.modules() if isinstance(part, Int4Linear) for b in part.buffers(recurse=False)
-    )
-    return sum(tensor.numel() * tensor.element_size() for tensor in (*network.parameters(), *buffers))

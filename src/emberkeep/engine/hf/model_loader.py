@@ -20,13 +20,13 @@ from transformers.utils import logging as transformers_logging
 from emberkeep.engine.hf.checkpoint import Checkpoint, awq_format
 from emberkeep.engine.hf.device import choose_device, choose_dtype, shares_ram, weights_budget
 from emberkeep.engine.hf.footprint import kv_bytes_per_token
-from emberkeep.engine.hf.int4 import int4_count, weights_bytes
+from emberkeep.engine.hf.quantize import round_layers, rounded_count, weights_bytes
 from emberkeep.engine.hf.residency import Placing
 from emberkeep.engine.hf.streaming import LayerStream, place_layers
 from emberkeep.engine.hf.vocab import HfVocab, gguf_adds_bos, gguf_ends, repair_gguf_tokenizer
 from emberkeep.engine.locked_memory import Range
 from emberkeep.errors import EmberkeepError, EngineError, ModelBroken
-from emberkeep.types import AttentionTier, Json
+from emberkeep.types import AttentionTier, Json, Quantization
 
 log = logging.getLogger("emberkeep.engine")
 
@@ -64,6 +64,8 @@ class HfModel:
     device: str
     stream: LayerStream | None = None
     """What brings the weights that do not stay on the device; None: all do."""
+    quantization: Quantization = Quantization.NONE
+    """What the weights of its layers were rounded to when they were loaded."""
 
     def memory(self) -> list[Range]:
         """Where in RAM the weights are, of a model on the CPU."""
@@ -100,7 +102,13 @@ class HfSettings:
 
 
 def load_model(
-    source: HfSource, *, device: str, dtype: str, attention: str, placing: Placing | None = None
+    source: HfSource,
+    *,
+    device: str,
+    dtype: str,
+    attention: str,
+    placing: Placing | None = None,
+    quantization: Quantization = Quantization.NONE,
 ) -> HfModel:
     """`attention` is the name that an implementation is registered under with transformers.
 
@@ -109,9 +117,8 @@ def load_model(
     target = choose_device(device)
     with translate_errors(source, target), quiet(), _read_quickly(source):
         config = AutoConfig.from_pretrained(source.folder, **local_files(source))
-        network, stream = _placed_network(
-            source, config, target, dtype, attention, (placing or Placing()).settled()
-        )
+        form = _LoadedForm(choose_dtype(dtype, target, own_dtype(source, config)), attention, quantization)
+        network, stream = _placed_network(source, config, target, form, (placing or Placing()).settled())
         tokenizer = _tokenizer(source)
         vocab = _vocab(source, tokenizer, network)
         text = network.config.get_text_config(decoder=True)
@@ -121,12 +128,13 @@ def load_model(
         chat_template=_template(tokenizer),
         context_length=_context_length(text),
         architecture=str(network.config.model_type),
-        parameters=sum(weight.numel() for weight in network.parameters()) + int4_count(network),
+        parameters=sum(weight.numel() for weight in network.parameters()) + rounded_count(network),
         weights_bytes=weights_bytes(network),
         kv_bytes_per_token=kv_bytes_per_token(text, network.dtype),
         dtype=str(network.dtype).removeprefix("torch."),
         device=str(target),
         stream=stream,
+        quantization=quantization,
     )
 
 
@@ -136,35 +144,71 @@ def local_files(source: HfSource) -> dict[str, Any]:
     return files | {"gguf_file": source.gguf} if source.gguf else files
 
 
+@dataclass(frozen=True, slots=True)
+class _LoadedForm:
+    """What a network is to be once it is loaded."""
+
+    dtype: torch.dtype
+    attention: str
+    rounding: Quantization
+
+
 def _placed_network(
-    source: HfSource, config: Any, device: torch.device, dtype: str, attention: str, placing: Placing
+    source: HfSource, config: Any, device: torch.device, form: _LoadedForm, placing: Placing
 ) -> tuple[Any, LayerStream | None]:
     """Straight to the device if everything is sure to fit there, else by way of RAM, at once or layer by layer."""
-    form = None if source.gguf else awq_format(config)
-    chosen = choose_dtype(dtype, device, own_dtype(source, config))
-    checkpoint = None if source.gguf else Checkpoint(source.folder, form)
-    size = checkpoint.size(chosen) if checkpoint else 0
+    awq = None if source.gguf else awq_format(config)
+    checkpoint = None if source.gguf else Checkpoint(source.folder, awq)
+    size = checkpoint.size(form.dtype) if checkpoint else 0
+    if form.rounding is not Quantization.NONE:
+        return _rounded_network(source, config, device, form, placing, checkpoint)
     if shares_ram(device):
         placing = placing.in_unified_memory(size)
     fits = size <= weights_budget(device, placing.gpu_memory)
-    if form is None and fits and not placing.lets_weights_pass:
-        return _network(source, config, device, chosen, attention), None
-    if checkpoint is None or (form is None and size <= (placing.ram or 0) + placing.promised_ram):
+    if awq is None and fits and not placing.lets_weights_pass:
+        return _network(source, config, device, form), None
+    if checkpoint is None or (awq is None and size <= (placing.ram or 0) + placing.promised_ram):
         # transformers knows weights by former names, too, and puts together what files have apart.
-        network = _network(source, config, torch.device("cpu"), chosen, attention)
+        network = _network(source, config, torch.device("cpu"), form)
         return network, place_layers(network, device, placing)
-    network = checkpoint.build(config, chosen, attention)
+    network = checkpoint.build(config, form.dtype, form.attention)
     return network, place_layers(network, device, placing, checkpoint)
 
 
-def _network(source: HfSource, config: Any, device: torch.device, dtype: torch.dtype, attention: str) -> Any:
+def _rounded_network(
+    source: HfSource,
+    config: Any,
+    device: torch.device,
+    form: _LoadedForm,
+    placing: Placing,
+    checkpoint: Checkpoint | None,
+) -> tuple[Any, LayerStream | None]:
+    """Layer by layer, so that it is never there in full; through RAM where files have other names for weights."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise EngineError(f"The weights of {source.name} are in few bits already: leave --quantization out.")
+    network, weights = None, checkpoint
+    if checkpoint is not None:
+        try:
+            network = checkpoint.build(config, form.dtype, form.attention, form.rounding)
+        except ModelBroken:
+            if checkpoint.size(form.dtype) > (placing.ram or 0) + placing.promised_ram:
+                raise
+    if network is None:
+        network, weights = _network(source, config, torch.device("cpu"), form), None
+        round_layers(network, form.rounding)
+    if shares_ram(device):
+        placing = placing.in_unified_memory(weights_bytes(network))
+    return network, place_layers(network, device, placing, weights)
+
+
+def _network(source: HfSource, config: Any, device: torch.device, form: _LoadedForm) -> Any:
     try:
-        return _with_weights(source, config, device, dtype, attention)
+        return _with_weights(source, config, device, form.dtype, form.attention)
     except KeyError as unknown:
-        if unknown.args != (attention,):
+        if unknown.args != (form.attention,):
             raise
         # A model that knows only its own ways to compute attention.
-        return _with_weights(source, config, device, dtype, "eager")
+        return _with_weights(source, config, device, form.dtype, "eager")
 
 
 def _with_weights(source: HfSource, config: Any, device: torch.device, dtype: torch.dtype, attention: str) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import Cache
@@ -50,6 +50,8 @@ class Step:
     """The one that attention is computed in: its keys and values have just been written."""
     normed: torch.Tensor | None = None
     """What the layer before has computed of the next one, if it has (`fused_layers`)."""
+    live: ClassVar[torch.Tensor | None] = None
+    """How many rows are tokens; None: all."""
     _located: dict[tuple[int, int], slice | torch.Tensor] = field(default_factory=dict)
     """Where the cells of a span are, by its first row and the first position wanted: the same in most layers."""
 

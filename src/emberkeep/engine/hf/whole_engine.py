@@ -39,6 +39,7 @@ from emberkeep.engine.base import (
     Piece,
     Rows,
 )
+from emberkeep.engine.hf.expert_counter import ExpertCounter
 from emberkeep.engine.hf.fingerprint import fingerprint
 from emberkeep.engine.hf.footprint import peak_bytes
 from emberkeep.engine.hf.model_loader import HfModel, HfSettings
@@ -59,7 +60,6 @@ class _WholeState:
 class HfWholeEngine:
     """See `Engine` for the contracts."""
 
-    experts = None
     attention = None
     footprint: Footprint | None = None
 
@@ -78,6 +78,9 @@ class HfWholeEngine:
         self._goes_on_by = settings.batch
         """Most tokens that can be added to a state at once."""
         self._empty, size = self._probe()
+        self.experts = ExpertCounter.of(
+            model.network, self._device, lambda: self._run(np.arange(3, dtype=np.int32), None), self._states.clear
+        )
         cells = settings.cells or settings.context
         self.capabilities = Capabilities(
             kv_unit=KvUnit.SNAPSHOT,
@@ -98,6 +101,8 @@ class HfWholeEngine:
         if self._lacks_room(sum(len(rows.tokens) for rows in batch)):
             return Outcome.NO_ROOM
         self._logits_of = {}
+        if self.experts is not None:
+            self.experts.step_failed()  # what the latest one left, if it failed
         for index, rows in enumerate(batch):
             state = self._states.get(rows.sequence)
             if rows.start != self._end(rows.sequence) or (state and state.cache is None):
@@ -106,6 +111,8 @@ class HfWholeEngine:
             self._states[rows.sequence] = _WholeState(cache, rows.start + len(rows.tokens))
             if rows.outputs:
                 self._logits_of[index] = logits
+        if self.experts is not None:
+            self.experts.step_done()
         return Outcome.DONE
 
     def logits(self, index: int, row: int = 0) -> Logits:
@@ -184,6 +191,8 @@ class HfWholeEngine:
         self._states.clear()
         if self._stream is not None:
             self._stream.close()
+        if self.experts is not None:
+            self.experts.close()
         self._model = None
 
     def _end(self, sequence: int) -> int:
