@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from time import monotonic
+
+import pytest
 
 from emberkeep.backend.local import ForgottenUsers, RecentLookups
 from emberkeep.kv.forgotten import of_user
@@ -18,6 +21,17 @@ def test_no_text_of_a_request_is_shown() -> None:
     (shown,) = lookups.json()
     assert "secret" not in str(shown)
     assert shown["divergence"] == {"token_index": 7} and shown["reason"] == "diverged"
+
+
+def test_the_log_tells_what_was_reused_from_where_and_no_text(caplog: pytest.LogCaptureFixture) -> None:
+    divergence = Divergence(7, "a secret that was stored", "a secret that was asked", "message 3 (user)")
+    lookup = LookupRecord(9, warm_tokens=3, cold_tokens=4, reason=MissReason.DIVERGED, divergence=divergence)
+    with caplog.at_level(logging.DEBUG, "emberkeep.backend"):
+        RecentLookups().add(ANN, lookup)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == (
+        "of 9 tokens reused: 3 warm, 4 cold; 0.0 ms to load; why no more: diverged at token 7 in message 3 (user)"
+    )
 
 
 def test_who_was_forgotten_is_not_shown_any_more() -> None:

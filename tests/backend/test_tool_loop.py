@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -121,6 +122,18 @@ def test_what_the_gate_refuses_does_not_run_and_the_model_reads_why() -> None:
     transcript = Kept()
     run(Model(calling(3), ANSWER), transcript, Closed())
     assert [message.content for message in transcript.exchanges[0]] == ["", "No."]
+
+
+@pytest.mark.parametrize(("gate", "ending"), [(Gate(), "gave 8 characters"), (Closed(), "failed")])
+def test_a_call_is_logged_and_its_arguments_only_where_everything_is(
+    gate: Gate, ending: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "emberkeep.tools"):
+        run(Model(calling(3), ANSWER), Kept(), gate)
+    told, details = caplog.records
+    assert (told.levelno, told.getMessage()) == (logging.INFO, f"the tool depth {ending} after 0 ms")
+    assert details.levelno == logging.DEBUG
+    assert details.getMessage().startswith('depth({"pier": 3}): ')
 
 
 def test_the_last_round_is_forced_to_answer() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import ClassVar
 from typing import Any, Self
 
 import pytest
@@ -37,7 +38,7 @@ def talks(folder: Path, *names: str, turns: int = 3) -> Path:
 class ScriptedServer:
     """Answers in its own way, without a model; one that is told of a fire refuses."""
 
-    started: list[ScriptedServer] = []
+    started: ClassVar[list[ScriptedServer]] = []
 
     def __init__(self, model: Path, data_dir: Path, **_: object) -> None:
         self.port = len(self.started)

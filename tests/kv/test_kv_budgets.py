@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from emberkeep.types import EXACT
 from helpers.kv_building import (
     CHUNK_BYTES,
@@ -28,6 +30,20 @@ def test_ram_stays_within_its_budget_and_the_rest_is_read_back(tmp_path):
     assert store._ledger.ram.tally.bytes <= 5 * CHUNK_BYTES
     check_ledger(store)
     store.close()
+
+
+def test_moves_between_tiers_and_evictions_are_logged(tmp_path, caplog):
+    with caplog.at_level(logging.DEBUG, "emberkeep.kv"):
+        store = new_store(tmp_path, warm=2 * CHUNK_BYTES, cold=8 * CHUNK_BYTES)
+        for seed in range(6):
+            put(store, prompt(256, seed=seed))
+            store.flush()
+            if seed == 1:
+                assert load(store, prompt(256, seed=0)) == 256
+        store.close()
+    lines = [record.getMessage() for record in caplog.records]
+    for beginning in ("warm -> cold: ", "cold -> warm: ", "warm: ", "cold: "):
+        assert any(line.startswith(beginning) and " bytes" in line for line in lines), beginning
 
 
 def test_without_a_disk_the_deepest_chunks_go_first():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import pytest
@@ -60,6 +61,15 @@ def test_what_left_is_out_on_the_next_turn_and_in_another_process(memory):
     for length in (11, 12):
         assert Sessions(memory, POLICY).view(request(length)).gone == view.gone
     assert turns(memory) == SAID[:2]
+
+
+def test_what_leaves_is_logged_without_its_words(memory, caplog):
+    for sessions, ending in ((Sessions(memory, POLICY), "archived"), (Sessions(None, POLICY), "not archived")):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "emberkeep.session"):
+            evict(sessions, request(), 2)
+        (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+        assert line == f"4 messages (100 tokens) left the context, {ending}"
 
 
 def test_each_eviction_adds_to_the_one_before(memory):

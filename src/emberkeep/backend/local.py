@@ -533,7 +533,7 @@ def _timed(fit: Fit, lookup: LookupRecord) -> Fit:
 
 
 def _lookup_line(request: Request, lookup: LookupRecord) -> str:
-    """For the log, without any text of the request."""
+    """For the log. No text of a message is in it."""
     whose = f" of conversation {request.conversation_id}" if request.conversation_id else ""
     tiers = {"hot": lookup.hot_tokens, "warm": lookup.warm_tokens, "cold": lookup.cold_tokens}
     tiers |= {"remote": lookup.remote_tokens, "moved": lookup.moved_tokens}
