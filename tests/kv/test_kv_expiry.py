@@ -190,6 +190,17 @@ def test_a_process_that_dies_in_a_turn_leaves_what_it_wrote_for_the_short_ttl(tm
     store.close()
 
 
+def test_without_the_setting_such_files_are_wanted_for_the_longest_ttl(tmp_path: Path, time: Time) -> None:
+    store = opened(tmp_path, time, expire=False)
+    put(store, ANN.tokens, namespace=ANN.namespace)
+    store.flush()
+    time.pass_(SHORT_S)
+    again = opened(tmp_path, time, expire=False)
+    assert [entry.expires_in_s for entry in again.catalogue.entries()] == [EXTENDED_S]
+    again.close()
+    store.close()
+
+
 def test_files_that_do_not_say_when_they_expire_are_not_kept(tmp_path: Path, time: Time) -> None:
     store = opened(tmp_path, time)
     keep(store, ANN, Ttl.EXTENDED)

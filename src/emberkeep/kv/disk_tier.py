@@ -52,6 +52,8 @@ class DiskSettings:
     """How much memory may be prepared for reading."""
     about: Mapping[str, Any]
     """Written into the store's folder, for people and tools that come without the model."""
+    expire: bool = False
+    """As in `Keeping`."""
 
 
 class DiskTier:
@@ -83,7 +85,7 @@ class DiskTier:
         self._reader = Reader(
             files, typical_size=typical_size, ready_bytes=settings.ready_bytes, on_done=owner.complete_load
         )
-        self._writer = Writer(files, self)
+        self._writer = Writer(files, self, tells_expiry=settings.expire)
 
     # ── for the store ──
 

@@ -140,7 +140,7 @@ class KvStore:
             ledger.entries.ghosts.add(notes.ghosts)
         ledger.entries.restore(notes.entries)
         self.counters.damaged_chunks += damaged
-        settings = DiskSettings(self._budgets.disk, self._budgets.ram // 16, about)
+        settings = DiskSettings(self._budgets.disk, self._budgets.ram // 16, about, self.keeping.expire)
         largest = max((row.bytes for row in rows), default=0)
         return DiskTier(files, self, self._forgetter, self.counters, settings, largest)
 

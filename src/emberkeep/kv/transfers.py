@@ -176,9 +176,11 @@ class WriteDecisions(Protocol):
 class Writer:
     """Queues chunks and writes them. Safe to use from any thread."""
 
-    def __init__(self, files: ChunkFiles, decisions: WriteDecisions) -> None:
+    def __init__(self, files: ChunkFiles, decisions: WriteDecisions, *, tells_expiry: bool = False) -> None:
+        """`tells_expiry`: the index has it with a file's row, and not only when the turn has ended."""
         self._files = files
         self._decisions = decisions
+        self._tells_expiry = tells_expiry
         self._queue: list[tuple[Chunk, Chunk | None]] = []
         self._look_again = _LOOK_AGAIN
         self._changed = threading.Condition()
@@ -286,7 +288,7 @@ class Writer:
         begin = perf_counter()
         try:
             entries = self._entries(batch)
-            expires = {chunk.key: chunk.expires for chunk, _ in batch}
+            expires = {chunk.key: chunk.expires for chunk, _ in batch} if self._tells_expiry else {}
             written = self._files.write(entries, self._decisions.is_wanted, expires) if entries else Written({})
         except OSError as error:
             self._refused(batch, error)
