@@ -50,7 +50,8 @@ def layer_sizes(folder: Path, dtype: str, rounding: Quantization = Quantization.
         for name, (kind, shape) in read_tensor_shapes(file).items():
             found, size = _NUMBERED.match(name), _bytes(name, kind, math.prod(shape), width)
             if found is not None and kind in _WITH_FRACTION and _is_linear(name, shape):
-                size = rounded_bytes(rounding, *shape, width)
+                outputs, inputs = shape
+                size = rounded_bytes(rounding, outputs, inputs, width)
             if found is None:
                 rest += size
             elif int(found["number"]) < count:  # some models have more, which only train them
