@@ -113,6 +113,8 @@ SENTENCES = [
     ),
     ("docs/benchmarks.md", f"uses the default settings (`recall = {DEFAULTS.recall}`)"),
     ("docs/http-api.md", f'base_url="http://{DEFAULTS.host}:{DEFAULTS.port}/v1"'),
+    ("docs/architecture.md", f"the state of up to {DEFAULTS.chunk_size} tokens (`chunk_size`)"),
+    ("docs/remote-tier.md", f"blocks of {DEFAULTS.chunk_size} (so `chunk_size` stays as it is)"),
     ("README.md", DEFAULTS.model),
 ]
 """Defaults that pages tell in words. Who changes one changes the page."""

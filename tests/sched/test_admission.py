@@ -229,6 +229,18 @@ def test_a_prompt_is_evaluated_in_slices_of_its_plan():
         assert rig.run(LONG).answer == answer
 
 
+def test_a_request_may_ask_for_smaller_slices():
+    slices = []
+    engine = FakeEngine(cells=1 << 15, on_evaluate=lambda batch: slices.extend(len(rows.tokens) for rows in batch))
+    with Rig(engine=engine) as rig:  # without a plan
+        rig.run(LONG, prefill_slice=48)
+    assert max(slices) == 48
+    planned = admission()
+    assert planned.admit(1000, 1).plan.prefill_slice == 512
+    assert planned.admit(1000, 1, most_slice=48).plan.prefill_slice == 48
+    assert planned.admit(1000, 1, most_slice=4096).plan.prefill_slice == 512
+
+
 def test_sequences_that_together_need_too_much_run_one_after_the_other():
     engine = FakeEngine(cells=1 << 15)
     gate = Gate(engine)
