@@ -50,7 +50,7 @@ def layer_sizes(folder: Path, dtype: str, rounding: Quantization = Quantization.
         for name, (kind, shape) in read_tensor_shapes(file).items():
             found, size = _NUMBERED.match(name), _bytes(name, kind, math.prod(shape), width)
             if found is not None and kind in _WITH_FRACTION and _is_linear(name, shape):
-                size = rounded_bytes(rounding, *shape, width)
+                size = rounded_bytes(rounding, shape[0], shape[1], width)
             if found is None:
                 rest += size
             elif int(found["number"]) < count:  # some models have more, which only train them
@@ -69,7 +69,7 @@ def _own_dtype(folder: Path) -> str:
 
 def _is_linear(name: str, shape: Sequence[int]) -> bool:
     """Experts are put together into one tensor, which keeps its bits."""
-    return len(shape) == 2 and name.endswith(".weight") and _EXPERTS not in name and is_rounded(*shape)
+    return len(shape) == 2 and name.endswith(".weight") and _EXPERTS not in name and is_rounded(shape[0], shape[1])
 
 
 def _bytes(name: str, kind: str, numbers: int, width: int) -> int:
