@@ -101,10 +101,27 @@ def test_what_fits_is_put_on_the_gpu_and_a_number_is_obeyed(
     monkeypatch: pytest.MonkeyPatch, dense: GgufHeader
 ) -> None:
     large = gpu(8 << 30)
-    assert placed(monkeypatch, dense, large) == (Placement(2, 3), SETTINGS)
+    assert placed(monkeypatch, dense, large) == (Placement(2, 3), replace(SETTINGS, batch=2048))
     assert placed(monkeypatch, dense, large, gpu_layers=1) == (Placement(2, 1), SETTINGS)
     assert placed(monkeypatch, dense, large, gpu_layers=0) == (Placement(2, 0), SETTINGS)
     assert placed(monkeypatch, dense, gpu(1 << 30)) == (Placement(2, 0), SETTINGS)
+
+
+def test_steps_are_longer_where_nothing_else_pays_for_it(
+    monkeypatch: pytest.MonkeyPatch, dense: GgufHeader, moe: GgufHeader, folder: Path
+) -> None:
+    """With 128 Ki cells a row of a step takes 512 KiB for what it sees: 2,048 of them are 1 GiB."""
+    large, cells = gpu(8 << 30), replace(SETTINGS, context=128 << 10, cells=128 << 10)
+    monkeypatch.setattr("test_placing.SETTINGS", cells)
+    for free, batch in ((3000, 2048), (2100, 1024), (1600, 512)):
+        placement, settings = placed(monkeypatch, dense, gpu(free * MIB))
+        assert (placement.count, settings.cells, settings.batch) == (3, cells.cells, batch), free
+    assert placed(monkeypatch, moe, large, cpu_moe=1)[1].batch == 2048
+    assert placed(monkeypatch, dense, large, prefill_slice=512)[1].batch == 512
+    assert placed(monkeypatch, dense, large, gpu_layers=3)[1].batch == 512
+    for kind in (tiny_gguf.sliding_window, tiny_gguf.recurrent, tiny_gguf.hybrid):
+        header = read_header(kind(folder / f"{kind.__name__}.gguf"))
+        assert placed(monkeypatch, header, large)[1].batch == 512, kind
 
 
 def test_cells_for_fewer_contexts_make_room_for_all_layers(

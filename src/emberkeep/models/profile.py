@@ -63,6 +63,19 @@ class ModelProfile:
     """Where a model has RoPE factors for short and for long contexts: the longest short one."""
 
 
+_WIDE_STEP = 2048
+
+
+def wide_step(shape: ModelProfile) -> int | None:
+    """Prompt tokens that a GPU may evaluate of it in one step, where memory allows; None: as many as a CPU. Pure.
+
+    Experts gain most: each sees a few of a step's tokens, and those in RAM are copied for every step. What is kept
+    as snapshots is kept where steps end, so they stay short. A CPU is no quicker with longer ones.
+    """
+    has_snapshots = shape.kind in (ModelKind.RECURRENT, ModelKind.HYBRID) or shape.sliding_window is not None
+    return None if has_snapshots else _WIDE_STEP
+
+
 def profile(header: GgufHeader) -> ModelProfile:
     """Pure. Raises ModelBroken when the metadata does not describe a language model."""
     return _Metadata(header).profile()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from emberkeep.config import Config
 from emberkeep.errors import EngineError, ModelBroken
 from emberkeep.models.gguf import GgufHeader
-from emberkeep.models.profile import F16_BYTES, ModelProfile
+from emberkeep.models.profile import F16_BYTES, ModelProfile, wide_step
 
 if TYPE_CHECKING:
     from emberkeep.engine.llamacpp import (
@@ -54,7 +54,12 @@ def place(
     if not found:
         return ON_CPU, settings
     if config.gpu_layers is None:
-        placement, settings = _fitting(config, headers, shape, settings, kv_bytes, found)
+        placement, settings = _with_widest_steps(
+            config,
+            shape,
+            settings,
+            lambda each: _fitting(config, headers, shape, each, kv_bytes, found),
+        )
         why = "as many as fit: gpu_layers says another number"
     else:
         shares = share_layers(found, config.tensor_split)
@@ -62,6 +67,24 @@ def place(
     names = ", ".join(f"{gpu.name} ({gpu.description})" for gpu in found)
     log.info("%d of %d layers are on %s, %s", placement.count, shape.layers + 1, names, why)
     return placement, settings
+
+
+def _with_widest_steps(
+    config: Config,
+    shape: ModelProfile,
+    settings: LlamaSettings,
+    plan: Callable[[LlamaSettings], tuple[Placement, LlamaSettings]],
+) -> tuple[Placement, LlamaSettings]:
+    """Steps as long as suit the model on GPUs, if all of it goes there and neither layers nor cells pay for it."""
+    placement, planned = plan(settings)
+    widest = wide_step(shape)
+    if widest is None or config.prefill_slice is not None or placement.gpu_layers <= shape.layers:
+        return placement, planned
+    for batch in (widest, widest // 2):
+        same, wide = plan(replace(settings, batch=max(batch, settings.batch)))
+        if same == placement and wide.cells == planned.cells:
+            return same, wide
+    return placement, planned
 
 
 def _fitting(
