@@ -456,6 +456,23 @@ def test_a_store_in_which_nothing_can_have_expired_is_not_opened(
     assert opening == [OTHER]
 
 
+def test_a_store_that_cannot_be_read_just_now_stays(
+    tmp_path: Path, time: Time, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = opened(tmp_path, time, fingerprint=OTHER)
+    keep(other, ANN, Ttl.SHORT)
+    other.close()
+    unused = UnusedStores(tmp_path, Keeping(expire=True), time)
+    time.seconds = 1e12
+    with monkeypatch.context() as broken:
+        broken.setattr("emberkeep.kv.unused_stores.ChunkFiles", no_space)
+        unused.sweep()
+    assert "No space left" in caplog.text
+    assert found_in(tmp_path, ANN)
+    unused.sweep()
+    assert found_in(tmp_path, ANN) == []
+
+
 def test_a_store_that_cannot_be_read_goes_when_all_of_it_has_expired(tmp_path: Path, time: Time) -> None:
     other = opened(tmp_path, time, fingerprint=OTHER)
     keep(other, ANN, Ttl.SHORT)

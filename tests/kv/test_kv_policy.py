@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from emberkeep.kv.policy import CostModel, Rate, Rhythm, worth, worth_writing
+from emberkeep.kv.policy import CostModel, Rate, Rhythm, StoreClock, worth, worth_writing
 from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, Segment, new_root
 from helpers.kv_building import ids
 
@@ -157,3 +159,13 @@ def test_rates_follow_what_is_measured():
     assert rate.seconds(100) == 2
     rate.measure(100, 1)
     assert 50 < rate.value < 100
+
+
+@pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="this system does not tell")
+def test_the_stores_clock_runs_while_the_machine_sleeps(monkeypatch):
+    seconds = {time.CLOCK_MONOTONIC: 10.0, time.CLOCK_BOOTTIME: 10.0}
+    monkeypatch.setattr("emberkeep.kv.policy.time.clock_gettime", seconds.__getitem__)
+    clock = StoreClock()
+    begin = clock.now()
+    seconds[time.CLOCK_BOOTTIME] += 3600
+    assert clock.now() - begin == 3600

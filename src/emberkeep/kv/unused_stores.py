@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from emberkeep.kv.chunk_files import INDEX, ChunkFiles, is_unused, last_change, remove_if_unused, stores_under
-from emberkeep.kv.index import read_meta
+from emberkeep.kv.index import Unreadable, read_meta
 from emberkeep.kv.policy import Keeping, StoreClock
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import store_name
@@ -54,12 +54,13 @@ class UnusedStores:
 
     def _expire(self, path: Path) -> None:
         try:
-            fingerprint = read_meta(path / INDEX)["fingerprint"]
-            if store_name(fingerprint) != path.name:
-                raise ValueError("it names another store")
-            self._open(path, fingerprint)
-        except (OSError, LookupError, TypeError, ValueError) as error:
-            self._give_up(path, error)
+            fingerprint = _fingerprint(path)
+            if fingerprint is None:
+                self._give_up(path)
+            else:
+                self._open(path, fingerprint)
+        except OSError as error:
+            log.warning("cannot look for state that has expired in %s: %s", path, error)
 
     def _open(self, path: Path, fingerprint: bytes) -> None:
         """To open it is to delete what has expired. Raises OSError."""
@@ -77,7 +78,18 @@ class UnusedStores:
         os.utime(path / INDEX, ns=(last_used.st_atime_ns, last_used.st_mtime_ns))  # looking is not using
         self._seen[path] = _Seen(last_change(path), due)
 
-    def _give_up(self, path: Path, error: Exception) -> None:
+    def _give_up(self, path: Path) -> None:
         """It cannot be told when what is in it expires: it goes when all of it has."""
         if self._wall() - last_change(path) > max(self._keeping.ttl.values()) and remove_if_unused(path):
-            log.info("removed a store that cannot be read, and that has expired: %s", error)
+            log.info("removed a store that has expired, and that cannot be read: %s", path)
+
+
+def _fingerprint(path: Path) -> bytes | None:
+    """Whose store it is; None where its index does not say. Raises OSError for what may pass."""
+    if not (path / INDEX).exists():
+        return None
+    try:
+        found = read_meta(path / INDEX)["fingerprint"]
+        return found if store_name(found) == path.name else None
+    except (Unreadable, LookupError, TypeError):
+        return None

@@ -227,7 +227,7 @@ def open_store(
     """
     keeping = Keeping(ttls(config), config.turns_to_cold, config.disk_writes_per_day, expire=config.expire)
     beside = None
-    if config.expire:
+    if config.expire and not is_draft:
         delete_vectors(config.data_dir / _VECTORS)
         beside = UnusedStores(config.data_dir / "kv", keeping).sweep
 
