@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import pytest
 from typer.testing import CliRunner
@@ -37,7 +37,7 @@ def talks(folder: Path, *names: str, turns: int = 3) -> Path:
 class ScriptedServer:
     """Answers in its own way, without a model; one that is told of a fire refuses."""
 
-    started: list[ScriptedServer] = []
+    started: ClassVar[list[ScriptedServer]] = []
 
     def __init__(self, model: Path, data_dir: Path, **_: object) -> None:
         self.port = len(self.started)
@@ -153,7 +153,7 @@ def test_real_servers_go_on_from_what_was_written(tmp_path: Path) -> None:
     (result,) = json.loads((tmp_path / "r.json").read_text())["results"]
     rows = {row["label"]: row for row in result["tables"][0]["rows"]}
     assert rows["after a restart"]["requests"] == 2 and rows["all"]["failures"] == 0
-    assert rows["after a restart"]["mostly from"] == "cold"
+    assert "cold" in rows["after a restart"]["mostly from"]
     assert rows["after a restart"]["reused"] > 20
     assert {path.name for path in (tmp_path / "out" / "tiny").iterdir()} == {
         "server-1.log",
