@@ -73,6 +73,14 @@ def test_likely_tokens_are_compared_as_far_as_both_answers_agree() -> None:
     assert other.margin == pytest.approx(math.log(0.6) - math.log(0.4))
 
 
+def test_a_likely_token_that_is_not_even_a_candidate_counts() -> None:
+    gone = [replace(one, top=one.top[:1]) for one in COLD.logprobs]
+    other = replace(COLD, logprobs=tuple(gone))
+    assert answer(HOT, COLD, other).largest == 0
+    wrong = [replace(one, top=(TokenLogprob(5, b"", -0.1), TokenLogprob(6, b"", -6.0))) for one in COLD.logprobs]
+    assert answer(HOT, replace(COLD, logprobs=tuple(wrong)), COLD).largest == pytest.approx(math.log(0.6) + 6)
+
+
 def test_what_differs_more_than_two_cold_evaluations_is_counted() -> None:
     rounding = answer(ROUNDING, result([0, 1, 0], moved=0.1), COLD)
     fine = answer(RAM, result([0, 1, 0], moved=0.15, reused=50), COLD)

@@ -3,8 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import ClassVar
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import pytest
 from typer.testing import CliRunner
@@ -154,7 +153,7 @@ def test_real_servers_go_on_from_what_was_written(tmp_path: Path) -> None:
     (result,) = json.loads((tmp_path / "r.json").read_text())["results"]
     rows = {row["label"]: row for row in result["tables"][0]["rows"]}
     assert rows["after a restart"]["requests"] == 2 and rows["all"]["failures"] == 0
-    assert rows["after a restart"]["mostly from"] == "cold"
+    assert "cold" in rows["after a restart"]["mostly from"]
     assert rows["after a restart"]["reused"] > 20
     assert {path.name for path in (tmp_path / "out" / "tiny").iterdir()} == {
         "server-1.log",

@@ -23,7 +23,7 @@ from emberkeep.bench.stage import ModelPlace
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.library.results import Result
-from emberkeep.library.verify_report import CANDIDATES, VerifyReport, holds_answer
+from emberkeep.library.verify_report import VerifyReport, holds_answer
 from emberkeep.types import Message, Request, Sampling, TokenLogprob, private_namespace
 
 TURNS, HOT, RAM, DISK, TURNS_DISK = "turns, hot", "hot", "RAM", "disk", "turns, disk"
@@ -37,6 +37,8 @@ _SLICE, _AT_ONCE = 32, 4
 _LIKELY = -7.0
 """Only tokens with a logprob of at least this are compared, one in a thousand: rounding moves others more, and no
 sampler would take them."""
+_CANDIDATES = 64
+"""So many are compared at each place."""
 _FACTOR = 2.0
 """The largest difference of some dozens is no limit for some dozens more. Wrong state differs by whole nats."""
 _NOTHING = 1e-4
@@ -110,23 +112,32 @@ class Answer:
 
 
 def _difference(warm: TokenLogprob, cold: TokenLogprob) -> float:
-    """0 where either has no others beside it."""
+    """0 where either has no candidates."""
     here = {token.token_id: token.logprob for token in warm.top}
-    likely = (token for token in cold.top if token.logprob >= _LIKELY)
+    # What is not among the candidates is at most as likely as the last of them.
+    last = min(here.values(), default=0.0)
+    likely = [token for token in cold.top if token.logprob >= _LIKELY] if here else []
     return max(
-        (abs(token.logprob - here[token.token_id]) for token in likely if token.token_id in here), default=0.0
+        (
+            abs(token.logprob - here[token.token_id]) if token.token_id in here else token.logprob - last
+            for token in likely
+        ),
+        default=0.0,
     )
 
 
 async def run(place: ModelPlace, plan: Workload) -> BenchResult:
     talks = own_questions() if plan.questions is None else read_questions(plan.questions)
-    return report(await Examination(place, plan, talks).answers())
+    examination = Examination(place, plan, talks)
+    return report(await examination.answers(), examination.left_out)
 
 
 class Examination:
     def __init__(self, place: ModelPlace, plan: Workload, talks: Sequence[Talk]) -> None:
         self._place, self._plan, self._talks = place, plan, talks
         self._data_dir = place.new_data_dir()
+        self.left_out = 0
+        """Questions for which the context is too short."""
         self._asked: list[Asked] = []
         self._cold: list[Result] = []
         self._warm: dict[str, list[Result]] = {}
@@ -157,11 +168,14 @@ class Examination:
         self._warm[TURNS] = []
         room = model.backend.card.context - self._plan.answer_tokens - 1
         for talk in self._talks:
-            messages = [Message(role, text) for role, text in talk.before]  # type: ignore[arg-type]
-            for question in talk.questions:
+            messages = [Message(role, text) for role, text in talk.before]
+            for place, question in enumerate(talk.questions):
+                if len(self._asked) == self._plan.prompts:
+                    return
                 messages.append(Message("user", question.text))
                 ids = tuple(model.prompt_ids(messages))
-                if len(self._asked) == self._plan.prompts or len(ids) > room:
+                if len(ids) > room:
+                    self.left_out += len(talk.questions) - place
                     break
                 self._say(TURNS, len(self._asked))
                 self._asked.append(Asked(question, ids))
@@ -213,7 +227,7 @@ class Examination:
             namespace=private_namespace("turns" if number is None else f"question {number}"),
             max_tokens=self._plan.answer_tokens,
             sampling=Sampling(temperature=0),
-            top_logprobs=CANDIDATES,
+            top_logprobs=_CANDIDATES,
             speculation=False,  # steps of another shape round differently
         )
 
@@ -225,7 +239,7 @@ class Examination:
 # ── what came of it ──
 
 
-def report(answers: Sequence[Answer]) -> BenchResult:
+def report(answers: Sequence[Answer], left_out: int = 0) -> BenchResult:
     warm = [answer for answer in answers if answer.way != ROUNDING]
     rounding = [answer for answer in answers if answer.way == ROUNDING]
     limit = max((answer.largest for answer in rounding), default=0.0)
@@ -243,7 +257,10 @@ def report(answers: Sequence[Answer]) -> BenchResult:
     ]
     if other := tuple(_different(answers)):
         tables.append(Table("answers that are not the cold one", other))
-    return BenchResult("accuracy", tuple(tables), tuple(_notes(warm, limit)))
+    notes = [*_notes(warm, limit)]
+    if left_out:
+        notes.append(f"{left_out} questions do not fit into the model's context and were not asked.")
+    return BenchResult("accuracy", tuple(tables), tuple(notes))
 
 
 def _rows(groups: Iterable[tuple[str, Sequence[Answer]]], bound: float) -> Iterator[Row]:

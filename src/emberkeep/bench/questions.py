@@ -16,11 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_uppercase
+from typing import cast, get_args
 
 from emberkeep.bench.question_set import INSTRUCTION, QUESTION_SET
 from emberkeep.bench.sessions import message_text, read_entries, session_of
 from emberkeep.errors import EmberkeepError
-from emberkeep.types import Json
+from emberkeep.types import Json, Role
 
 _QUESTIONS = ("question", "prompt", "instruction", "query", "input")
 _ANSWERS = ("answers", "answer", "references", "reference", "output", "target", "expected")
@@ -41,7 +42,7 @@ class Talk:
     """Questions that are asked one after the other."""
 
     questions: tuple[Question, ...]
-    before: tuple[tuple[str, str], ...] = ()
+    before: tuple[tuple[Role, str], ...] = ()
     """Role and text of what comes before the first one."""
 
 
@@ -90,10 +91,16 @@ def _talk(entry: Json) -> Talk:
 
 def _after_messages(entry: Mapping[str, Json]) -> Talk:
     """The last thing that the user says is the question; an answer behind it is the right one."""
-    said = [(str(message["role"]), message_text(message)) for message in entry["messages"]]
+    said = [(_role(message), message_text(message)) for message in entry["messages"]]
     last = max(index for index, (role, _) in enumerate(said) if role == "user")
     behind = tuple(text for role, text in said[last + 1 :] if role == "assistant" and text)
     return Talk((Question(said[last][1], _answers(entry) or behind[:1]),), tuple(said[:last]))
+
+
+def _role(message: Mapping[str, Json]) -> Role:
+    if message["role"] not in get_args(Role):
+        raise ValueError(f"there is no role {message['role']}")
+    return cast(Role, message["role"])
 
 
 def _one_by_one(texts: Sequence[str], answers: Sequence[str]) -> Talk:
