@@ -106,7 +106,7 @@ def test_the_session_that_is_here_is_one() -> None:
 @pytest.mark.parametrize("content", ["[", "[]", "{}", '{"messages": [1]}'])
 def test_what_is_no_session_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "one.json").write_text(content)
-    with pytest.raises(EmberkeepError, match="is no recorded session|is not JSON"):
+    with pytest.raises(EmberkeepError, match=r"is no recorded session|is not JSON"):
         read_sessions(tmp_path)
 
 
