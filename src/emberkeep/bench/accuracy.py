@@ -333,6 +333,6 @@ def _notes(warm: Sequence[Answer], limit: float) -> Iterator[str]:
         )
     else:
         yield (
-            f"No difference beyond rounding in {len(warm)} answers: at most {largest:.2g} nats. Two cold evaluations "
-            f"differ by up to {limit:.2g}, and {_FACTOR:g} times that is the limit."
+            f"No difference beyond rounding in {len(warm)} answers: at most {largest:.2g} nats. Two cold "
+            f"evaluations differ by up to {limit:.2g}, and {_FACTOR:g} times that is the limit."
         )
