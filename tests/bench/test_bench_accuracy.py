@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from emberkeep.bench.accuracy import BUCKETS, DISK, HOT, RAM, ROUNDING, Answer, Examination, Workload, report
+from emberkeep.bench.figures import Series
 from emberkeep.bench.questions import own_questions
 from emberkeep.bench.stage import open_place
 from emberkeep.cli.bench import app
@@ -92,6 +93,14 @@ def test_what_differs_more_than_two_cold_evaluations_is_counted() -> None:
     assert any(note.startswith("1 of 2 answers from stored state differ") for note in found.notes)
     by_way = {row.label: row.values["beyond rounding"] for row in found.tables[1].rows}
     assert by_way == {RAM: 0, DISK: 1, ROUNDING: 0}
+
+
+def test_small_differences_have_a_small_unit() -> None:
+    rounding = answer(ROUNDING, result([0, 1, 0], moved=2e-5), COLD)
+    (row,) = report([rounding, answer(RAM, result([0, 1, 0], moved=1e-5), COLD)]).tables[1].rows[:1]
+    difference = row.values["largest Δ logprob"]
+    assert isinstance(difference, Series) and difference.unit == "µnats"
+    assert difference.median == pytest.approx(10)
 
 
 def test_answers_that_differ_are_shown_and_those_that_are_right_counted() -> None:

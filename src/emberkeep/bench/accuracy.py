@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from emberkeep.bench.figures import series
+from emberkeep.bench.figures import Series, series
 from emberkeep.bench.model_under_test import ModelUnderTest, open_under_test
 from emberkeep.bench.questions import Question, Talk, own_questions, read_questions
 from emberkeep.bench.report import BenchResult, Row, Table, Value
@@ -274,13 +274,18 @@ def _row(label: str, answers: Sequence[Answer], bound: float) -> Row:
         "answers": len(answers),
         "same": f"{100 * same / len(answers):.0f} %",
         "first difference": f"token {min(firsts) + 1}" if firsts else "-",
-        "largest Δ logprob": series((answer.largest for answer in answers), "nats"),
+        "largest Δ logprob": _nats([answer.largest for answer in answers], bound),
         "beyond rounding": sum(answer.largest > bound for answer in answers),
     }
     if known := [answer for answer in answers if answer.compared.answers]:
         values["right, cold"] = _percent(answer.is_right(answer.compared.fresh) for answer in known)
         values["right, here"] = _percent(answer.is_right(answer.compared.cached) for answer in known)
     return Row(label, values)
+
+
+def _nats(differences: Sequence[float], bound: float) -> Series:
+    """In millionths where an engine computes so precisely that others would all be 0.000."""
+    return series(differences, "nats") if bound >= 0.01 else series((1e6 * one for one in differences), "µnats")
 
 
 def _percent(chosen: Iterable[bool]) -> str:
@@ -328,6 +333,6 @@ def _notes(warm: Sequence[Answer], limit: float) -> Iterator[str]:
         )
     else:
         yield (
-            f"No difference beyond rounding in {len(warm)} answers: at most {largest:.2g} nats, and two cold "
-            f"evaluations differ by up to {limit:.2g}."
+            f"No difference beyond rounding in {len(warm)} answers: at most {largest:.2g} nats. Two cold "
+            f"evaluations differ by up to {limit:.2g}, and {_FACTOR:g} times that is the limit."
         )
