@@ -98,6 +98,7 @@ SAID: dict[str, Any] = {
     "user": "Ann",
     "conversation_id": "c",
     "prompt_cache_key": "k",
+    "prefix_hash": "h",
     "logprobs": True,
     "evict": False,
     "recall": "tool",

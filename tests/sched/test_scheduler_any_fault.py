@@ -56,6 +56,7 @@ NEVER_FAIL = {
     (Affinity, "forget"),
     (Engine, "payload_buffer"),
     (Engine, "step_seconds"),
+    (KvStore, "expires_in"),
     (KvStore, "read_into"),
     (KvStore, "resize_ram"),
     *((KvStore, name) for name in ("bring_in", "forget_here", "prefetch", "resumable", "share", "was_late")),

@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from emberkeep.signals import with_default_signals
+
 _CPUINFO = Path("/proc/cpuinfo")
 _KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 _FEATURES: Mapping[str, str] = {
@@ -116,7 +118,7 @@ def _mac_facts() -> dict[str, str]:
     said: dict[str, str] = {}
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
-            ["sysctl", "machdep.cpu.brand_string", "hw.optional"],
+            with_default_signals(["sysctl", "machdep.cpu.brand_string", "hw.optional"]),
             capture_output=True,
             text=True,
             timeout=5,

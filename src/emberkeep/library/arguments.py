@@ -74,6 +74,7 @@ class _GenerationCall(GenerationFields, FormatFields, RoomFields, LogprobFields)
     use_cache: bool | None = None
     conversation_id: Label | None = None
     prompt_cache_key: Label | None = None
+    prefix_hash: Label | None = None
     ttl: Literal["short", "long", "extended"] | None = None
 
     def to_base(self) -> Request:
@@ -94,6 +95,7 @@ class _GenerationCall(GenerationFields, FormatFields, RoomFields, LogprobFields)
             recall=self.to_recall(),
             conversation_id=self.conversation_id or None,
             cache_key=self.prompt_cache_key or None,
+            prefix_hash=self.prefix_hash or None,
             ttl=Ttl(self.ttl) if self.ttl else None,
         )
 

@@ -113,6 +113,7 @@ class Options(SamplingOptions, FormatOptions, total=False):
     """How they come back: `off`, `tool` or `auto`. None: as configured."""
     conversation_id: str | None
     prompt_cache_key: str | None
+    prefix_hash: str | None
     ttl: str | None
     """`short`, `long` or `extended`."""
     speculation: bool | None
