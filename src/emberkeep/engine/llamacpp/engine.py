@@ -135,10 +135,19 @@ class LlamaEngine:
             self.fingerprint = fingerprint(
                 model, weights_digest, settings, self._context, self._layout, either=self._switch.has_choice
             )
+            if model.offloads:
+                self._take_a_step()
             self.footprint = footprint_of(model, settings, allocated, self._row_bytes(), self._switch.has_choice)
         except EngineError:
             self.close()
             raise
+
+    def _take_a_step(self) -> None:
+        """So that a GPU has loaded its kernels, and given its libraries what they compute with, before anybody asks
+        what is free there: about 90 MiB."""
+        self.evaluate([Rows(0, 0, np.zeros(min(_FEW, self._settings.batch), np.int32), outputs=1)])
+        self.logits(0)
+        self.trim(0, 0)
 
     def _learn_capabilities(self) -> Capabilities:
         layout, settings = self._layout, self._settings
