@@ -47,6 +47,10 @@ bench: $(RUNNING) ## measure: make bench ARGS=all
 # Only as make is told them: shells have variables of these names for other programs.
 $(foreach name,GPU ISA ARCH,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)))
 
+override GPU := $(strip $(GPU))
+override ISA := $(strip $(ISA))
+override ARCH := $(strip $(ARCH))
+
 GPU_cuda := -DGGML_CUDA=ON $(if $(ARCH),-DCMAKE_CUDA_ARCHITECTURES=$(ARCH))
 GPU_vulkan := -DGGML_VULKAN=ON
 GPU_rocm := -DGGML_HIP=ON $(if $(ARCH),-DAMDGPU_TARGETS=$(ARCH))
@@ -57,17 +61,17 @@ ISA_avx2 := -DGGML_NATIVE=OFF
 ISA_avx512 := -DGGML_NATIVE=OFF -DGGML_AVX512=ON
 
 ifneq ($(GPU),)
-ifeq ($(filter cuda vulkan rocm metal,$(GPU)),)
+ifneq ($(words $(GPU)) $(words $(filter cuda vulkan rocm metal,$(GPU))),1 1)
 $(error GPU=$(GPU) is not known here: it is cuda, vulkan, rocm or metal)
 endif
 endif
 ifneq ($(ISA),)
-ifeq ($(ISA_$(ISA))$(filter armv%,$(ISA)),)
+ifneq ($(words $(ISA)) $(if $(ISA_$(ISA))$(filter armv%,$(ISA)),1),1 1)
 $(error ISA=$(ISA) is not known here: it is native, avx, avx2, avx512, or for ARM as armv8.2-a+dotprod)
 endif
 endif
 ifneq ($(ARCH),)
-ifeq ($(filter cuda rocm,$(GPU)),)
+ifneq ($(words $(ARCH)) $(words $(filter cuda rocm,$(GPU))),1 1)
 $(error ARCH=$(ARCH) is for GPU=cuda, as 89 or 90, or for GPU=rocm, as gfx1100)
 endif
 endif

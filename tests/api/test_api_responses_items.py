@@ -191,6 +191,18 @@ def test_beginnings_end_where_items_and_parts_are_marked() -> None:
         ({"role": "user", "content": "x", "cache_control": {"type": "for ever"}}, r"input\[0\]\.cache_control"),
         ({"role": "user", "content": "x", "stable": 1}, r"input\[0\]\.stable"),
         (
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "stable": 5},
+            r"input\[0\]\.stable",
+        ),
+        (
+            {"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x", "stable": 5},
+            r"input\[0\]\.stable",
+        ),
+        (
+            {"type": "reasoning", "id": "r", "summary": [], "cache_control": {"type": "persistent"}},
+            r"input\[0\]\.cache_control",
+        ),
+        (
             {"role": "user", "content": [{"type": "input_text", "text": "x", "stable": "yes"}]},
             r"input\[0\]\.content\[0\]",
         ),

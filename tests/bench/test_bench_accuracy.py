@@ -17,7 +17,7 @@ from emberkeep.bench.questions import own_questions
 from emberkeep.bench.stage import open_place
 from emberkeep.cli.bench import app
 from emberkeep.config import Config
-from emberkeep.library.results import Collector, Result
+from emberkeep.library.results import Choice, Collector, Result
 from emberkeep.library.verify_report import VerifyReport
 from emberkeep.types import LookupRecord, TokenLogprob, Usage
 from helpers import tiny_gguf
@@ -42,12 +42,14 @@ def result(tokens: Sequence[int], *, moved: float = 0.0, reused: int = 0, text: 
     ]
     return replace(
         Collector().result(),
-        text=text or " ".join(map(str, tokens)),
-        tokens=tuple(tokens),
-        logprobs=tuple(likely),
+        choices=(Choice(text or " ".join(map(str, tokens)), tokens=tuple(tokens), logprobs=tuple(likely)),),
         usage=Usage(prompt_tokens=101, cached_tokens=reused, completion_tokens=len(tokens)),
         lookup=LookupRecord(prompt_tokens=101, hot_tokens=reused),
     )
+
+
+def likely(told: Result, logprobs: list[TokenLogprob]) -> Result:
+    return replace(told, choices=(replace(told.choices[0], logprobs=tuple(logprobs)),))
 
 
 def answer(way: str, cached: Result, fresh: Result, number: int = 0, answers: tuple[str, ...] = ()) -> Answer:
@@ -76,10 +78,9 @@ def test_likely_tokens_are_compared_as_far_as_both_answers_agree() -> None:
 
 def test_a_likely_token_that_is_not_even_a_candidate_counts() -> None:
     gone = [replace(one, top=one.top[:1]) for one in COLD.logprobs]
-    other = replace(COLD, logprobs=tuple(gone))
-    assert answer(HOT, COLD, other).largest == 0
+    assert answer(HOT, COLD, likely(COLD, gone)).largest == 0
     wrong = [replace(one, top=(TokenLogprob(5, b"", -0.1), TokenLogprob(6, b"", -6.0))) for one in COLD.logprobs]
-    assert answer(HOT, replace(COLD, logprobs=tuple(wrong)), COLD).largest == pytest.approx(math.log(0.6) + 6)
+    assert answer(HOT, likely(COLD, wrong), COLD).largest == pytest.approx(math.log(0.6) + 6)
 
 
 def test_what_differs_more_than_two_cold_evaluations_is_counted() -> None:

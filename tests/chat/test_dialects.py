@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import re
 from itertools import permutations
 
 import pytest
 
+from emberkeep.chat.dialects.reader import Tape
 from emberkeep.chat.dialects.table import MARKED_DIALECTS, REASONING, STRAY_ENDS, tag_dialects
 from emberkeep.chat.output import OutputOptions, TextStream, hidden_tokens
 from emberkeep.types import Event, Tool, ToolCallDelta
@@ -243,6 +245,33 @@ def test_a_tag_at_the_end_of_reasoning_that_was_not_ended_is_a_call() -> None:
 
 
 # ── what is quoted is no call ──
+
+
+def test_a_tag_in_a_line_of_code_is_an_example() -> None:
+    text = 'Use `<list path="a"/>` to look.'
+    assert answered(text).text == read_text(VOCAB, [text], tools=TOOLS).text == text
+
+
+def test_a_word_without_end_is_read_once() -> None:
+    word, read = re.compile(r"\w*"), []
+
+    class Counting:
+        def match(self, text: str, at: int) -> re.Match[str] | None:
+            found = word.match(text, at)
+            assert found
+            read.append(len(found[0]))
+            return found
+
+    tape = Tape(0)
+    reading = tape.word(Counting())  # type: ignore[arg-type]
+    for _ in range(1000):
+        tape.text += "abcd"
+        next(reading)
+    tape.is_over = True
+    with pytest.raises(StopIteration) as ended:
+        next(reading)
+    assert ended.value.value == "abcd" * 1000
+    assert sum(read) == 4000
 
 
 def test_tags_in_a_fence_behind_other_text_are_an_example() -> None:

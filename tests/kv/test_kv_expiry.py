@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import apsw
 import numpy as np
 import pytest
 
@@ -126,7 +128,7 @@ def test_what_the_index_has_moved_leaves_no_trace_either(tmp_path: Path) -> None
             entry.tails.extend(Tail(ChunkKey(bytes(32)), 0, 0, 0) for _ in range(rng.randrange(8)))
             while len(entry.tails) > rng.randrange(1, 8):
                 entry.tails.pop()
-        index.save_entries(entry for entry in entries if rng.random() < 0.7)
+        index.save_entries((entry for entry in entries if rng.random() < 0.7), {})
     gone = entries[::3]
     index.remove_entries(entry.id for entry in gone)
     index.erase_traces()
@@ -383,9 +385,111 @@ def test_what_another_process_has_pinned_is_left_to_it(tmp_path: Path, time: Tim
     there.flush()
     time.pass_(SHORT_S)
     here.sweep()
+    here.sweep()
+    assert load(there, ANN.tokens, namespace=ANN.namespace) == TOKENS
+    there.close()
+    there = opened(tmp_path, time)
     assert load(there, ANN.tokens, namespace=ANN.namespace) == TOKENS
     here.close()
     there.close()
+
+
+def test_a_turn_does_not_unpin_what_another_process_has_pinned(tmp_path: Path, time: Time) -> None:
+    here = opened(tmp_path, time)
+    entry = keep(here, ANN, Ttl.SHORT)
+    here.flush()
+    here.sweep()
+    there = opened(tmp_path, time)
+    there.catalogue.pin(entry, True)
+    there.close()
+    cursor = here.advance(here.origin(Lineage(ANN.namespace)), ANN.tokens)
+    here.turn_ended(replace(ANN.label, ttl=Ttl.SHORT), cursor)
+    here.sweep()
+    time.pass_(SHORT_S)
+    here.sweep()
+    here.sweep()
+    assert load(here, ANN.tokens, namespace=ANN.namespace) == TOKENS
+    here.close()
+
+
+def test_what_is_unpinned_here_is_so_in_the_next_process(tmp_path: Path, time: Time) -> None:
+    here = opened(tmp_path, time)
+    entry = keep(here, ANN, Ttl.SHORT)
+    here.catalogue.pin(entry, True)
+    here.close()
+    here = opened(tmp_path, time)
+    here.catalogue.pin(entry, False)
+    here.close()
+    time.pass_(SHORT_S)
+    here = opened(tmp_path, time)
+    assert load(here, ANN.tokens, namespace=ANN.namespace) == 0
+    here.close()
+
+
+def test_an_older_look_does_not_shorten_what_another_process_wants(tmp_path: Path, time: Time) -> None:
+    here = opened(tmp_path, time)
+    keep(here, ANN, Ttl.SHORT)
+    here.flush()
+    here.sweep()
+    there = opened(tmp_path, time)
+    time.pass_(SHORT_S / 3)
+    assert load(here, ANN.tokens, namespace=ANN.namespace) == TOKENS
+    time.pass_(SHORT_S / 3)
+    keep(there, ANN, Ttl.SHORT)
+    there.close()
+    time.pass_(SHORT_S / 2)
+    here.sweep()
+    there = opened(tmp_path, time)
+    assert load(there, ANN.tokens, namespace=ANN.namespace) == TOKENS
+    here.close()
+    there.close()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["PRAGMA user_version = 9", "UPDATE meta SET value = 'x' WHERE name = 'clock'"],
+    ids=["version", "clock"],
+)
+def test_a_store_that_cannot_be_understood_keeps_what_has_not_expired(
+    tmp_path: Path, time: Time, damage: str
+) -> None:
+    other = opened(tmp_path, time, fingerprint=OTHER)
+    keep(other, ANN, Ttl.EXTENDED)
+    other.close()
+    (index,) = tmp_path.rglob("index.db")
+    db = apsw.Connection(str(index))
+    db.execute(damage)
+    db.close()
+    os.utime(index, (time(), time()))
+    unused = UnusedStores(tmp_path, Keeping(expire=True), time)
+    unused.sweep()
+    assert list(tmp_path.rglob("*.kv"))
+
+
+def test_an_empty_index_keeps_nothing_for_ever(tmp_path: Path, time: Time) -> None:
+    other = opened(tmp_path, time, fingerprint=OTHER)
+    keep(other, ANN, Ttl.SHORT)
+    other.close()
+    (index,) = tmp_path.rglob("index.db")
+    index.write_bytes(b"")
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (time(), time()))
+    time.pass_(1e6)
+    UnusedStores(tmp_path, Keeping(expire=True), time).sweep()
+    assert not list(tmp_path.rglob("*.kv"))
+
+
+def test_a_jump_of_the_wall_clock_deletes_nothing(
+    tmp_path: Path, time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = KvStore(OTHER, Budgets(PLENTY, PLENTY), ChunkFiles(tmp_path, OTHER), keeping=Keeping(expire=True))
+    keep(other, ANN, Ttl.EXTENDED)
+    other.close()
+    unused = UnusedStores(tmp_path, Keeping(expire=True))
+    unused.sweep()
+    monkeypatch.setattr("time.time", lambda: 4e9)
+    unused.sweep()
+    assert list(tmp_path.rglob("*.kv"))
 
 
 def test_a_disk_that_refuses_is_asked_again(

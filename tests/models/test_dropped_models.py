@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -181,3 +182,41 @@ def test_a_server_finds_it_while_it_runs(root: Path) -> None:
     assert served.find("other") is None
     shutil.copy(root / "mine.gguf", root / "other.gguf")
     assert served.find("other") is not None
+
+
+# ── what a user has put there is the user's ──
+
+
+def test_no_pull_and_no_copy_replaces_a_folder(library: ModelLibrary, root: Path, tmp_path: Path) -> None:
+    (root / "mine").mkdir()
+    kept = [tiny_llama(root / "mine" / name) for name in ("a.gguf", "b.gguf")]
+    tiny_llama(root / "other.gguf")
+    with pytest.raises(ModelError, match="was put there by hand"):
+        pull(str(tiny_llama(tmp_path / "new.gguf")), library, name="mine")
+    with pytest.raises(ModelError, match="was put there by hand"):
+        library.copy("other", "mine")
+    assert sorted((root / "mine").iterdir()) == kept
+
+
+def test_a_half_copied_folder_is_not_replaced_either(library: ModelLibrary, root: Path, tmp_path: Path) -> None:
+    (root / "mine").mkdir()
+    half = tiny_llama(root / "mine" / "mine.gguf")
+    half.write_bytes(half.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="was put there by hand"):
+        pull(str(tiny_llama(tmp_path / "new.gguf")), library, name="mine")
+    assert half.exists()
+
+
+def test_a_pipe_is_no_model_and_nobody_waits_for_it(library: ModelLibrary, root: Path) -> None:
+    os.mkfifo(root / "pipe.gguf")
+    tiny_llama(root / "other.gguf")
+    assert _ids(library) == ["other"]
+
+
+def test_a_file_is_found_by_its_name_beside_a_pulled_model_of_that_name(
+    library: ModelLibrary, root: Path, tmp_path: Path
+) -> None:
+    pull(str(tiny_llama(tmp_path / "new.gguf")), library, name="twice")
+    dropped = tiny_llama(root / "twice.gguf")
+    assert library.resolve("twice.gguf").path == dropped
+    assert library.resolve("twice").path == root / "twice" / "twice.gguf"

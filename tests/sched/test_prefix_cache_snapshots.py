@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Event
 
 import pytest
 from hypothesis import given, settings
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
+from emberkeep.errors import StepFailed
 from emberkeep.types import MissReason
 from helpers.kv_building import check_ledger, chunk_files
-from helpers.scheduling import CLOSING, Rig, reference, text
+from helpers.scheduling import CLOSING, Recorder, Rig, reference, text
 
 PROMPT = text(700)
 UNITS = [KvUnit.SNAPSHOT, KvUnit.BOTH]
@@ -145,3 +147,37 @@ def test_any_history_of_branches_gives_the_answers_of_a_fresh_engine(tmp_path_fa
             assert told.answer == fresh(unit, prompt, max_new=4)
             text_so_far = [*prompt, *told.answer, *CLOSING]
         check_ledger(rig.store)
+
+
+# ── prompts that come together ──
+
+
+def test_one_that_cannot_be_looked_up_takes_no_other_along(rig, monkeypatch):
+    cache, gate = rig.scheduler._cache, Event()
+    look_up, fails = cache.worth_waiting_for, iter([True])
+
+    def once(sequence):
+        if len(sequence.prompt.tokens) == 333 and rig.scheduler._slots.active and next(fails, False):
+            raise MemoryError("once")
+        return look_up(sequence)
+
+    monkeypatch.setattr(cache, "worth_waiting_for", once)
+    rig.scheduler.call(gate.wait)
+    first, refused, last = (rig.start(text(length, seed=length)) for length in (300, 333, 350))
+    gate.set()
+    assert first.answer
+    assert last.answer
+    refused.wait()
+    assert isinstance(refused.error, StepFailed)
+
+
+def test_prompts_that_part_one_by_one_do_not_cut_each_other_to_pieces(tmp_path, unit):
+    with Rig(tmp_path, engine(unit), parallel=1) as rig:
+        beginning = text(3000)
+        sequence = rig.sequence(beginning, Recorder())
+        for position in range(2900, 2500, -1):
+            sequence.end_slice_at(position, earliest=128)
+        added = sorted(border for border in sequence.prompt.borders if 2500 < border <= 2900)
+        assert added
+        assert len(added) <= 1 + 400 // 128
+        assert min(added) == 2501

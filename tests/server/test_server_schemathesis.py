@@ -106,6 +106,7 @@ NO_SCHEMA_SAYS = re.compile(
             "as base64",
             "was not made here",
             "takes any text here",
+            "grammar: cannot be used",
             "do not cite",
             # what is there, and what is done with it
             "no such item is stored",

@@ -52,7 +52,7 @@ class MessageItem(MarkFields):
     content: str | Parts
 
 
-class CallItem(Body):
+class CallItem(MarkFields):
     type: Literal["function_call"]
     call_id: Name
     name: Name
@@ -66,7 +66,7 @@ class CallOutputItem(MarkFields):
     output: str | Parts
 
 
-class CustomCallItem(Body):
+class CustomCallItem(MarkFields):
     type: Literal["custom_tool_call"]
     call_id: Name
     name: Name
@@ -79,7 +79,7 @@ class ReasoningText(Body):
     text: str
 
 
-class ReasoningItem(Body):
+class ReasoningItem(MarkFields):
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
     encrypted_content: str | None = None
@@ -283,8 +283,8 @@ def to_messages(items: Iterable[Item]) -> tuple[tuple[Message, ...], tuple[Break
 
 def _marks(item: Item, messages: int) -> Iterator[Breakpoint]:
     """Of an item that is in the last of so many messages."""
-    parts = item.get("content", item.get("output"))
-    if isinstance(parts, list) and item["type"] != "reasoning":
+    parts = item.get("content" if item["type"] == "message" else "output")
+    if isinstance(parts, list):
         yield from text_marks((part, _text_of(part)) for part in parts).breakpoints(messages)
     if (ttl := mark_of(item)) is not None:
         yield Breakpoint(messages, ttl=ttl)

@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, count
 from pathlib import Path
 
 from emberkeep.bench.figures import series
@@ -63,12 +64,17 @@ async def run(place: ModelPlace, plan: Workload) -> BenchResult:
         plan.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Sequence[Sent]] = {}
     for model in map(Path, plan.models or (str(place.model),)):
-        name = id_at(model)
+        name = next(name for name in _names(id_at(model)) if name not in results)
         results[name] = await Replay(replace(place, model=model), plan, sessions, name).play()
         if plan.out is not None:
             # After every model: what was measured is not lost with the next one.
             (plan.out / SUMMARY).write_text(f"# {plan.file.name}\n\n{markdown(report(results))}", encoding="utf-8")
     return report(results)
+
+
+def _names(name: str) -> Iterator[str]:
+    """For models in files of one name, too."""
+    return chain([name], (f"{name}-{number}" for number in count(2)))
 
 
 class Replay:

@@ -453,6 +453,8 @@ class Sections:
         self._block = opened
         self._buffer = ""
         self._taken = 0
+        self._last = ""
+        """Character that was taken."""
         self._out: list[AnswerSection] = []
         self._called = False
         self._has_said = False
@@ -504,6 +506,7 @@ class Sections:
     ) -> AnswerSection:
         text, self._buffer = self._buffer[:length], self._buffer[length:]
         self._taken += length
+        self._last = text[-1:] or self._last
         return AnswerSection(kind, text, self._taken, pieces, is_end)
 
     def _kind_of_rest(self) -> SectionKind:
@@ -565,6 +568,10 @@ class Sections:
         if marker is None:
             self._take_settled(self._markers, SectionKind.TEXT)
             return False
+        if marker[0] in _tags(self._names) and (self._last + self._buffer[: marker.start()]).endswith("`"):
+            # A tag in a line of code is an example of how a call is written.
+            self._take(marker.end(), SectionKind.TEXT)
+            return True
         before = len(self._buffer[: marker.start()].rstrip())
         self._take(before, SectionKind.TEXT)
         if marker[0] in self._framing:
@@ -668,9 +675,14 @@ def _dialects(names: tuple[str, ...]) -> Mapping[str, Dialect]:
 
 
 @lru_cache(maxsize=_REMEMBERED_TOOLS)
+def _tags(names: tuple[str, ...]) -> frozenset[str]:
+    """Markers of tools that are called as tags."""
+    return frozenset(_dialects(names).keys() - _dialects(()).keys())
+
+
+@lru_cache(maxsize=_REMEMBERED_TOOLS)
 def _markers(names: tuple[str, ...], framing: tuple[str, ...]) -> Markers | None:
     """Of calls to tools of these names, and of what stands around messages. None: there are none to look for."""
-    tags = _dialects(names).keys() - _dialects(()).keys()
-    own = [*framing, *tags]
+    own = [*framing, *_tags(names)]
     known = _STARTS if names else None
     return Markers(own, known) if own else known

@@ -37,11 +37,12 @@ def lock_weights(ranges: Iterable[Range]) -> int:
     _raise_limit()
     try:
         for each in whole:
+            done.append(each)  # it may be locked half
             _call("mlock", each)
-            done.append(each)
     except OSError as error:
         for each in done:
-            _call("munlock", each)
+            with suppress(OSError):
+                _call("munlock", each)
         log.warning(
             "%s of weights cannot be locked in RAM (%s): raise the limit, as `emberkeep doctor` says; "
             "they are used without",

@@ -16,6 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from emberkeep.kv.tree import (
     ROOT,
@@ -166,6 +167,7 @@ class Entries:
     def pin(self, entry: Entry, pinned: bool) -> None:
         entry.is_pinned = pinned
         self.changes.entries[entry.id] = entry
+        self.changes.pins[entry.id] = pinned
         for chunk in self._held_by(entry):
             chunk.is_pinned = pinned
         if not pinned:
@@ -418,6 +420,8 @@ class Uses:
     last_used: int = 0
     hits: int = 0
     expires: float = 0.0
+    latest: float = inf
+    """No process may want it for longer."""
 
 
 class UnsavedChanges:
@@ -429,6 +433,8 @@ class UnsavedChanges:
         """Of chunks that are in the store."""
         self.entries: dict[EntryId, Entry] = {}
         """That are in the store."""
+        self.pins: dict[EntryId, bool] = {}
+        """Of these, what was pinned or unpinned here: others may have done so with the rest."""
         self.forgotten: deque[EntryId] = deque(maxlen=CHANGES_LIMIT)
         self.ghosts: deque[Ghost] = deque(maxlen=CHANGES_LIMIT)
 
@@ -443,6 +449,7 @@ class UnsavedChanges:
 
     def forget_entry(self, id_: EntryId) -> None:
         self.entries.pop(id_, None)
+        self.pins.pop(id_, None)
         self.forgotten.append(id_)
 
     def forget_ghosts(self, lineages: Container[Lineage]) -> None:
@@ -456,9 +463,10 @@ class UnsavedChanges:
         self.used = {**{key: chunk for key, chunk in unsaved.used.items() if key in chunks}, **self.used}
         known = {id_: entry for id_, entry in unsaved.entries.items() if id_ in entries}
         self.entries = {**known, **self.entries}
+        self.pins = {**{id_: pinned for id_, pinned in unsaved.pins.items() if id_ in known}, **self.pins}
         self.forgotten = deque([*unsaved.forgotten, *self.forgotten], CHANGES_LIMIT)
         self.ghosts = deque([*unsaved.ghosts, *self.ghosts], CHANGES_LIMIT)
 
-    def uses(self) -> list[tuple[ChunkKey, Uses]]:
+    def uses(self, latest: float = inf) -> list[tuple[ChunkKey, Uses]]:
         chunks = [chunk for chunk in self.used.values() if chunk.on_disk]
-        return [(c.key, Uses(c.last_used, c.hits, c.expires)) for c in chunks]
+        return [(c.key, Uses(c.last_used, c.hits, c.expires, latest)) for c in chunks]

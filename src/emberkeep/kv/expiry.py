@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from emberkeep.kv.disk_tier import DiskTier
-from emberkeep.kv.entries import Entry, latest_tail
+from emberkeep.kv.entries import Entry, EntryId, latest_tail
 from emberkeep.kv.ledger import Ledger, Transact
 from emberkeep.kv.tree import Chunk, ChunkKey, held_at
 
@@ -68,31 +68,34 @@ class Expiry:
             self._transact(lambda ledger: ledger.bring_forward(too_long, last))
         chunks = [chunk for chunk in held.chunks if chunk.expires <= held.now and not chunk.is_pinned]
         entries = self._transact(lambda ledger: [entry for entry in held.entries if ledger.expired(entry)])
-        pinned = self._used_elsewhere(chunks, entries)
+        pinned, theirs = self._used_elsewhere(chunks, entries)
+        entries = [entry for entry in entries if entry.id not in theirs]
         self._transact(lambda ledger: ledger.forget_expired(entries))
         gone = sum(self._drop_some(chunks[at : at + _AT_ONCE], pinned) for at in range(0, len(chunks), _AT_ONCE))
         self._transact(Ledger.drop_expired_orphans)
         return gone
 
-    def _used_elsewhere(self, chunks: Sequence[Chunk], entries: Sequence[Entry]) -> set[ChunkKey]:
-        """Learn how long other processes want these; returns what they have pinned. Where the index does not say,
-        they are deleted all the same."""
+    def _used_elsewhere(
+        self, chunks: Sequence[Chunk], entries: Sequence[Entry]
+    ) -> tuple[set[ChunkKey], set[EntryId]]:
+        """Learn how long other processes want these; returns what they have pinned, with its entries. Where the
+        index does not say, they are deleted all the same."""
         if self._disk is None or not (chunks or entries):
-            return set()
+            return set(), set()
         try:
             self._disk.save_notes()  # else it might still say what was pinned here
             index = self._disk.files.index
             later = index.later_uses([chunk.key for chunk in chunks], [entry.id for entry in entries])
         except OSError as error:
             log.warning("it is not known what other processes still want: %s", error)
-            return set()
+            return set(), set()
 
         def learn(ledger: Ledger) -> set[ChunkKey]:
             ledger.put_off(later)
             tails = [latest_tail(entry, ledger.tree.by_key) for entry in later.pinned]
             return {chunk.key for tail in tails if tail for chunk in held_at(tail)}
 
-        return self._transact(learn)
+        return self._transact(learn), {entry.id for entry in later.pinned}
 
     def _drop_some(self, chunks: Sequence[Chunk], pinned: set[ChunkKey]) -> int:
         def drop(ledger: Ledger) -> int:

@@ -154,19 +154,20 @@ class Index:
         return _translated(lambda: [self._row(values) for values in self._db.execute(sql, (seq,))])
 
     def add(self, entries: Iterable[tuple[Description, int, float]]) -> None:
-        """Insert (description, file size, expiry) in one transaction; known keys are left alone. An expiry of 0 is
-        not known."""
-        sql = """INSERT OR IGNORE INTO chunk
+        """Insert (description, file size, expiry) in one transaction; known keys are left alone, but for a later
+        expiry. One of 0 is not known."""
+        sql = """INSERT INTO chunk
                  (key, namespace, parent, take, start, tokens, sampled, made, identity, bytes, expires)
-                 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+                 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+                 ON CONFLICT (key) DO UPDATE SET expires = max(expires, excluded.expires)"""
         self._write(sql, [(*_values(description, size), expires) for description, size, expires in entries])
 
     def remove(self, keys: Iterable[ChunkKey]) -> None:
         self._write("DELETE FROM chunk WHERE key = ?", [(key,) for key in keys])
 
     def touch(self, uses: Iterable[tuple[ChunkKey, Uses]]) -> None:
-        sql = "UPDATE chunk SET last_used = ?, hits = ?, expires = ? WHERE key = ?"
-        self._write(sql, [(u.last_used, u.hits, u.expires, key) for key, u in uses])
+        sql = "UPDATE chunk SET last_used = ?, hits = ?, expires = min(max(expires, ?), ?) WHERE key = ?"
+        self._write(sql, [(u.last_used, u.hits, u.expires, u.latest, key) for key, u in uses])
 
     def entries(self, *, pinned_only: bool = False) -> list[Entry]:
         """Raises Unreadable."""
@@ -185,11 +186,16 @@ class Index:
 
         return _translated(read)
 
-    def save_entries(self, entries: Iterable[Entry]) -> None:
-        sql = """INSERT OR REPLACE INTO entry
+    def save_entries(self, entries: Iterable[Entry], pins: Mapping[EntryId, bool]) -> None:
+        """`pins`: what was pinned or unpinned; a known entry that is not named there stays as it is."""
+        sql = """INSERT INTO entry
                  (id, namespace, kind, key, head, ttl, name, source, turns, used_at, is_pinned, tails)
-                 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+                 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+                 ON CONFLICT (id) DO UPDATE SET
+                 ttl = excluded.ttl, name = excluded.name, source = excluded.source, turns = excluded.turns,
+                 used_at = excluded.used_at, tails = excluded.tails, head = excluded.head"""
         self._write(sql, [_entry_values(entry) for entry in entries])
+        self._write("UPDATE entry SET is_pinned = ? WHERE id = ?", [(pin, id_) for id_, pin in pins.items()])
 
     def remove_entries(self, ids: Iterable[EntryId]) -> None:
         self._write("DELETE FROM entry WHERE id = ?", [(id_,) for id_ in ids])
@@ -383,7 +389,7 @@ class SharedIndex:
         with self._lock:
             self._index.touch(uses)
             self._index.remove_entries(changes.forgotten)
-            self._index.save_entries(changes.entries.values())
+            self._index.save_entries(changes.entries.values(), changes.pins)
             self._index.add_ghosts(changes.ghosts)
             self._index.save_meta(meta)
 
@@ -407,6 +413,11 @@ def model_with(path: Path, sources: Sequence[str]) -> str | None:
 def read_meta(path: Path) -> dict[str, Any]:
     """What the index of a store says about the store, which stays as it is. Raises OSError."""
     return dict(_looked_up(path, "SELECT name, value FROM meta"))
+
+
+def is_of_this_version(path: Path) -> bool:
+    """Whether its rows can be read here: opening another one begins anew. Raises OSError."""
+    return _looked_up(path, "PRAGMA user_version") == [(_VERSION,)]
 
 
 def _looked_up(path: Path, sql: str, *values: Any) -> list[Any]:

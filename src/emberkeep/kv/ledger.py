@@ -468,7 +468,7 @@ class Ledger:
         changes = self.entries.take_changes()
         clock, (day, written) = self.clock.saved(), self.writes.saved()
         meta = {"clock": clock.seconds, "wall": clock.wall, "write_day": day, "written": written}
-        return Unsaved(changes, changes.uses(), meta)
+        return Unsaved(changes, changes.uses(clock.seconds + max(self.keeping.ttl.values())), meta)
 
     def put_back(self, unsaved: Unsaved) -> None:
         self.entries.put_back(unsaved.changes)

@@ -211,6 +211,12 @@ def _passing() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
+def steady_wall() -> Callable[[], float]:
+    """The time of day, going on evenly from now: no jump of the machine's clock changes it."""
+    ahead = time.time() - _passing()
+    return lambda: ahead + _passing()
+
+
 class StoreClock:
     def __init__(
         self,

@@ -6,14 +6,13 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from emberkeep.kv.chunk_files import INDEX, ChunkFiles, is_unused, last_change, remove_if_unused, stores_under
-from emberkeep.kv.index import Unreadable, read_meta
-from emberkeep.kv.policy import Keeping, StoreClock
+from emberkeep.kv.index import Unreadable, is_of_this_version, read_meta
+from emberkeep.kv.policy import Keeping, StoreClock, steady_wall
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import store_name
 
@@ -30,10 +29,10 @@ class _Seen:
 class UnusedStores:
     """Of one root. Safe to use from any thread; blocks on disk. Never raises."""
 
-    def __init__(self, root: Path, keeping: Keeping, wall: Callable[[], float] = time.time) -> None:
+    def __init__(self, root: Path, keeping: Keeping, wall: Callable[[], float] | None = None) -> None:
         self._root = root
         self._keeping = keeping
-        self._wall = wall
+        self._wall = wall or steady_wall()
         self._lock = threading.Lock()
         self._seen: dict[Path, _Seen] = {}
 
@@ -55,12 +54,19 @@ class UnusedStores:
     def _expire(self, path: Path) -> None:
         try:
             fingerprint = _fingerprint(path)
-            if fingerprint is None:
+            if fingerprint is None or not self._opened(path, fingerprint):
                 self._give_up(path)
-            else:
-                self._open(path, fingerprint)
         except OSError as error:
             log.warning("cannot look for state that has expired in %s: %s", path, error)
+
+    def _opened(self, path: Path, fingerprint: bytes) -> bool:
+        """False where its index says what cannot be understood. Raises OSError."""
+        try:
+            self._open(path, fingerprint)
+        except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+            log.warning("the index of %s cannot be understood: %r", path, error)
+            return False
+        return True
 
     def _open(self, path: Path, fingerprint: bytes) -> None:
         """To open it is to delete what has expired. Raises OSError."""
@@ -73,8 +79,10 @@ class UnusedStores:
             keeping=self._keeping,
             clock=lambda saved: StoreClock(saved, wall=self._wall),
         )
-        due = self._wall() + store.expires_in()
-        store.close()
+        try:
+            due = self._wall() + store.expires_in()
+        finally:
+            store.close()
         os.utime(path / INDEX, ns=(last_used.st_atime_ns, last_used.st_mtime_ns))  # looking is not using
         self._seen[path] = _Seen(last_change(path), due)
 
@@ -86,10 +94,11 @@ class UnusedStores:
 
 def _fingerprint(path: Path) -> bytes | None:
     """Whose store it is; None where its index does not say. Raises OSError for what may pass."""
-    if not (path / INDEX).exists():
+    index = path / INDEX
+    if not index.exists() or not index.stat().st_size:
         return None
     try:
-        found = read_meta(path / INDEX)["fingerprint"]
-        return found if store_name(found) == path.name else None
+        found = read_meta(index)["fingerprint"]
+        return found if store_name(found) == path.name and is_of_this_version(index) else None
     except (Unreadable, LookupError, TypeError):
         return None

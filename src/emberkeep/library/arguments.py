@@ -36,6 +36,7 @@ from emberkeep.api.request import (
     LogprobFields,
     RoomFields,
     to_limit,
+    ttl_of,
     validate,
 )
 from emberkeep.config import Config, WarmPrefix
@@ -170,10 +171,12 @@ def chat_request(
     call = validate(_ChatCall, {**_settle(_ChatCall, options), **given})
     listed_tools = tuple(tool.to_tool() for tool in call.tools or ())
     check_choice(call.tool_choice, (*listed_tools, *map(Tool, functions)))
+    base, breakpoints = call.to_base(), to_breakpoints(call.messages)
     return replace(
-        call.to_base(),
+        base,
         messages=to_messages(call.messages),
-        breakpoints=to_breakpoints(call.messages),
+        breakpoints=breakpoints,
+        ttl=base.ttl or ttl_of(breakpoints),
         tools=listed_tools,
         tool_choice=call.tool_choice,
         parallel_tool_calls=call.parallel_tool_calls is not False,

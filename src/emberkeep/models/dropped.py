@@ -41,7 +41,9 @@ def entries(root: Path, record: str) -> Mapping[str, Path]:
         if entry.is_dir():
             if not (entry / record).exists():
                 found[entry.name] = entry
-        elif is_model_name(entry.name):
+        elif is_model_name(entry.name) and (
+            entry.is_file() or not entry.exists()
+        ):  # no pipe: it would be waited for
             part = part_name(entry.name)
             found.setdefault(f"{part.stem}.gguf" if part else entry.name, entry)
     return found

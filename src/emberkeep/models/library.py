@@ -99,14 +99,11 @@ class ModelLibrary:
 
     def holds(self, id: str) -> bool:
         """Whether there is a model called `id`, be it damaged."""
-        return is_model_id(id) and (self._folder(id).is_dir() or id in self._dropped())
+        return is_model_id(id) and (self._is_installed(id) or id in self._dropped())
 
     def get(self, id: str) -> InstalledModel:
         """Raises ModelNotFound, or ModelBroken when the folder is there and its content is not usable."""
-        model = self._read(id, self._entry(id))
-        if isinstance(model, ModelError):
-            raise model
-        return model
+        return _usable(self._read(id, self._entry(id)))
 
     def resolve(self, name_or_path: str) -> ModelFile:
         """An installed model by its id or its repository on the hub, or any file or folder of one by its path.
@@ -127,8 +124,8 @@ class ModelLibrary:
             )
         if is_repo(name_or_path):
             return self._from_hub(name_or_path)
-        if path.name == name_or_path and (id := id_from(name_or_path)) in self._dropped():
-            return self.get(id)
+        if path.name == name_or_path and (entry := self._dropped().get(id_from(name_or_path))):
+            return _usable(self._read_dropped(id_from(name_or_path), entry))
         if path.suffix == ".gguf" or path.name != name_or_path:
             raise ModelNotFound(f"There is no file at {path}; `emberkeep models list` shows the models here.")
         return self.get(name_or_path)
@@ -142,10 +139,12 @@ class ModelLibrary:
             dropped.remove(entry)
 
     def install(self, id: str, weights: Path, record: ModelRecord) -> InstalledModel:
-        """Move `weights` in as model `id`, in place of any with that id.
+        """Move `weights` in as model `id`, in place of any with that id that was installed.
 
-        They are a file, the first of several parts or a folder, in a `workspace`.
+        They are a file, the first of several parts or a folder, in a `workspace`. Raises ModelError where a folder
+        was put there by hand.
         """
+        self.check_free(id)
         staged = weights.parent / "ready"
         shutil.rmtree(staged, ignore_errors=True)
         names = _names_of(check_id(id), weights)
@@ -163,6 +162,14 @@ class ModelLibrary:
         if len(names) == 1 and not model.is_folder:
             remember(model.path, record.sha256, self.digests)
         return model
+
+    def check_free(self, id: str) -> None:
+        """Raises ModelError where the user has put a folder there: it is never replaced."""
+        if self._folder(id).is_dir() and not self._is_installed(id):
+            raise ModelError(
+                f"{self._folder(id)} was put there by hand: move it, choose another --name, "
+                f"or `emberkeep models remove {id}` first."
+            )
 
     def copy(self, id: str, name: str) -> InstalledModel:
         """Install the weights of model `id` under `name` too, in place of any model with that name: as hard links,
@@ -273,6 +280,12 @@ class ModelLibrary:
     def _folder(self, id: str) -> Path:
         """The only place where an id becomes a path."""
         return self._root / check_id(id)
+
+
+def _usable(model: InstalledModel | ModelError) -> InstalledModel:
+    if isinstance(model, ModelError):
+        raise model
+    return model
 
 
 def weights_at(path: Path) -> Path | None:

@@ -281,7 +281,9 @@ def _install_folder(
 
 
 def find_installed(id: str, source: Source, library: ModelLibrary) -> InstalledModel | None:
-    """The usable model called `id`, if there is one. Raises ModelError where it came from another source."""
+    """The usable model called `id`, if there is one. Raises ModelError where it came from another source, or
+    is a folder that was put there by hand."""
+    library.check_free(id)
     try:
         model = library.get(id)
         profile_of(model.path)

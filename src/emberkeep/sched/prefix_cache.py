@@ -14,11 +14,13 @@ end of its stable prefix, the ends of messages) and at the end of every turn.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Set
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from time import monotonic, perf_counter
 
 import numpy as np
@@ -636,8 +638,10 @@ class RecentAnswers:
         pieces: Items[bytes],
     ) -> Replayed:
         """As `KvStore.replay`, for an answer that came after exactly `ids`."""
+        ends = _in_order(frozenset(borders))
+        at = bisect_right(ends, start)
         # What comes before an answer has at most a token a byte.
-        furthest = len(ids) + min((border for border in borders if border > start), default=start) - start
+        furthest = len(ids) + (ends[at] - start if at < len(ends) else 0)
         for known in self._latest_first:
             if not len(ids) <= known.sampled[0][0] <= furthest:
                 continue
@@ -646,6 +650,12 @@ class RecentAnswers:
                 if found[0]:
                     return found
         return (), start
+
+
+@lru_cache(maxsize=8)
+def _in_order(borders: frozenset[int]) -> tuple[int, ...]:
+    """Asked for at every stretch of a prompt, and there may be as many of these as messages."""
+    return tuple(sorted(borders))
 
 
 def _begins_with(tokens: TokenArray, ids: TokenArray) -> bool:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from emberkeep.sched.drafts import SequenceDrafts
 
 FAIR_SLICE = 128
+_BETWEEN_FORKS = 128
 """Slices of 100 tokens and more give the same bits however a prompt is cut into them."""
 PATIENCE_S = 60.0
 """Stored state of which nothing arrives for so long is evaluated instead: a disk may never answer."""
@@ -333,6 +334,8 @@ class Sequence:
         self._reusable = prompt.reusable
         self._found: LookupRecord | None = None
         """What was reused, where the prompt is not the same any more."""
+        self._forks: frozenset[int] = frozenset()
+        """Borders of the prompt that are there because others part from it."""
         self._apart_until = 0
         self.drafts: SequenceDrafts | None = None
         """Where its drafts come from, once there were any."""
@@ -524,7 +527,10 @@ class Sequence:
         near = [border for border in self.prompt.borders if max(earliest, self.computed + 1) <= border <= position]
         if near:
             return max(near)
-        self.prompt = replace(self.prompt, borders=self.prompt.borders | {position})
+        # Who parts a little later goes on from here: many that part one by one would make slices of one token.
+        crowded = {fork for fork in self._forks if position < fork < position + _BETWEEN_FORKS}
+        self._forks = self._forks - crowded | {position}
+        self.prompt = replace(self.prompt, borders=self.prompt.borders - crowded | {position})
         return position
 
     @property

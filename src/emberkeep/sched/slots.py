@@ -362,6 +362,8 @@ class WaitingQueue:
             if sequence is None:
                 heappop(turns)
                 continue
+            if sequence not in self._sequences:
+                continue  # refused meanwhile
             yield sequence
             if sequence not in self._sequences:
                 self._served.add(user)

@@ -13,6 +13,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from time import perf_counter
 from typing import Generic, TypeVar
 
@@ -213,16 +214,18 @@ def _with_messages(request: Request, edited: tuple[Message, ...]) -> Request:
     is_left = [new is old or bool(new.content.strip()) for old, new in zip(request.messages, edited, strict=True)]
     # A system message of which nothing is left goes too, but no request loses its last one.
     is_left = is_left if any(is_left) else [True] * len(edited)
-    breakpoints = tuple(_shifted(one, request.messages, edited, is_left) for one in request.breakpoints)
+    left_until = [0, *accumulate(is_left)]
+    breakpoints = tuple(_shifted(one, request.messages, edited, left_until) for one in request.breakpoints)
     messages = tuple(message for message, is_one in zip(edited, is_left, strict=True) if is_one)
     return replace(request, messages=messages, breakpoints=breakpoints)
 
 
 def _shifted(
-    mark: Breakpoint, before: Sequence[Message], edited: Sequence[Message], is_left: Sequence[bool]
+    mark: Breakpoint, before: Sequence[Message], edited: Sequence[Message], left_until: Sequence[int]
 ) -> Breakpoint:
-    count = sum(is_left[: mark.messages])
-    if mark.chars is None or not mark.messages or not is_left[mark.messages - 1]:
+    """`left_until`: how many of so many of the first messages are left."""
+    count = left_until[mark.messages]
+    if mark.chars is None or not mark.messages or left_until[mark.messages - 1] == count:
         return replace(mark, messages=count, chars=None)
     old, new = before[mark.messages - 1].content, edited[mark.messages - 1].content
     behind = old[mark.chars :]

@@ -157,15 +157,17 @@ class Tape:
 
     def word(self, pattern: re.Pattern[str]) -> Reading[str]:
         """As `skip`, and what was read."""
+        seen = 0  # what came in earlier pieces is not read again
         while True:
-            match = pattern.match(self.text, self.at)
+            match = pattern.match(self.text, self.at + seen)
             assert match
+            seen = match.end() - self.at
             if match.end() < len(self.text) or self.is_over:
                 break
             yield
         self.ran_out |= match.end() == len(self.text)
-        self.at = match.end()
-        return match[0]
+        text, self.at = self.text[self.at : match.end()], match.end()
+        return text
 
     def rest(self) -> Reading[str]:
         """Everything that is still to come."""

@@ -63,7 +63,7 @@ MARKED_DIALECTS = (
     Dialect(" {", "", read_object, any_name=False),
 )
 
-_BEHIND_NAMES = (" ", "\n", "/>", ">")
+_BEHIND_NAMES = (" ", "\t", "\n", "/>", ">")
 
 
 def tag_dialects(names: Iterable[str]) -> Iterator[Dialect]:

@@ -137,7 +137,9 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As every attention of transformers: `[sequences, heads, tokens, width]` in, heads after tokens out."""
     mixed = None
-    if _is_known(query, key, value, given):
+    # To eager attention a mask of booleans is a mask of ones to add.
+    is_odd = kind == "eager" and attention_mask is not None and attention_mask.dtype == torch.bool
+    if not is_odd and _is_known(query, key, value, given):
         if query.device.type == "cuda" and _has_kernel():
             mixed = _attend_own(module, query, key, value, attention_mask, given)
         elif not (given.get("softcap") or given.get("s_aux") is not None):
@@ -157,7 +159,7 @@ for _kind in _MASKS:
 
 def _is_known(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: dict[str, Any]) -> bool:
     """Whether nothing is asked for that the attention here does not compute."""
-    learns = torch.is_grad_enabled() and query.requires_grad
+    learns = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
     unknown = (name for name, said in given.items() if name not in _HARMLESS and isinstance(said, torch.Tensor))
     asked = given.get("dropout") or given.get("output_attentions") or given.get("cache") is not None
     is_plain = query.dtype == key.dtype == value.dtype and query.shape[0] == key.shape[0]

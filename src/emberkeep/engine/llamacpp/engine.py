@@ -143,7 +143,7 @@ class LlamaEngine:
             raise
 
     def _take_a_step(self) -> None:
-        """So that a GPU has loaded its kernels, and given its libraries what they compute with, before anybody asks
+        """So that a GPU has loaded its kernels, and given its libraries what they compute with, before it is asked
         what is free there: about 90 MiB."""
         self.evaluate([Rows(0, 0, np.zeros(min(_FEW, self._settings.batch), np.int32), outputs=1)])
         self.logits(0)
