@@ -22,6 +22,19 @@ PIECES = FakeVocab().pieces
 PLENTY = 1 << 30
 
 
+class Time:
+    """A clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def pass_(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
 def ids(*values: int) -> TokenArray:
     return np.array(values, np.int32)
 

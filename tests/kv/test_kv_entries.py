@@ -17,6 +17,7 @@ from helpers.kv_building import (
     LONG,
     PIECES,
     PLENTY,
+    Time,
     check_ledger,
     chunk_files,
     load,
@@ -27,19 +28,6 @@ from helpers.kv_building import (
 
 ALICE = private_namespace("alice")
 BOB = private_namespace("bob")
-
-
-class Time:
-    """A clock that is moved by hand."""
-
-    def __init__(self) -> None:
-        self.seconds = 1000.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-    def pass_(self, seconds: float) -> None:
-        self.seconds += seconds
 
 
 def label(name: str, kind: EntryKind = EntryKind.CONVERSATION, **more) -> Label:

@@ -25,6 +25,7 @@ from helpers.kv_building import (
     FINGERPRINT,
     LONG,
     PLENTY,
+    Time,
     check_ledger,
     chunk_files,
     chunks_of,
@@ -39,19 +40,6 @@ from helpers.waiting import eventually
 ANN, BOB = Canary(0), Canary(1)
 SHORT_S, LONG_S, EXTENDED_S = 300.0, 3600.0, 86_400.0
 OTHER = bytes(32)
-
-
-class Time:
-    """A clock that is moved by hand."""
-
-    def __init__(self) -> None:
-        self.seconds = 1000.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-    def pass_(self, seconds: float) -> None:
-        self.seconds += seconds
 
 
 @pytest.fixture

@@ -41,8 +41,9 @@ if TYPE_CHECKING:
     from emberkeep.sched.drafts import SequenceDrafts
 
 FAIR_SLICE = 128
-_BETWEEN_FORKS = 128
 """Slices of 100 tokens and more give the same bits however a prompt is cut into them."""
+_BETWEEN_FORKS = FAIR_SLICE
+"""Tokens between places where others part from a prompt: each of them ends a slice."""
 PATIENCE_S = 60.0
 """Stored state of which nothing arrives for so long is evaluated instead: a disk may never answer."""
 
