@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 TO_THE_FIRST_FRAME = 61
 TO_THE_DURABLE_CHUNK = 70
-"""Files of the package that run: 57 and 69. One more is one more that a reader has to open: is it worth that?
+"""Files of the package that run: 61 and 70. One more is one more that a reader has to open: is it worth that?
 On a busy machine the engine may be further when the first frame is written."""
 
 

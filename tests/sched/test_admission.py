@@ -255,12 +255,3 @@ def test_sequences_that_together_need_too_much_run_one_after_the_other():
         for recorder in (first, second, third):
             assert recorder.answer
     assert set(together) == {1}
-
-
-def test_a_footprint_says_what_it_is_made_of():
-    assert GPU.describe() == (
-        "4.0 GiB of 10 GiB on cuda:0, 39 KiB per token of a step, 2.0 KiB per token of context, "
-        "100 bytes per pair of both, 488 KiB per row of logits"
-    )
-    partly = replace(GPU, per_context_token=0, per_pair=0, per_logits_row=0, in_ram=GIB)
-    assert partly.describe() == "4.0 GiB of 10 GiB on cuda:0, 1.0 GiB in RAM, 39 KiB per token of a step"

@@ -15,7 +15,6 @@ from typing import ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.config import readable_size
 from emberkeep.errors import EngineError
 from emberkeep.types import AttentionTier, ExpertStats, Json, Vocab
 
@@ -144,20 +143,6 @@ class Footprint:
 
     def json(self) -> dict[str, Json]:
         return asdict(self)
-
-    def describe(self) -> str:
-        """For a person who reads a log."""
-        growth = {
-            "token of a step": self.per_step_token,
-            "token of context": self.per_context_token,
-            "pair of both": self.per_pair,
-            "row of logits": self.per_logits_row,
-        }
-        parts = [f"{readable_size(self.fixed)} of {readable_size(self.capacity)} on {self.device}"]
-        if self.in_ram:
-            parts.append(f"{readable_size(self.in_ram)} in RAM")
-        parts += [f"{readable_size(size)} per {what}" for what, size in growth.items() if size]
-        return ", ".join(parts)
 
 
 class KvExport(Protocol):
