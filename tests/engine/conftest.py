@@ -60,7 +60,7 @@ def open_engine(model_file, flash):
             flash=flash,
         )
         if table is not None or tables is not None:
-            tuning = Tuning("", tables if tables is not None else {flash: table})
+            tuning = Tuning("", tables if tables is not None else {flash: table}, has_choice=len(tables or ()) > 1)
         model = LlamaModel(model_file(kind), adapters=adapters)
         engines.append(LlamaEngine(model, settings, digest, tuning))
         return engines[-1]

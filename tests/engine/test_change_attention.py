@@ -356,7 +356,7 @@ def test_where_the_other_way_cannot_be_opened_everything_is_as_before(
         else:
             each.evaluate([Rows(1, 1, OTHER[1:20], outputs=1)])
     assert_equal(engine, fixed, [Rows(1, 1, OTHER[1:20], outputs=1)])
-    assert "attention stays as it is: out of memory" in caplog.text
+    assert "the context stays as it is: out of memory" in caplog.text
     assert (changes(engine), is_with(engine)) == (0, True)
     openings.append(False)  # it is not tried again
     evaluate(engine, 0, 20, 40)
@@ -466,7 +466,7 @@ def test_what_cannot_be_taken_out_stays(
         patch.setattr(module, "read_state", fail)
         engine.evaluate([Rows(0, 60, TOKENS[60:61], outputs=1)])
     assert len(calls) == 2
-    assert "attention stays as it is: no such thing" in caplog.text
+    assert "the context stays as it is: no such thing" in caplog.text
     assert (changes(engine), is_with(engine)) == (1, False)
     evaluate(fixed, 0, 60, 61)
     assert_equal(engine, fixed)

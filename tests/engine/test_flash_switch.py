@@ -55,7 +55,7 @@ class Run:
 
 def test_it_changes_when_more_was_lost_than_changing_takes() -> None:
     """The step by which that is so is computed in the other way already."""
-    run = Run(FlashSwitch(TABLES, flash=True))
+    run = Run(FlashSwitch(TABLES, flash=True, has_choice=True))
     assert [run.step(MANY, cost=0.5) for _ in range(4)] == [True, True, False, False]
     # Back as well, from nothing lost on: 10 ms at a time.
     assert [run.step(FEW, cost=0.035) for _ in range(5)] == [False, False, False, True, True]
@@ -63,7 +63,7 @@ def test_it_changes_when_more_was_lost_than_changing_takes() -> None:
 
 
 def test_what_is_gained_makes_up_for_what_is_lost() -> None:
-    run = Run(FlashSwitch(TABLES, flash=True))
+    run = Run(FlashSwitch(TABLES, flash=True, has_choice=True))
     for _ in range(50):
         assert run.step(MANY, cost=0.3)
         for _ in range(20):
@@ -72,14 +72,14 @@ def test_what_is_gained_makes_up_for_what_is_lost() -> None:
 
 def test_what_was_gained_before_is_no_credit() -> None:
     """Otherwise a long quiet time would have to be made up for before anything changes."""
-    run = Run(FlashSwitch(TABLES, flash=True))
+    run = Run(FlashSwitch(TABLES, flash=True, has_choice=True))
     for _ in range(1000):
         run.step(FEW, cost=0.3)
     assert [run.step(MANY, cost=0.3) for _ in range(2)] == [True, False]
 
 
 def test_the_table_is_that_of_the_way_it_is() -> None:
-    switch = FlashSwitch(TABLES, flash=True)
+    switch = FlashSwitch(TABLES, flash=True, has_choice=True)
     assert (switch.flash, switch.table) == (True, WITH)
     switch.change()
     assert (switch.flash, switch.table) == (False, WITHOUT)
@@ -88,7 +88,7 @@ def test_the_table_is_that_of_the_way_it_is() -> None:
 
 
 def test_where_it_cannot_change_now_the_loss_is_counted_anew() -> None:
-    switch = FlashSwitch(TABLES, flash=True)
+    switch = FlashSwitch(TABLES, flash=True, has_choice=True)
     assert [switch.is_due(step(MANY), MANY, 0.3) for _ in range(2)] == [False, True]
     assert switch.is_due(step(MANY), MANY, 0.3)  # still
     switch.stay()
@@ -98,7 +98,7 @@ def test_where_it_cannot_change_now_the_loss_is_counted_anew() -> None:
 
 @pytest.mark.parametrize("flash", [True, False])
 def test_where_it_cannot_change_any_more_it_does_not(flash: bool) -> None:
-    switch = FlashSwitch(TABLES, flash)
+    switch = FlashSwitch(TABLES, flash, has_choice=True)
     switch.settle()
     assert not switch.has_choice
     assert (switch.flash, switch.table) == (flash, TABLES[flash])
@@ -108,7 +108,7 @@ def test_where_it_cannot_change_any_more_it_does_not(flash: bool) -> None:
 def test_a_step_takes_what_it_takes_in_the_quicker_way() -> None:
     with_flash = StepTable((1,), (0, 1024), ((10,), (110,)))
     without = StepTable((1,), (0, 1024), ((20,), (70,)), logits_ms=3)
-    switch = FlashSwitch({True: with_flash, False: without}, flash=True)
+    switch = FlashSwitch({True: with_flash, False: without}, flash=True, has_choice=True)
     assert switch.seconds(1, 0, 0, 1) == pytest.approx(0.010)
     assert switch.seconds(1, 1024, 1024, 1) == pytest.approx(0.070)
     assert switch.seconds(1, 1024, 1024, 3) == pytest.approx(0.076)
@@ -116,13 +116,13 @@ def test_a_step_takes_what_it_takes_in_the_quicker_way() -> None:
     assert switch.seconds(1, 256, 1280, 1) == pytest.approx(0.035)
     switch.settle()
     assert switch.seconds(1, 1024, 1024, 1) == pytest.approx(0.110)
-    assert FlashSwitch({}, flash=True).seconds(1, 0, 0, 1) is None
+    assert FlashSwitch({}, flash=True, has_choice=False).seconds(1, 0, 0, 1) is None
 
 
 @pytest.mark.parametrize("tables", [{}, {True: WITH}, {False: WITHOUT}], ids=["none", "with", "without"])
 @pytest.mark.parametrize("flash", [True, False])
 def test_without_two_tables_there_is_no_choice(tables: dict[bool, StepTable], flash: bool) -> None:
-    switch = FlashSwitch(tables, flash)
+    switch = FlashSwitch(tables, flash, has_choice=len(tables) > 1)
     assert not switch.has_choice
     assert not any(switch.is_due(step(rows), rows, 0.0) for rows in (FEW, MANY) * 50)
     assert switch.table == tables.get(flash)
@@ -153,8 +153,8 @@ def test_a_row_with_flash_attention_skips_the_cells_of_others(
         ({True: nothing, False: DEEPER}, False, cells // 128 * 128),
     ):
         lost = sequences * (depth + 1) / 1e3
-        assert FlashSwitch(tables, flash).is_due(batch, cells, lost - 1e-3)
-        assert not FlashSwitch(tables, flash).is_due(batch, cells, lost + 1e-3)
+        assert FlashSwitch(tables, flash, has_choice=len(tables) > 1).is_due(batch, cells, lost - 1e-3)
+        assert not FlashSwitch(tables, flash, has_choice=len(tables) > 1).is_due(batch, cells, lost + 1e-3)
 
 
 def test_the_depth_is_the_mean_of_all_rows() -> None:
@@ -162,8 +162,8 @@ def test_the_depth_is_the_mean_of_all_rows() -> None:
     batch = [Rows(0, 0, np.zeros(63, np.int32), outputs=0), Rows(1, 2048, np.zeros(1, np.int32), outputs=1)]
     tables = {True: DEEPER, False: StepTable((1,), (64,), ((1e-6,),))}
     # Hardly any of its own, and a tenth of the other 2016: to the next 128 below, for each of 64 rows.
-    assert FlashSwitch(tables, flash=True).is_due(batch, 2048, 64 * 0.128)
-    assert not FlashSwitch(tables, flash=True).is_due(batch, 2048, 64 * 0.13)
+    assert FlashSwitch(tables, flash=True, has_choice=len(tables) > 1).is_due(batch, 2048, 64 * 0.128)
+    assert not FlashSwitch(tables, flash=True, has_choice=len(tables) > 1).is_due(batch, 2048, 64 * 0.13)
 
 
 # ── what it costs not to know what comes ──
@@ -187,7 +187,7 @@ def test_it_never_changes_to_what_is_never_quicker(tables, steps, cost, flash) -
         flash: tables[flash],
         not flash: StepTable((FEW, MANY), (64,), (tuple(time + 1 for time in tables[flash].milliseconds[0]),)),
     }
-    run = Run(FlashSwitch(slower, flash))
+    run = Run(FlashSwitch(slower, flash, has_choice=len(slower) > 1))
     assert all(run.step(count, cost) == flash for count in steps)
 
 
@@ -202,7 +202,7 @@ def test_where_one_way_is_never_slower_at_most_twice_the_cost_of_changing_is_los
     }
     best = sum(tables[flash].seconds(count, count) for count in steps)
     for begin, lost in ((flash, 0.0), (not flash, 2 * cost)):
-        run = Run(FlashSwitch(better, begin))
+        run = Run(FlashSwitch(better, begin, has_choice=len(better) > 1))
         for count in steps:
             run.step(count, cost)
         assert run.seconds <= best + lost + SLIGHT
@@ -218,7 +218,7 @@ def test_what_is_lost_against_either_fixed_way_is_bounded_whatever_comes(tables,
     one had lost, at most 3 C are: one in the other way, and two changes, there and back. If it begins in the other
     way, that is C and one change more. Where C is not always the same, the least of it is what had been lost.
     """
-    run = Run(FlashSwitch(tables, flash))
+    run = Run(FlashSwitch(tables, flash, has_choice=len(tables) > 1))
     for count, cost in steps:
         run.step(count, cost)
     taken = {way: [tables[way].seconds(count, count) for count, _ in steps] for way in (True, False)}
@@ -233,7 +233,7 @@ def test_what_is_lost_against_either_fixed_way_is_bounded_whatever_comes(tables,
 @given(tables_of_both(), histories, costs, st.booleans())
 def test_it_does_not_change_more_often_than_it_pays(tables, steps, cost, flash) -> None:
     """Between two changes the way that is left has lost more than a change takes."""
-    run = Run(FlashSwitch(tables, flash))
+    run = Run(FlashSwitch(tables, flash, has_choice=len(tables) > 1))
     lost = 0.0
     for count in steps:
         before = run.switch.flash

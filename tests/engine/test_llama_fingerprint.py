@@ -29,7 +29,7 @@ TABLE = StepTable((1,), (64,), ((1.0,),))
 @pytest.fixture
 def fingerprint_of(model_file):
     def of(settings: LlamaSettings = PLAIN, kind: str = "wide", *, ways: Sequence[bool] = ()) -> bytes:
-        tuning = Tuning("", dict.fromkeys(ways, TABLE))
+        tuning = Tuning("", dict.fromkeys(ways, TABLE), has_choice=len(ways) > 1)
         engine = LlamaEngine(LlamaModel(model_file(kind)), settings, "digest", tuning)
         engine.close()
         return engine.fingerprint
@@ -136,7 +136,7 @@ def test_narrow_steps_do_not(open_engine, kind) -> None:
 
 
 def test_with_a_choice_of_attention_nothing_is_wide(open_engine) -> None:
-    tuning = Tuning("", {True: TABLE, False: TABLE}, wide_rows=8)
+    tuning = Tuning("", {True: TABLE, False: TABLE}, wide_rows=8, has_choice=True)
     assert open_engine(tuning=tuning).capabilities.wide_rows is None
 
 

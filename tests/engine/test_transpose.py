@@ -237,7 +237,7 @@ def test_a_layout_that_is_not_as_it_should_be_is_no_choice(
     open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It begins with flash attention then and stays so, with the fingerprint of that."""
-    import emberkeep.engine.llamacpp.engine as module
+    import emberkeep.engine.llamacpp.learning as module
 
     probe = module.probe_layout
     layouts = []

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from emberkeep.engine.base import Rows
-from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, Subject, step_timing, tune, tuning
+from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, Subject, step_timing, tuning
 from emberkeep.engine.llamacpp.tuning import Measured, batch_without_flash, measure
 from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError
@@ -22,6 +22,13 @@ SETTINGS = LlamaSettings(context=512, cells=512, sequences=4, batch=256, threads
 ROWS = (1, 8, 16, 45, 512)
 SLOW = Measured(StepTable(ROWS, (64, 2048), ((10, 80, 160, 450, 900), (20, 160, 320, 900, 1800))))
 QUICK = Measured(StepTable(ROWS, (64, 2048), ((9, 40, 80, 240, 900), (18, 80, 160, 480, 1800))), wide_rows=8)
+
+
+def tune(*about: object) -> tuple[LlamaSettings, tuning.Tuning]:
+    """As an engine does it: what is not known is measured when nothing waits."""
+    settings, found = tuning.tune(*about)
+    measured = found.measure(lambda: False) if found.measure is not None else None
+    return settings, replace(measured or found, measure=None)
 
 
 @pytest.fixture
@@ -51,7 +58,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
     """What was measured: here it is known already."""
     done: list[list[bool]] = []
 
-    def know(model: LlamaModel, ways: list[LlamaSettings]) -> list[Measured]:
+    def know(model: LlamaModel, ways: list[LlamaSettings], _: object) -> list[Measured]:
         done.append([way.flash for way in ways])
         return [SLOW if way.flash else QUICK for way in ways]
 
@@ -72,7 +79,7 @@ def test_both_ways_are_measured_once_and_remembered(open_model, measurements, tm
         settings, found = tune(model, SETTINGS, "digest", None, tmp_path)
         assert settings == SETTINGS
         assert settings.flash
-        assert found == tuning.Tuning("what is quicker, step by step", BOTH, wide_rows=8)
+        assert found == tuning.Tuning("what is quicker, step by step", BOTH, wide_rows=8, has_choice=True)
     assert measurements == [[True, False]]
 
 
@@ -134,7 +141,7 @@ def test_a_damaged_file_is_measured_again(open_model, measurements, tmp_path: Pa
 def test_nothing_is_measured_again_while_the_machine_is_busy(open_model, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (1.5, 1.0, 1.0))
     answers = [[replace(SLOW, is_whole=False), replace(QUICK, is_whole=False)]]
-    monkeypatch.setattr(tuning, "measure", lambda model, ways: answers.pop())
+    monkeypatch.setattr(tuning, "measure", lambda *_: answers.pop())
     for _ in range(2):
         _, found = tune(open_model(), SETTINGS, "digest", None, tmp_path)
         assert found.tables == BOTH
@@ -147,7 +154,7 @@ def test_what_was_measured_on_a_busy_machine_is_measured_again_on_a_quiet_one(
     busy = [replace(QUICK, is_whole=False), replace(SLOW, is_whole=False)]
     answers, asked, load = [busy, busy, [SLOW, QUICK]], list[list[bool]](), [2.0]
 
-    def know(model: LlamaModel, ways: list[LlamaSettings]) -> list[Measured]:
+    def know(model: LlamaModel, ways: list[LlamaSettings], _: object) -> list[Measured]:
         asked.append([way.flash for way in ways])
         return answers.pop(0)
 
@@ -211,7 +218,7 @@ def test_a_machine_on_which_nothing_can_be_measured_serves_with_it(
     monkeypatch.setattr(step_timing, "open_context", fail)
     settings, found = tune(open_model(), SETTINGS, "digest", None, tmp_path)
     assert settings == SETTINGS
-    assert found == tuning.Tuning("nothing was measured")
+    assert found == tuning.Tuning("what is quicker, step by step", has_choice=True)
     assert not list(tmp_path.iterdir())
 
 

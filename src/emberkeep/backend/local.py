@@ -57,7 +57,7 @@ from emberkeep.kv.remote_lookup import Arrival
 from emberkeep.kv.store import KvStore
 from emberkeep.memory.memory import Memory
 from emberkeep.sched.admission import Admission
-from emberkeep.sched.probe import Machine
+from emberkeep.sched.probe import assumed
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence
@@ -96,8 +96,6 @@ class LocalSettings:
     lineages: Lineages
     permits: Permits
     keep_alive: KeepAlive
-    machine: Machine
-    """What was measured of it."""
     hygiene: Hygiene
     """What is done to the parts of prompts that change with every call. What it keeps may outlive the model."""
     admission: Admission | None = None
@@ -158,6 +156,8 @@ class LocalBackend:
         self._hygiene = settings.hygiene
         self._lookups = RecentLookups()
         self._forgotten = ForgottenUsers()
+        self.machine = assumed(scheduler.footprint)
+        """What it runs on, as far as it was measured. Set from any thread."""
         self._refused = self._truncated = 0
         self._counting = threading.Lock()
         self._warmup()
@@ -477,7 +477,7 @@ class LocalBackend:
             "sessions": self._sessions.stats(),
             "memory": self.memory.stats() if self.memory else None,
             "embeddings": self.embedder.stats() if self.embedder else None,
-            "machine": self._settings.machine.json(),
+            "machine": self.machine.json(),
             "recent_lookups": self._lookups.json(),
             "measured": {
                 "evaluate_tokens_per_s": costs.evaluate.value,

@@ -7,7 +7,7 @@ except that `vocab` is immutable and free for all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum, StrEnum
 from typing import ClassVar, Protocol
@@ -300,6 +300,14 @@ class Engine(Protocol):
         that share state with this one keep theirs as it was. Blocks for one step. NO_ROOM: nothing has changed.
         Raises EngineError, with the sequence unchanged, unless the engine can (`can_shift`).
         """
+
+    def rest(self) -> None:
+        """Give back memory that no sequence uses: nothing has run for a while. Sequences keep their state."""
+
+    def improve(self, is_wanted: Callable[[], bool]) -> bool:
+        """Do what only makes later steps quicker, while nothing runs and no sequence has state; soon after
+        `is_wanted` says that something waits it returns False, and goes on when it is called again. True: all is
+        done."""
 
     def step_seconds(self, rows: int, depth: int, outputs: int) -> float | None:
         """How long a step of so many rows takes on this machine, with `depth` tokens before each of them in its

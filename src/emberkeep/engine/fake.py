@@ -358,6 +358,12 @@ class FakeEngine:
         self._latest = []
         return Outcome.DONE
 
+    def rest(self) -> None:
+        pass
+
+    def improve(self, is_wanted: Callable[[], bool]) -> bool:
+        return True
+
     def step_seconds(self, rows: int, depth: int, outputs: int) -> float | None:
         return None
 

@@ -3,49 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from emberkeep import file_digests
 from emberkeep.errors import ModelBroken, ModelNotFound
-from emberkeep.files import private_folder, replace_file
+from emberkeep.file_digests import Changed, FileVersion, Progress, recall, remembered_digest
 from emberkeep.models.parts import part_files
 from emberkeep.models.profile import SHAPING, folder_files
-
-BLOCK = 4 << 20
-
-Progress = Callable[[int, int], None]
-"""Told how many bytes are done, of how many."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Version:
-    """What tells one version of a file from the next without reading it."""
-
-    path: str
-    size: int
-    mtime_ns: int
-    inode: int
 
 
 def weights_digest(path: Path, cache_dir: Path) -> str:
     """The SHA-256 of the file in hex, from `cache_dir` where the file has not changed since.
 
-    Blocks for a read of the whole file when it is not cached. Any number of processes may share `cache_dir`:
-    each file has an entry of its own, replaced atomically. An unwritable or damaged cache only costs time.
-    Raises ModelNotFound when the file cannot be read, ModelBroken when it changes while it is read.
+    Blocks as `remembered_digest`. Raises ModelNotFound when the file cannot be read, ModelBroken when it changes
+    while it is read.
     """
-    version = _version(path)
-    cached = _recall(version, cache_dir)
-    if cached is not None:
-        return cached
-    digest = sha256_of(path)
-    if _version(path) != version:
-        raise ModelBroken(f"{path} changed while it was read; try again when nothing writes to it.")
-    remember(path, digest, cache_dir)
-    return digest
+    try:
+        return remembered_digest(path, cache_dir, lambda file: sha256_of(file))
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except Changed as error:
+        raise ModelBroken(str(error)) from error
 
 
 def model_digest(path: Path, cache_dir: Path) -> str:
@@ -64,7 +43,7 @@ def model_digest(path: Path, cache_dir: Path) -> str:
 
 def known_digest(path: Path, cache_dir: Path) -> str | None:
     """What `model_digest` of a GGUF file gives, if it was computed before. Raises as `part_files`."""
-    known = [_recall(_version(file), cache_dir) for file in part_files(path)]
+    known = [recall(_version(file), cache_dir) for file in part_files(path)]
     return parts_digest([digest for digest in known if digest]) if all(known) else None
 
 
@@ -94,47 +73,23 @@ def folder_digest(digests: Mapping[str, str]) -> str:
 
 def remember(path: Path, digest: str, cache_dir: Path) -> None:
     """Store a digest that is already known. Best effort."""
-    version = _version(path)
-    entry = json.dumps({**asdict(version), "sha256": digest})
-    try:
-        private_folder(cache_dir)
-        replace_file(_entry(version, cache_dir), entry.encode())
-    except OSError:
-        return
+    file_digests.remember(_version(path), digest, cache_dir)
 
 
 def sha256_of(path: Path, progress: Progress | None = None) -> str:
     """Blocks for a read of the whole file. Raises ModelNotFound when it cannot be read."""
-    digest = hashlib.sha256()
     try:
-        with path.open("rb") as file:
-            total = os.fstat(file.fileno()).st_size
-            while block := file.read(BLOCK):
-                digest.update(block)
-                if progress is not None:
-                    progress(file.tell(), total)
+        return file_digests.sha256_of(path, progress)
     except OSError as error:
-        raise ModelNotFound(f"Cannot read {path}: {error.strerror}.") from error
-    return digest.hexdigest()
+        raise _unreadable(path, error) from error
 
 
-def _recall(version: _Version, cache_dir: Path) -> str | None:
+def _version(path: Path) -> FileVersion:
     try:
-        entry = json.loads(_entry(version, cache_dir).read_bytes())
-        digest = entry.pop("sha256")
-        return str(digest) if entry == asdict(version) else None
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return None
-
-
-def _entry(version: _Version, cache_dir: Path) -> Path:
-    return cache_dir / f"{hashlib.sha256(os.fsencode(version.path)).hexdigest()[:32]}.json"
-
-
-def _version(path: Path) -> _Version:
-    try:
-        real = path.resolve(strict=True)
-        stat = real.stat()
+        return FileVersion.of(path)
     except OSError as error:
-        raise ModelNotFound(f"Cannot read {path}: {error.strerror}.") from error
-    return _Version(str(real), stat.st_size, stat.st_mtime_ns, stat.st_ino)
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> ModelNotFound:
+    return ModelNotFound(f"Cannot read {path}: {error.strerror}.")

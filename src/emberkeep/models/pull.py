@@ -18,8 +18,9 @@ from pathlib import Path
 from emberkeep.config import readable_size
 from emberkeep.engine.llamacpp.shared_library import AUTO
 from emberkeep.errors import DownloadFailed, EngineError, ModelBroken, ModelError, ModelNotFound
+from emberkeep.file_digests import Progress
 from emberkeep.files import private_folder, sync
-from emberkeep.models.digest import Progress, folder_digest, parts_digest, remember, sha256_of, split_progress
+from emberkeep.models.digest import folder_digest, parts_digest, remember, sha256_of, split_progress
 from emberkeep.models.gguf import read_header
 from emberkeep.models.hub import fetch_hub, fetch_hub_repo
 from emberkeep.models.library import InstalledModel, ModelLibrary, ModelRecord, check_id

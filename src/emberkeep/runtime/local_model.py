@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -41,8 +42,8 @@ from emberkeep.runtime.placement import live_kv_bytes, open_placed, place
 from emberkeep.runtime.tools import server_tools
 from emberkeep.sched.admission import Admission, open_admission
 from emberkeep.sched.draft_model import LoadedDraft
-from emberkeep.sched.engine_thread import EngineThread
-from emberkeep.sched.probe import DeviceProbe, Machine, assumed, log_plan, probe, step_seconds
+from emberkeep.sched.engine_thread import EngineThread, promised
+from emberkeep.sched.probe import DeviceProbe, log_plan, probe, step_seconds
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
 from emberkeep.types import (
     EXACT_BITS,
@@ -132,28 +133,37 @@ def open_local(
         opened.engine.capabilities.context,
         details={**opened.details, **({"draft_model": draft.name} if draft else {})},
     )
-    machine = _measure(config, opened, thread)
-    backend = assemble(config, opened.engine, opened.template, card, thread, machine, draft, parts)
+    backend = assemble(config, opened.engine, opened.template, card, thread, draft, parts)
+    backend.scheduler.in_gaps(lambda _: _start(partial(_measure, config, opened, backend)))
     if opened.states is not None:
         backend.embed_with(make_embedder(config, card.id, opened.states, backend.scheduler.call))
     return backend
 
 
-def _measure(config: Config, opened: _Opened, thread: EngineThread) -> Machine:
-    """What it runs on, which is logged with what its memory is planned with."""
+def _start(action: Callable[[], None]) -> bool:
+    threading.Thread(target=action, name="probe", daemon=True).start()
+    return True
+
+
+def _measure(config: Config, opened: _Opened, backend: LocalBackend) -> None:
+    """What the model runs on, which is logged with what its memory is planned with. Blocks."""
 
     def there(work: Callable[[], float]) -> Callable[[], float]:
-        return lambda: thread.submit(work).result()
+        def measure() -> float:
+            future, run = promised(work)
+            backend.scheduler.in_gaps(lambda _: run() is None)
+            return future.result()
 
-    device = opened.device
-    machine = probe(
+        return measure
+
+    engine, device = opened.engine, opened.device
+    backend.machine = probe(
         config.data_dir,
-        opened.engine.footprint,
-        there(lambda: step_seconds(opened.engine)),
+        engine.footprint,
+        there(lambda: step_seconds(engine)),
         DeviceProbe(there(device.load_speed), there(device.read_speed)) if device else None,
     )
-    log_plan(opened.engine.footprint, machine)
-    return machine
+    log_plan(engine.footprint, backend.machine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +206,10 @@ def assemble(
     template_source: str | None,
     card: ModelCard,
     thread: EngineThread | None = None,
-    machine: Machine | None = None,
     draft: OpenedDraft | None = None,
     parts: Parts | None = None,
 ) -> LocalBackend:
-    """A backend over any engine, which was opened on `thread`, as `draft` was. All belong to it from now on.
-
-    `machine`: what was measured of it; nothing is measured here.
-    """
+    """A backend over any engine, which was opened on `thread`, as `draft` was. All belong to it from now on."""
     template = _template(engine, template_source)
     lineages = _lineages(config, engine)
     share = _share_of_draft(engine, draft.engine) if draft else 0.0
@@ -229,7 +235,6 @@ def assemble(
         lineages=lineages,
         permits=Permits(config.parallel + config.queue, config.max_concurrent_per_user),
         keep_alive=KeepAlive(ttls(config), config.sweep_s, 0 if config.expire else config.tracked_conversations),
-        machine=machine or assumed(engine.footprint),
         hygiene=parts.hygiene,
         admission=admission,
         auto_truncate=config.auto_truncate,
@@ -271,15 +276,17 @@ def _open_llamacpp(
 ) -> _Opened:
     from emberkeep.engine.llamacpp import (
         Adapter,
+        Facts,
         LlamaEngine,
         LlamaModel,
         LlamaSettings,
         choose_library,
-        one_core_each,
+        name_workers,
         prove_model,
         tune,
     )
 
+    name_workers()
     choose_library(config.llama_library)
     _check_kv_bits(config)
     header = read_header(model.path)
@@ -288,6 +295,7 @@ def _open_llamacpp(
     context = _context(config, shape.context_length)
     digest = model_digest(model.path, digests)
     prove_model(model.path, digest)
+    facts = Facts(digest)
     adapters = [Adapter(weights_digest(lora.path, digests), lora.scale, lora.path) for lora in config.lora]
     kv_bytes = live_kv_bytes(shape, config.kv_type)
     settings = LlamaSettings(
@@ -304,11 +312,12 @@ def _open_llamacpp(
 
     def open_engine(loaded: LlamaModel) -> LlamaEngine:
         tuned, tuning = tune(loaded, settings, digest, _FLASH[config.flash_attention])
-        with one_core_each():
-            return LlamaEngine(loaded, tuned, digest, tuning)
+        return LlamaEngine(loaded, tuned, digest, tuning, facts, owns_thread=True)
 
     def load(where: Placement) -> LlamaModel:
-        return LlamaModel(model.path, placement=where, adapters=adapters, locks=config.mlock, report=report)
+        return LlamaModel(
+            model.path, placement=where, adapters=adapters, locks=config.mlock, report=report, facts=facts
+        )
 
     is_planned = config.gpu_layers is None
     engine, loaded, placement = open_placed(load, placement, open_engine, is_planned=is_planned)

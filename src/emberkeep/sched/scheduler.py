@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from emberkeep.chat.prompt import Prompt
-from emberkeep.engine.base import Attention, Engine, ExpertTracking, KvUnit, Outcome
+from emberkeep.engine.base import Attention, Engine, ExpertTracking, Footprint, KvUnit, Outcome
 from emberkeep.errors import DeadlineExceeded, EmberkeepError, EngineError, Overloaded, StepFailed
 from emberkeep.kv.entries import EntryId
 from emberkeep.kv.store import KvStore
@@ -61,7 +61,12 @@ log = logging.getLogger("emberkeep.sched")
 
 T = TypeVar("T")
 
+GapWork = Callable[[Callable[[], bool]], bool]
+"""Is given a function that says whether something waits; says whether all is done."""
+
 _FULL = "The context memory is full: try again with fewer requests."
+_GAP_S, _REST_S = 1.0, 20.0
+"""After so long without work, what makes later work quicker is done, and memory that is not used is given back."""
 
 
 class _NoRoom(EngineError):
@@ -159,6 +164,9 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._when_idle: deque[WhenIdle] = deque()
         """No sequence is started while something is in here."""
+        self._gap_work: deque[GapWork] = deque([engine.improve])
+        self._is_resting = False
+        """The engine has rested since something ran."""
         self._slots = Slots(engine, settings.tracked)
         self._draft = DraftModel(draft, settings.tracked, settings.prefill_slice, self._wake) if draft else None
         self._speculation = _speculation(engine, store, settings, self._draft)
@@ -220,6 +228,12 @@ class Scheduler:
         future, run = promised(action)
         self._inbox.enter(WhenIdle(run, future))
         return future
+
+    def in_gaps(self, work: GapWork) -> None:
+        """Call `work` on the engine's thread when nothing has run for a second and the engine holds nothing, until
+        it returns True. It is given a function that says whether something waits now, and should return then.
+        Raises as `submit` does."""
+        self.call(lambda: self._gap_work.append(work))
 
     def stored_text(self, lineage: Lineage) -> StoredText:
         """What is stored of a lineage, by other processes too, for a prompt that is still text. Reads the
@@ -292,6 +306,10 @@ class Scheduler:
     def idle_entries(self) -> dict[EntryId, int]:
         """Entries whose latest state is in the engine, with its length."""
         return {s.entry: s.computed for s in self._slots.idle if s.entry is not None}
+
+    @property
+    def footprint(self) -> Footprint | None:
+        return self._engine.footprint
 
     @property
     def attention(self) -> Attention | None:
@@ -632,7 +650,9 @@ class Scheduler:
 
     def _take_commands(self, *, wait: bool) -> bool:
         """Obey everything in the inbox, waiting for a first command if asked to. False: stop."""
-        command = self._inbox.take(wait=wait, seconds=self._next_deadline())
+        command = self._inbox.take(wait=wait, seconds=self._patience())
+        if command is None and wait and not self._is_busy():
+            self._use_gap()
         while command is not None:
             if isinstance(command, Stop):
                 return False
@@ -642,8 +662,40 @@ class Scheduler:
         self._expire()
         return True
 
+    def _patience(self) -> float | None:
+        """Seconds until there is something to do though nothing comes."""
+        return self._next_deadline() or (_GAP_S if self._gap_work else None if self._is_resting else _REST_S)
+
+    def _use_gap(self) -> None:
+        if self._gap_work:
+            self._work_in_gap()
+        elif not self._is_resting:
+            self._rest()
+
+    def _rest(self) -> None:
+        self._is_resting = True
+        try:
+            self._engine.rest()
+        except (EngineError, MemoryError) as error:
+            log.warning("the engine could not give back memory, and forgets what is idle: %s", error)
+            for sequence in self._slots.idle:
+                self._slots.drop(sequence)
+
+    def _work_in_gap(self) -> None:
+        """Never raises: it only makes later work quicker."""
+        self._slots.clear_the_way(None)
+        work = self._gap_work.popleft()
+        try:
+            is_done = work(lambda: not self._inbox.is_empty)
+        except Exception:
+            log.exception("work for a gap failed")
+            return
+        if not is_done:
+            self._gap_work.append(work)
+
     def _obey(self, command: Command) -> None:
         if isinstance(command, Sequence):
+            self._is_resting = False
             self.counters.jobs += 1
             self._timeline.came(command)
             self._waiting.add(command)

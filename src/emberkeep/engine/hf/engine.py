@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -343,6 +343,12 @@ class HfEngine:
     def fingerprint(self) -> bytes:
         """Follows the tier in use."""
         return self._fingerprints[self.attention.tier]
+
+    def rest(self) -> None:
+        pass
+
+    def improve(self, is_wanted: Callable[[], bool]) -> bool:
+        return True
 
     def step_seconds(self, rows: int, depth: int, outputs: int) -> float | None:
         return self._step_table.seconds(rows, depth, outputs) if self._step_table else None

@@ -19,7 +19,7 @@ import inspect
 import json
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,6 +176,12 @@ class HfWholeEngine:
 
     def splice(self, sequence: int, start: int, end: int, insert: npt.NDArray[np.int32]) -> Outcome:
         raise EngineError("Nothing can be cut out of this model's state.")
+
+    def rest(self) -> None:
+        pass
+
+    def improve(self, is_wanted: Callable[[], bool]) -> bool:
+        return True
 
     def step_seconds(self, rows: int, depth: int, outputs: int) -> float | None:
         return None

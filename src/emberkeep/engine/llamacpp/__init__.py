@@ -1,8 +1,9 @@
 """GGUF models through llama.cpp's C API. The only package that sees ctypes."""
 
-from emberkeep.engine.llamacpp.context import LlamaSettings, one_core_each
+from emberkeep.engine.llamacpp.context import LlamaSettings, name_workers, one_core_each
 from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingEngine, LlamaEmbeddingSettings
 from emberkeep.engine.llamacpp.engine import LlamaEngine
+from emberkeep.engine.llamacpp.facts import Facts
 from emberkeep.engine.llamacpp.model import (
     ON_CPU,
     Adapter,
@@ -23,6 +24,7 @@ from emberkeep.engine.llamacpp.tuning import Subject, tune
 __all__ = [
     "ON_CPU",
     "Adapter",
+    "Facts",
     "Gpu",
     "LayerBytes",
     "LlamaEmbeddingEngine",
@@ -37,6 +39,7 @@ __all__ = [
     "find_failures",
     "gpus",
     "is_installed",
+    "name_workers",
     "one_core_each",
     "plan_placement",
     "prove_embedding",

@@ -14,7 +14,7 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from ctypes import CFUNCTYPE, POINTER, byref, c_void_p
 from dataclasses import dataclass, field
@@ -90,6 +90,11 @@ class Tuning:
     """What steps take with flash attention and without: of the one way there is, or of both."""
     wide_rows: int | None = None
     """See `Capabilities.wide_rows`."""
+    has_choice: bool = False
+    """Whether the engine may change between both ways."""
+    measure: Callable[[Callable[[], bool]], Tuning | None] | None = None
+    """What measures all of it anew, unless the function that it is given says that something waits: None then.
+    None where there is nothing to measure."""
 
 
 NOT_TUNED = Tuning("nothing was measured")
@@ -343,9 +348,17 @@ def own_cores() -> set[int]:
     return cores or (os.sched_getaffinity(0) if sys.platform == "linux" else set())
 
 
+def name_workers() -> str:
+    """Give this thread a name of its own, which the workers that it starts inherit: how they are found again."""
+    name = f"engine-{threading.get_native_id()}"
+    with suppress(OSError):
+        (_TASKS / str(threading.get_native_id()) / "comm").write_text(name)
+    return name
+
+
 @contextmanager
 def one_core_each() -> Iterator[None]:
-    """Open an engine inside of it: afterwards this thread and the workers that came with it have a core each.
+    """Take an engine's first step inside of it: afterwards this thread and its workers have a core each.
 
     Nothing changes where there are fewer workers than cores: the kernel knows better which ones are free. What
     this thread starts from now on stays on its core, so it should be a thread of the engine's own. Another engine
@@ -354,11 +367,8 @@ def one_core_each() -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    own = threading.get_native_id()
-    # A thread hands its name down to those that it starts, which is how its workers are found again.
-    name, cores = f"engine-{own}", own_cores()
+    own, name, cores = threading.get_native_id(), name_workers(), own_cores()
     with suppress(OSError):
-        (_TASKS / str(own) / "comm").write_text(name)
         os.sched_setaffinity(own, cores)
     before = _threads_named(name)
     yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import isnan
@@ -37,13 +37,14 @@ from emberkeep.engine.llamacpp.context import (
     Tuning,
     available_cores,
     fingerprint,
+    one_core_each,
     open_context,
     outputs,
-    probe_layout,
     score_bytes,
     windows_suffice,
 )
 from emberkeep.engine.llamacpp.expert_counter import ExpertCounter
+from emberkeep.engine.llamacpp.facts import Facts
 from emberkeep.engine.llamacpp.flash_switch import FlashSwitch
 from emberkeep.engine.llamacpp.footprint import footprint_of
 from emberkeep.engine.llamacpp.kv_packing import pack_range, packs, unpack_range
@@ -56,11 +57,11 @@ from emberkeep.engine.llamacpp.kv_state import (
     share_range,
     write_state,
 )
+from emberkeep.engine.llamacpp.learning import StateFacts
 from emberkeep.engine.llamacpp.model import LlamaModel, gpus
-from emberkeep.engine.llamacpp.reposition import can_reposition
 from emberkeep.engine.llamacpp.shared_library import buffers_that_go, llama, take_buffers, take_errors
 from emberkeep.engine.llamacpp.staging import Staging
-from emberkeep.engine.llamacpp.transpose import Layouts, counterpart
+from emberkeep.engine.llamacpp.transpose import Layouts
 from emberkeep.engine.packing import is_packed
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.types import Json
@@ -77,9 +78,17 @@ without flash attention it is measured."""
 
 
 _FEW = 256
-"""Cells of a context that only tells something about another."""
+"""Rows of a step that is taken for nothing."""
+FIRST_CELLS = 2048
+"""Of a context that grows: it has more when they are needed."""
+_GRAIN = 256
+"""llama.cpp rounds the number of cells up to a multiple of it."""
 _MOVED_PER_S = 1 << 30
 """Bytes of state that are taken out of one context and put into another, about."""
+
+
+def _rounded(cells: int) -> int:
+    return -(-cells // _GRAIN) * _GRAIN
 
 
 class _Branch(NamedTuple):
@@ -95,6 +104,9 @@ class _Branch(NamedTuple):
 class LlamaEngine:
     """Owns `model` and its context; `close` frees both. See `Engine` for the contracts.
 
+    On a CPU a context begins with few cells, and one with more takes its place when they are needed, up to those
+    of the settings. `rest` goes back to fewer.
+
     Raises EngineError, and has freed them then, where there is no room.
     """
 
@@ -104,13 +116,18 @@ class LlamaEngine:
         settings: LlamaSettings,
         weights_digest: str,
         tuning: Tuning = NOT_TUNED,
+        facts: Facts | None = None,
+        *,
+        owns_thread: bool = False,
     ) -> None:
+        """`facts`: what is remembered of the model. `owns_thread`: this thread is there for the engine alone, and
+        may be bound to a core."""
         self._model = model
         self.vocab = model.vocab
         self._settings = settings
         self.attention = None
         self._tuning = tuning
-        self._switch = FlashSwitch(tuning.tables, settings.flash)
+        self._switch = FlashSwitch(tuning.tables, settings.flash, has_choice=tuning.has_choice)
         self._changes = 0
         self.experts = ExpertCounter.of(model, self._reopen)
         self._threads = ThreadPool()
@@ -121,14 +138,14 @@ class LlamaEngine:
         self._first_outputs: list[int] = []
         self._logits: dict[int, Logits] = {}
         """Views, by address, of what the context has for them."""
+        self._is_settled = not owns_thread
         try:
             self._threads.start(settings.threads or available_cores())
+            self._state_facts = StateFacts(facts, model, settings, both=self._switch.has_choice)
+            self._learn()
             self._open()
-            self._layout = probe_layout(self._context, model)
-            self._unit = self._layout.unit if self._layout else KvUnit.SNAPSHOT
             self._share_windows = self._layout is None or windows_suffice(self._context, self._layout, settings)
-            allocated = take_buffers()  # before another context is opened, which does not stay
-            self._learn_other_layout()
+            allocated = take_buffers()
             if model.offloads and self._layout is not None and self._unit.has_ranges:
                 self._staging = Staging(gpus()[0].handle, self._layout.range_bytes(settings.chunk))
             self.capabilities = self._learn_capabilities()
@@ -142,9 +159,23 @@ class LlamaEngine:
             self.close()
             raise
 
+    def _learn(self) -> None:
+        """How state lies; no choice where it does not lie as it should with the other kind of attention."""
+        learned = self._state_facts.learned()
+        self._layout, self._other_layout, self._can_shift = learned.layout, learned.other, learned.can_shift
+        self._is_layout_seen = False
+        self._unit = self._layout.unit if self._layout else KvUnit.SNAPSHOT
+        if self._other_layout is None:
+            self._switch.settle()
+        # What is on a GPU is planned as a whole, and with the number of cells some models rotate in another way.
+        is_steady = self._model.offloads or self._settings.rope_switches or self._unit is not KvUnit.RANGE
+        self._room = self._settings.cells if is_steady else min(FIRST_CELLS, self._settings.cells)
+        """Cells of the context."""
+        self._least_room = self._room
+
     def _take_a_step(self) -> None:
-        """So that a GPU has loaded its kernels, and given its libraries what they compute with, before it is asked
-        what is free there: about 90 MiB."""
+        """So that threads are there and memory was touched; and a GPU has loaded its kernels, and given its
+        libraries what they compute with, before it is asked what is free there: about 90 MiB."""
         self.evaluate([Rows(0, 0, np.zeros(min(_FEW, self._settings.batch), np.int32), outputs=1)])
         self.logits(0)
         self.trim(0, 0)
@@ -153,7 +184,7 @@ class LlamaEngine:
         layout, settings = self._layout, self._settings
         return Capabilities(
             kv_unit=self._unit,
-            can_shift=layout is not None and can_reposition(self._model, layout, settings),
+            can_shift=self._can_shift,
             max_sequences=settings.sequences,
             cells=settings.cells,
             context=min(settings.context, settings.cells),
@@ -166,25 +197,6 @@ class LlamaEngine:
             runs_ahead=self._model.offloads and not self._unit.has_snapshots,
             wide_rows=self._wide_rows(),
         )
-
-    def _learn_other_layout(self) -> None:
-        """How state lies with the other kind of attention; no choice where it does not lie as it should."""
-        self._other_layout: Layout | None = None
-        wanted = counterpart(self._layout) if self._switch.has_choice and self._layout is not None else None
-        if wanted is None:
-            self._switch.settle()
-            return
-        small = replace(self._settings, flash=not self._switch.flash, cells=_FEW, context=_FEW, batch=_FEW)
-        with buffers_that_go():
-            context = open_context(self._model, small, None)
-        try:
-            learned = probe_layout(context, self._model)
-        finally:
-            llama().llama_free(context)
-        if learned == wanted:
-            self._other_layout = learned
-        else:
-            self._switch.settle()
 
     def _wide_rows(self) -> int | None:
         """None with a choice: the same step rounds in two ways then."""
@@ -206,19 +218,28 @@ class LlamaEngine:
     # ── evaluation ──
 
     def evaluate(self, batch: Sequence[Rows]) -> Outcome:
+        if not self._is_settled:
+            return self._evaluate_first(batch)
         for rows in batch:
             self._require(rows.sequence, end=rows.start)
         if self._switch.is_due(batch, self._cells.used, self._changing_seconds()):
             self._change_attention()
         filler = self._filler(batch)
         is_done = filler is not None and self._decode_filled(batch, filler)
-        if not is_done and not self._decode(batch):
-            return Outcome.NO_ROOM
+        while not is_done and not self._decode(batch):
+            if not self._grow(sum(len(rows.tokens) for rows in batch)):
+                return Outcome.NO_ROOM
         for rows in batch:
             self._cells.grow(rows.sequence, rows.start + len(rows.tokens))
         if self.experts is not None:
             self.experts.step_done()
         return Outcome.DONE
+
+    def _evaluate_first(self, batch: Sequence[Rows]) -> Outcome:
+        """The workers of the thread come with its first step."""
+        self._is_settled = True
+        with one_core_each():
+            return self.evaluate(batch)
 
     def _filler(self, batch: Sequence[Rows]) -> Rows | None:
         """Rows that mean nothing, and with which the step is quicker than without."""
@@ -297,6 +318,9 @@ class LlamaEngine:
                     write_state(self._context, _SCRATCH, layout.empty_snapshot, PARTIAL)
                 return read_state(self._context, _SCRATCH, into=into)
 
+        if not self._is_layout_seen:
+            self._check_layout(layout, read(borders[0], borders[1]), borders[0], borders[1])
+
         if self._staging is not None and len(borders) > 2:
             return self._staging.export(layout, borders, read, bits)
         # Cut outside of the library where an export brings the windows with it: once is enough.
@@ -306,6 +330,19 @@ class LlamaEngine:
             return Exported(payloads)
         ranges = zip(payloads, pairwise(borders), strict=True)
         return Exported([pack_range(layout, payload, end - start, bits) for payload, (start, end) in ranges])
+
+    def _check_layout(self, layout: Layout, state: Bytes, start: int, end: int) -> None:
+        """Once: what was remembered of the layout is that of this very context. Raises EngineError."""
+        try:
+            (payload,) = layout.split(state, (start, end))
+            if layout.check_range(payload, start) != end:
+                raise EngineError("it holds another number of tokens")
+        except EngineError as error:
+            self._state_facts.forget()
+            raise EngineError(
+                f"llama.cpp's state is not as it was remembered ({error}): nothing is stored until a restart."
+            ) from error
+        self._is_layout_seen = True
 
     def export_snapshot(self, sequence: int) -> Payload:
         layout, end = self._snapshot_layout(), self._cells[sequence].end
@@ -324,10 +361,11 @@ class LlamaEngine:
         held = self._cells[sequence]
         if held.end != start:
             raise EngineError(f"Sequence {sequence} does not end at {start}, so nothing can be appended there.")
-        if self._unit.has_ranges and not self._import_ranges(sequence, start, end, payloads, ends):
+        while self._unit.has_ranges and not self._import_ranges(sequence, start, end, payloads, ends):
             # A part of it may be there.
             llama().llama_memory_seq_rm(self._memory, sequence + 1, start, -1)
-            return Outcome.NO_ROOM
+            if not self._grow(ends[-1] - payload_start):
+                return Outcome.NO_ROOM
         self._cells.grow(sequence, end)
         held.is_whole = not self._unit.has_snapshots
         return Outcome.DONE
@@ -414,7 +452,7 @@ class LlamaEngine:
         shared = length - end - self._cells.count_unshared(sequence, end, length)
         more = len(insert) + shared - self._cells.count_unshared(sequence, start, end)
         # Asked before anything changes: llama.cpp finds out when it has already rotated, which cannot be undone.
-        if self._cells.used + more > llama().llama_n_ctx(self._context):
+        if self._cells.used + more > self._room and not self._grow(more):
             return Outcome.NO_ROOM
         try:
             self._set_aside(sequence, start, end, is_shared=shared > 0)
@@ -474,7 +512,47 @@ class LlamaEngine:
         with share_range(self._memory, sequence + 1, _SCRATCH, 0, self._cells[sequence].end):
             return read_state(self._context, _SCRATCH, PARTIAL)
 
-    # ── the other kind of attention ──
+    # ── other contexts: more cells or fewer, the other kind of attention ──
+
+    def _grow(self, more: int) -> bool:
+        """Open a context that has room for so many more cells, or for as many as there may be. False: it stays."""
+        if self._room >= self._settings.cells:
+            return False
+        room = min(self._settings.cells, max(2 * self._room, _rounded(self._cells.used + more)))
+        free = free_ram()
+        if free is not None and (room + self._cells.used) * self._row_bytes() >= free:
+            return False
+        return self._resize(room)
+
+    def rest(self) -> None:
+        room = max(self._least_room, _rounded(self._cells.used))
+        if 2 * room <= self._room:
+            self._resize(room)
+
+    def _resize(self, room: int) -> bool:
+        before, self._room = self._room, room
+        if self._move_into(self._reopen, self._reopen_with(before)):
+            return True
+        self._room = before
+        return False
+
+    def _reopen_with(self, room: int) -> Callable[[], None]:
+        def reopen() -> None:
+            self._room = room
+            self._reopen()
+
+        return reopen
+
+    def improve(self, is_wanted: Callable[[], bool]) -> bool:
+        if not self._is_settled:
+            self._take_a_step()
+        if self._tuning.measure is not None:
+            tuning = self._tuning.measure(is_wanted)
+            if tuning is None:
+                return False
+            self._tuning = tuning
+            self._switch.measured(tuning.tables)
+        return True
 
     def _changing_seconds(self) -> float:
         return self._opening_seconds + self._cells.used * self.capabilities.kv_bytes_per_token / _MOVED_PER_S
@@ -484,24 +562,40 @@ class LlamaEngine:
 
         Raises MemoryError, and every sequence is empty then.
         """
-        cells = self._cells if self._unit is KvUnit.RANGE else self._cells.unshared()
-        if cells.used > self._settings.cells or not cells.is_whole or not self._has_room_to_change():
+        if not self._has_room_to_change() or not self._move_into(self._open_other_way, self._open_back):
             self._switch.stay()
-            return
+
+    def _move_into(self, reopen: Callable[[], None], go_back: Callable[[], None]) -> bool:
+        """All state goes into the context that `reopen` opens in the place of this one, or that `go_back` opens
+        where that fails. False: it is as before.
+
+        Raises MemoryError, and every sequence is empty then.
+        """
+        cells = self._cells if self._unit is KvUnit.RANGE else self._cells.unshared()
+        if cells.used > self._settings.cells or not cells.is_whole:
+            return False
         try:
             moved = [_Branch(*branch, self._take_out(*branch)) for branch in cells.branches()]
         except (EngineError, MemoryError) as error:
-            logger.warning("attention stays as it is: %s", error)
-            self._switch.stay()
-            return
+            logger.warning("the context stays as it is: %s", error)
+            return False
+        is_new = True
         try:
-            self._open_other_way()
-            self._changes += 1
+            reopen()
         except EngineError as error:
-            logger.warning("attention stays as it is: %s", error)
-            self._open_back()
+            logger.warning("the context stays as it is: %s", error)
+            is_new = False
+            self._insist(go_back)
         self._put_back(moved)
         self._cells = cells
+        return is_new
+
+    def _insist(self, go_back: Callable[[], None]) -> None:
+        """Raises MemoryError, and the engine is then unusable."""
+        try:
+            go_back()
+        except EngineError as error:
+            raise MemoryError(str(error)) from error
 
     def _has_room_to_change(self) -> bool:
         """For a copy of all state, and for scores where they are needed then."""
@@ -536,18 +630,19 @@ class LlamaEngine:
         return write_state(self._context, branch.sequence + 1, self._layouts.rearrange(branch.state))
 
     def _open_other_way(self) -> None:
+        self._turn_switch()
+        self._reopen()
+        self._changes += 1
+
+    def _turn_switch(self) -> None:
         self._switch.change()
         self._layout, self._other_layout = self._other_layout, self._layout
-        self._reopen()
 
     def _open_back(self) -> None:
-        """After `_open_other_way` has failed. Raises MemoryError, and the engine is then unusable."""
-        try:
-            self._open_other_way()
-        except EngineError as error:
-            raise MemoryError(str(error)) from error
-        finally:
-            self._switch.settle()
+        """After `_open_other_way` has failed."""
+        self._turn_switch()
+        self._switch.settle()
+        self._reopen()
 
     def blend(self, rows: Rows, pieces: Sequence[Piece], ratio: float) -> Blended:
         raise EngineError("llama.cpp's state cannot be moved: use the Hugging Face engine (--engine hf).")
@@ -563,6 +658,7 @@ class LlamaEngine:
 
     def stats(self) -> dict[str, Json]:
         return {
+            "cells": self._room,
             "flash_attention": "on" if self._switch.flash else "off",
             "flash_attention_reason": self._tuning.reason,
             "flash_attention_changes": self._changes,
@@ -579,9 +675,13 @@ class LlamaEngine:
     def _open(self) -> None:
         on_node = self.experts.callback if self.experts is not None else None
         begin = perf_counter()
-        self._opened = open_context(self._model, replace(self._settings, flash=self._switch.flash), on_node)
+        self._opened = open_context(self._model, self._settings_now, on_node)
         self._opening_seconds = perf_counter() - begin
         self._threads.attach(self._context)
+
+    @property
+    def _settings_now(self) -> LlamaSettings:
+        return replace(self._settings, flash=self._switch.flash, cells=self._room)
 
     def _free(self) -> None:
         self._cells = CellMap()

@@ -25,9 +25,11 @@ _LOOKED_UP = 4096
 class FlashSwitch:
     """Belongs to the engine's thread, but for `flash` and the tables, which any may read."""
 
-    def __init__(self, tables: Mapping[bool, StepTable], flash: bool) -> None:
-        """`tables`: what steps take with flash attention and without; `flash`: how it begins."""
+    def __init__(self, tables: Mapping[bool, StepTable], flash: bool, *, has_choice: bool) -> None:
+        """`tables`: what steps take with flash attention and without, as far as that was measured; `flash`: how it
+        begins; `has_choice`: it may change."""
         self.flash = flash
+        self.has_choice = has_choice
         self._tables = tables
         self._lost = 0.0
         self._losses: dict[tuple[int, int, int], float] = {}
@@ -38,9 +40,11 @@ class FlashSwitch:
         """What steps take now."""
         return self._tables.get(self.flash)
 
-    @property
-    def has_choice(self) -> bool:
-        return len(self._tables) > 1
+    def measured(self, tables: Mapping[bool, StepTable]) -> None:
+        """So long do steps take, as far as is known now."""
+        self._tables = {flash: table for flash, table in tables.items() if self.has_choice or flash == self.flash}
+        self._losses.clear()
+        self._seconds.clear()
 
     def seconds(self, rows: int, depth: int, cells: int, outputs: int) -> float | None:
         """What a step takes if the kind of attention follows it. Who plans steps goes by it: plans that know of
@@ -57,7 +61,7 @@ class FlashSwitch:
 
     def is_due(self, batch: Sequence[Rows], cells: int, seconds: float) -> bool:
         """Whether to change before this step, with so many `cells` in use and if changing takes that long."""
-        if not self.has_choice:
+        if not self.has_choice or len(self._tables) < 2:
             return False
         rows = depths = 0
         for each in batch:
@@ -89,6 +93,7 @@ class FlashSwitch:
 
     def settle(self) -> None:
         """It cannot be changed any more, or only back."""
+        self.has_choice = False
         self._tables = {flash: table for flash, table in self._tables.items() if flash == self.flash}
         self._seconds.clear()
 

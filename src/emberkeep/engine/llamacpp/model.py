@@ -17,6 +17,7 @@ import numpy as np
 from emberkeep.config import resident_ram
 from emberkeep.engine.devices import Device
 from emberkeep.engine.llamacpp.c_api import BufferOverride, DeviceProps, Handle, ProgressCallback, defaults
+from emberkeep.engine.llamacpp.facts import Facts
 from emberkeep.engine.llamacpp.shared_library import llama, start_backend, take_buffers, take_errors
 from emberkeep.engine.llamacpp.vocab import LlamaVocab
 from emberkeep.engine.locked_memory import CAN_TELL_MEMORY, added, lock_weights, private_memory
@@ -121,7 +122,7 @@ class LlamaModel:
     `adapters` apply to every context of it, in an order of their own: what they compute together depends on it.
     `repacks`: weights are copied into the layout that the CPU's fastest kernels want. `locks`: what of them is in
     RAM is locked there, if the system allows it. `report` is told meanwhile
-    which part of them is loaded. `may_rewrite`: as in `LlamaVocab`.
+    which part of them is loaded. `may_rewrite` and `facts`: as in `LlamaVocab`.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class LlamaModel:
         locks: bool = False,
         report: Callable[[float], None] | None = None,
         may_rewrite: bool = False,
+        facts: Facts | None = None,
     ) -> None:
         self.path = path
         start_backend()
@@ -165,13 +167,14 @@ class LlamaModel:
         """What is computed where, for fingerprints."""
         self.adapters = sorted(adapters)
         self._loaded_adapters = [self._load_adapter(adapter.path) for adapter in self.adapters]
-        self.vocab = self._read_vocab(may_rewrite)
+        self.vocab = self._read_vocab(may_rewrite, facts)
         self.train_context: int = llama().llama_model_n_ctx_train(self.handle)
 
-    def _read_vocab(self, may_rewrite: bool) -> LlamaVocab:
+    def _read_vocab(self, may_rewrite: bool, facts: Facts | None) -> LlamaVocab:
         try:
             pre = self.metadata("tokenizer.ggml.pre") or ""
-            return LlamaVocab(llama().llama_model_get_vocab(self.handle), pre, may_rewrite=may_rewrite)
+            handle = llama().llama_model_get_vocab(self.handle)
+            return LlamaVocab(handle, pre, may_rewrite=may_rewrite, facts=facts)
         except ModelBroken:
             self.close()
             raise

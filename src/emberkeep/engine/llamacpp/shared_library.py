@@ -25,6 +25,7 @@ import platformdirs
 
 from emberkeep.engine.llamacpp import c_api
 from emberkeep.errors import EngineError
+from emberkeep.file_digests import Changed, remembered_digest
 
 log = logging.getLogger("emberkeep.llamacpp")
 
@@ -113,7 +114,7 @@ def files(library: LibraryFile) -> list[Path]:
 
 @functools.cache
 def digest(library: LibraryFile) -> str:
-    """Of all its files. Blocks for as long as reading them takes (a tenth of a second). Raises EngineError."""
+    """Of all its files. Blocks the first time for as long as reading them takes. Raises EngineError."""
     return _digest_of(files(library))
 
 
@@ -145,10 +146,11 @@ def _digest_of(paths: list[Path]) -> str:
     total = hashlib.sha256()
     for path in paths:
         try:
-            with path.open("rb") as file:
-                total.update(f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\0".encode())
+            total.update(f"{path.name}\0{remembered_digest(path, cache_folder() / 'digests')}\0".encode())
         except OSError as error:
             raise EngineError(f"{path} cannot be read, {error.strerror}: install llama.cpp again.") from error
+        except Changed as error:
+            raise EngineError(str(error)) from error
     return total.hexdigest()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
@@ -103,12 +103,18 @@ def _lines(table: StepTable) -> Iterator[tuple[int, _Times]]:
         yield depth, {rows: time / 1e3 for rows, time in zip(table.rows, line, strict=True)}
 
 
-def measure(model: LlamaModel, ways: Sequence[LlamaSettings]) -> list[Measured]:
+class Interrupted(Exception):
+    """Something waits for the thread that measures."""
+
+
+def measure(
+    model: LlamaModel, ways: Sequence[LlamaSettings], is_wanted: Callable[[], bool] = lambda: False
+) -> list[Measured]:
     """Each of `ways`, which differ in nothing but `flash`, side by side: whatever else runs here slows down both.
 
-    Blocks for a few seconds. Raises EngineError.
+    Blocks for a few seconds. Raises EngineError, and Interrupted one step after `is_wanted` has become true.
     """
-    with _benches(model, ways) as benches:
+    with _benches(model, ways, is_wanted) as benches:
         shallow, is_whole = _time_grids(benches)
         lines = [{bench.depth: times} for bench, times in zip(benches, shallow, strict=True)]
         found = zip(ways, benches, shallow, strict=True)
@@ -203,8 +209,10 @@ def _wide_rows(bench: _Bench, times: _Times) -> int | None:
 
 
 @contextmanager
-def _benches(model: LlamaModel, ways: Sequence[LlamaSettings]) -> Iterator[list[_Bench]]:
-    """A context for each, which is empty but for a few tokens. Raises EngineError."""
+def _benches(
+    model: LlamaModel, ways: Sequence[LlamaSettings], is_wanted: Callable[[], bool]
+) -> Iterator[list[_Bench]]:
+    """A context for each, which is empty but for a few tokens. Raises EngineError, Interrupted."""
     contexts: list[Handle] = []
     threads = ThreadPool()
     try:
@@ -216,7 +224,7 @@ def _benches(model: LlamaModel, ways: Sequence[LlamaSettings]) -> Iterator[list[
                     small = replace(way, context=_CELLS, cells=_CELLS, sequences=2, batch=max(_GRID))
                     contexts.append(open_context(model, small, None))
                     threads.attach(contexts[-1])
-                benches = [_Bench(model, context, count) for context in contexts]
+                benches = [_Bench(model, context, count, is_wanted) for context in contexts]
             yield benches
     finally:
         for context in contexts:
@@ -225,10 +233,14 @@ def _benches(model: LlamaModel, ways: Sequence[LlamaSettings]) -> Iterator[list[
 
 
 class _Bench:
-    """Steps that are taken back: the sequence in front of them is `depth` tokens long."""
+    """Steps that are taken back: the sequence in front of them is `depth` tokens long.
 
-    def __init__(self, model: LlamaModel, context: Handle, threads: int) -> None:
+    What evaluates raises Interrupted as soon as `is_wanted` says that something waits.
+    """
+
+    def __init__(self, model: LlamaModel, context: Handle, threads: int, is_wanted: Callable[[], bool]) -> None:
         self._context = context
+        self._is_wanted = is_wanted
         self._threads = 0 if model.offloads else threads
         self._memory = llama().llama_get_memory(context)
         self._batch = BatchBuffer(max(_GRID))
@@ -298,5 +310,7 @@ class _Bench:
             llama().llama_memory_seq_rm(self._memory, _STEP + 1, -1, -1)
 
     def _evaluate(self, sequence: int, start: int, rows: int, outputs: int = 0) -> None:
+        if self._is_wanted():
+            raise Interrupted
         tokens = self._tokens[start : start + rows]
         self._batch.decode(self._context, Rows(sequence, start, tokens, outputs))

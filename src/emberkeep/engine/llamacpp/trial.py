@@ -7,7 +7,6 @@ CPUs have kernels of their own for, small enough to be written and run within a 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import signal
@@ -21,21 +20,20 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.config import cpu_facts, total_ram
+from emberkeep.config import total_ram
 from emberkeep.engine.base import Rows
 from emberkeep.engine.embedding import TokenInput
 from emberkeep.engine.llamacpp.context import LlamaSettings
 from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingEngine, LlamaEmbeddingSettings
 from emberkeep.engine.llamacpp.engine import LlamaEngine
+from emberkeep.engine.llamacpp.facts import file_name
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import (
     NATIVE,
     LibraryFile,
     cache_folder,
     candidates,
-    digest,
     library_in_use,
-    loader_variables,
     use_library,
 )
 from emberkeep.errors import EngineError, ModelBroken, ModelError
@@ -152,12 +150,6 @@ def survives_without_flash(path: Path, weights_digest: str, verdicts: Path | Non
 
 def _verdict(folder: Path | None, library: LibraryFile, *more: str) -> Path:
     return (folder or cache_folder() / "trials") / f"{file_name(library, *more)}.works"
-
-
-def file_name(library: LibraryFile, *more: str) -> str:
-    """Of what was found out about a library on this kind of CPU, and `more` beside it. Raises EngineError."""
-    facts = (digest(library), *cpu_facts(instructions=True), *loader_variables(), *more)
-    return hashlib.sha256("\0".join(facts).encode()).hexdigest()
 
 
 def _remember(verdict: Path, what: str) -> None:

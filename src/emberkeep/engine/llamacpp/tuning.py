@@ -1,5 +1,5 @@
-"""Whether flash attention can be off, and how long steps take with it and without: measured when a model is first
-loaded on a machine, in contexts of their own, and remembered by library, CPU, model and number of threads.
+"""Whether flash attention can be off, and how long steps take with it and without: measured once a model is loaded
+and nothing waits for it, in contexts of their own, and remembered by library, CPU, model and number of threads.
 
 Where both are possible the engine goes from one to the other as work demands (`flash_switch`).
 """
@@ -9,19 +9,18 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from emberkeep.config import total_ram
 from emberkeep.engine.llamacpp.context import LlamaSettings, Tuning, available_cores, score_bytes
+from emberkeep.engine.llamacpp.facts import Facts
 from emberkeep.engine.llamacpp.model import LlamaModel
-from emberkeep.engine.llamacpp.shared_library import cache_folder, library_in_use, llama
-from emberkeep.engine.llamacpp.step_timing import Measured, measure
-from emberkeep.engine.llamacpp.trial import file_name, survives_without_flash
+from emberkeep.engine.llamacpp.shared_library import llama
+from emberkeep.engine.llamacpp.step_timing import Interrupted, Measured, measure
+from emberkeep.engine.llamacpp.trial import survives_without_flash
 from emberkeep.errors import EngineError
-from emberkeep.files import private_folder, replace_file
-from emberkeep.types import Json
 
 logger = logging.getLogger("emberkeep.engine")
 
@@ -36,27 +35,23 @@ _SMALLEST = 16 << 20
 def tune(
     model: LlamaModel, settings: LlamaSettings, weights_digest: str, flash: bool | None, folder: Path | None = None
 ) -> tuple[LlamaSettings, Tuning]:
-    """`settings` with flash attention as `flash` says, or as a choice for every step; and what was measured.
+    """`settings` with flash attention as `flash` says, or as a choice for every step; and what is known of its
+    times.
 
-    Never an error: where nothing can be found out, flash attention is on. Blocks for some seconds the first time;
-    `folder` remembers it.
+    Never an error: where nothing can be found out, flash attention is on. What was not measured yet is measured
+    by the result's `measure`, and remembered in `folder`.
     """
     ways, reason = [flash is not False], "as asked"
     if not flash and (needed := _why_needed(model, settings, weights_digest, is_asked=flash is False)):
         ways, reason = [True], needed
     elif flash is None:
         ways, reason = [True, False], "what is quicker, step by step"
-    subject = Subject(weights_digest, settings.threads, settings.kv_type, model.placement)
-    found = Results(model, settings, subject, folder).of(ways)
-    if len(found) < len(ways):
-        ways, reason = ways[:1], reason if len(ways) == 1 else "nothing was measured"
     logger.debug("flash attention: %s", reason)
     if False in ways:
         batch = batch_without_flash(model, settings) or max(_LEAST_BATCH, settings.sequences)
         settings = replace(settings, flash=ways[0], batch=batch)
-    tables = {way: found[way].table for way in ways if way in found}
-    wide_rows = found[False].wide_rows if False in found else None
-    return settings, Tuning(reason, tables, wide_rows)
+    subject = Subject(weights_digest, settings.threads, settings.kv_type, model.placement)
+    return settings, Results(model, settings, subject, folder).tuning(ways, reason)
 
 
 def _why_needed(model: LlamaModel, settings: LlamaSettings, weights_digest: str, *, is_asked: bool) -> str | None:
@@ -97,8 +92,9 @@ class Subject:
 
     def measured(self, flash: bool, folder: Path | None) -> Measured | None:
         """None where nothing is remembered that can be read."""
+        fact = self._facts(folder).read(f"steps {flash}")
         try:
-            return Measured.from_json(self._read(str(flash), folder))
+            return Measured.from_json(json.loads(fact)) if fact is not None else None
         except ValueError:
             return None
 
@@ -107,26 +103,11 @@ class Subject:
         return all(self.measured(flash, folder) is not None for flash in (True, False))
 
     def remember(self, flash: bool, measured: Measured, folder: Path | None) -> None:
-        self._remember(str(flash), measured.json(), folder)
+        self._facts(folder).remember(f"steps {flash}", json.dumps(measured.json()).encode())
 
-    def _read(self, what: str, folder: Path | None) -> Json:
-        try:
-            data: Json = json.loads(self._file(what, folder).read_bytes())
-        except (OSError, ValueError):
-            return None
-        return data
-
-    def _remember(self, what: str, data: Json, folder: Path | None) -> None:
-        file = self._file(what, folder)
-        try:
-            replace_file(private_folder(file.parent) / file.name, json.dumps(data).encode())
-        except OSError as error:
-            logger.debug("how long steps take is not remembered: %s", error)
-
-    def _file(self, what: str, folder: Path | None) -> Path:
-        about = (self.weights_digest, self.threads or available_cores(), self.kv_type, self.placement, what)
-        name = file_name(library_in_use(), *(str(part) for part in about))
-        return (folder or cache_folder() / "steps") / f"{name}.json"
+    def _facts(self, folder: Path | None) -> Facts:
+        about = (self.weights_digest, self.threads or available_cores(), self.kv_type, self.placement)
+        return Facts(*about, folder=folder)
 
 
 class Results:
@@ -140,23 +121,42 @@ class Results:
         self._subject = subject
         self._folder = folder
 
-    def of(self, ways: Sequence[bool]) -> dict[bool, Measured]:
-        """With flash attention or without: all of `ways`, or what can be found out.
-
-        What was measured on a busy machine is measured again when it is not, and what is less counts.
-        """
+    def tuning(self, ways: Sequence[bool], reason: str) -> Tuning:
+        """What is known of `ways`, with flash attention or without."""
         found = {way: self._subject.measured(way, self._folder) for way in ways}
         known = {way: measured for way, measured in found.items() if measured is not None}
-        if len(known) < len(ways) or (_is_quiet() and not all(each.is_whole for each in known.values())):
-            known |= self._measure(ways, known)
-        return known
 
-    def _measure(self, ways: Sequence[bool], known: Mapping[bool, Measured]) -> dict[bool, Measured]:
-        """All of `ways` side by side."""
-        if llama().llama_model_size(self._model.handle) < _SMALLEST:
-            return {}
+        def measure(is_wanted: Callable[[], bool]) -> Tuning | None:
+            try:
+                return self._tuning(ways, reason, known | self._measure(ways, known, is_wanted))
+            except Interrupted:
+                return None
+
+        # What was measured on a busy machine is measured again when it is not, and what is less counts.
+        is_enough = len(known) == len(ways) and (all(each.is_whole for each in known.values()) or not _is_quiet())
+        return self._tuning(ways, reason, known, None if is_enough or self._is_small else measure)
+
+    def _tuning(
+        self,
+        ways: Sequence[bool],
+        reason: str,
+        known: Mapping[bool, Measured],
+        measure: Callable[[Callable[[], bool]], Tuning | None] | None = None,
+    ) -> Tuning:
+        tables = {way: known[way].table for way in ways if way in known}
+        wide_rows = known[False].wide_rows if False in known else None
+        return Tuning(reason, tables, wide_rows, has_choice=len(ways) > 1, measure=measure)
+
+    @property
+    def _is_small(self) -> bool:
+        return bool(llama().llama_model_size(self._model.handle) < _SMALLEST)
+
+    def _measure(
+        self, ways: Sequence[bool], known: Mapping[bool, Measured], is_wanted: Callable[[], bool]
+    ) -> dict[bool, Measured]:
+        """All of `ways` side by side. Raises Interrupted."""
         try:
-            measured = measure(self._model, [replace(self._settings, flash=way) for way in ways])
+            measured = measure(self._model, [replace(self._settings, flash=way) for way in ways], is_wanted)
         except EngineError as error:
             logger.warning("how long steps take could not be measured: %s", error)
             return {}

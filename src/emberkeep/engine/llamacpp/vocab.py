@@ -10,14 +10,19 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TypeVar
+
+import numpy as np
 
 from emberkeep.engine.llamacpp import c_api
 from emberkeep.engine.llamacpp.c_api import Handle
+from emberkeep.engine.llamacpp.facts import Facts
 from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.engine.text_splitter import MAX_MATCH, RUNS, Run, TextSplitter
 from emberkeep.errors import EngineError, ModelBroken
@@ -57,26 +62,33 @@ _starting = threading.Lock()
 
 class LlamaVocab:
     """`handle` belongs to the model, which must not be freed before `close`; `pre` is its name for its
-    pre-tokenizer. `may_rewrite`: the table by which a unigram vocabulary rewrites texts was checked.
+    pre-tokenizer. `may_rewrite`: the table by which a unigram vocabulary rewrites texts was checked. `facts`
+    remember its tokens: asking for each of them takes a quarter of a second for 50,000.
 
     Raises ModelBroken for a vocabulary with which llama.cpp would end the process.
     """
 
-    def __init__(self, handle: Handle, pre: str = "", *, may_rewrite: bool = False) -> None:
+    def __init__(
+        self, handle: Handle, pre: str = "", *, may_rewrite: bool = False, facts: Facts | None = None
+    ) -> None:
         self._handle = handle
         self._in_use = _Use()
         self._pre = pre
         self._kind: int = llama().llama_vocab_type(handle)
         _check_kind(self._kind, pre, may_rewrite)
         self.size: int = llama().llama_vocab_n_tokens(handle)
-        self._attrs = [int(llama().llama_vocab_get_attr(handle, i)) for i in range(self.size)]
-        self.pieces: Sequence[bytes] = _read_pieces(handle, self.size)
-        if not self._has_byte_tokens():
+        known = _recall_tokens(handle, self.size, facts)
+        tokens = known or _read_tokens(handle, self.size)
+        self._attrs: Sequence[int] = tokens.attrs
+        self.pieces: Sequence[bytes] = tokens.pieces
+        self.eog = tokens.eog
+        if known is None and not self._has_byte_tokens():
             raise ModelBroken(
                 "The model's vocabulary has no tokens for single bytes, so it cannot tokenize every text: choose "
                 "another file of this model, or another model."
             )
-        self.eog = frozenset(i for i in range(self.size) if llama().llama_vocab_is_eog(handle, i))
+        if known is None and facts is not None:
+            facts.remember(_TOKENS, tokens.to_bytes())
         self.controls = frozenset(i for i, attr in enumerate(self._attrs) if attr & _UNSEEN)
         self.bos = _token_or_none(llama().llama_vocab_bos(handle))
         self.eos = _token_or_none(llama().llama_vocab_eos(handle))
@@ -240,13 +252,68 @@ def _token_or_none(token: int) -> int | None:
     return token if token >= 0 else None
 
 
-def _read_pieces(handle: Handle, size: int) -> tuple[bytes, ...]:
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """What the library says of each token."""
+
+    pieces: tuple[bytes, ...]
+    attrs: list[int]
+    eog: frozenset[int]
+
+    def to_bytes(self) -> bytes:
+        """u32 tokens, u32 ends; i32 of each token's attributes, i32 of each end, u32 of each piece's length; then
+        all pieces."""
+        counts = np.array([len(self.pieces), len(self.eog)], "<u4")
+        numbers = np.array([*self.attrs, *sorted(self.eog)], "<i4")
+        lengths = np.array([len(piece) for piece in self.pieces], "<u4")
+        return b"".join((counts.tobytes(), numbers.tobytes(), lengths.tobytes(), *self.pieces))
+
+    @classmethod
+    def from_bytes(cls, fact: bytes) -> _Tokens:
+        """Raises ValueError."""
+        size, ends = np.frombuffer(fact, "<u4", 2).tolist()
+        attrs, eog = np.split(np.frombuffer(fact, "<i4", size + ends, offset=8), [size])
+        begin = 8 + 4 * (size + ends)
+        borders = np.cumsum(np.frombuffer(fact, "<u4", size, offset=begin), dtype=np.int64)
+        borders = (begin + 4 * size + np.concatenate([[0], borders])).tolist()
+        if borders[-1] != len(fact):
+            raise ValueError("It has another length than it says.")
+        return cls(tuple(fact[a:b] for a, b in pairwise(borders)), attrs.tolist(), frozenset(eog.tolist()))
+
+
+_TOKENS = "tokens, 1"
+_COMPARED = 64
+"""Remembered tokens that are compared with the library's."""
+
+
+def _read_tokens(handle: Handle, size: int) -> _Tokens:
+    every = range(size)
+    attrs = [int(llama().llama_vocab_get_attr(handle, token)) for token in every]
+    eog = frozenset(token for token in every if llama().llama_vocab_is_eog(handle, token))
+    return _Tokens(tuple(_read_pieces(handle, every)), attrs, eog)
+
+
+def _recall_tokens(handle: Handle, size: int, facts: Facts | None) -> _Tokens | None:
+    """None where they are not remembered, or some of them differ from the library's."""
+    fact = facts.read(_TOKENS) if facts is not None else None
+    if fact is None:
+        return None
+    try:
+        tokens = _Tokens.from_bytes(fact)
+    except ValueError:
+        return None
+    some = range(0, size, max(size // _COMPARED, 1))
+    is_same = len(tokens.pieces) == size and all(
+        tokens.pieces[token] == piece for token, piece in zip(some, _read_pieces(handle, some), strict=True)
+    )
+    return tokens if is_same else None
+
+
+def _read_pieces(handle: Handle, tokens: Iterable[int]) -> Iterator[bytes]:
     buffer = ctypes.create_string_buffer(1 << 14)
-    pieces = []
-    for token in range(size):
+    for token in tokens:
         length = llama().llama_token_to_piece(handle, token, buffer, len(buffer), 0, True)
-        pieces.append(ctypes.string_at(buffer, max(length, 0)))
-    return tuple(pieces)
+        yield ctypes.string_at(buffer, max(length, 0))
 
 
 def run_on_large_stack(call: Callable[[], T]) -> T:
