@@ -411,7 +411,7 @@ def test_load_never_repeats_a_secret() -> None:
 def test_importing_emberkeep_loads_nothing_heavy() -> None:
     program = (
         "import sys, emberkeep; assert emberkeep.__version__;"
-        "heavy = {'torch', 'llama_cpp', 'apsw', 'fastapi', 'numpy', 'httpx'};"
+        "heavy = {'torch', 'llama_cpp', 'apsw', 'starlette', 'numpy', 'httpx'};"
         "print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
