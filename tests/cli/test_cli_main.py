@@ -14,7 +14,7 @@ from emberkeep import __version__
 from emberkeep.cli.main import app, main
 from emberkeep.config import Config, default_of, help_for, type_of
 from emberkeep.errors import ModelNotFound
-from emberkeep.library import Emberkeep
+from emberkeep.library.emberkeep import Emberkeep
 from helpers.commands import Commands
 from helpers.scripted_backend import ScriptedBackend, answer
 

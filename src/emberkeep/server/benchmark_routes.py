@@ -27,7 +27,7 @@ _MOST_BYTES = 8 << 20
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, defer_build=True)
 
 
 class Quantity(_Strict):
