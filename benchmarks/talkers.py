@@ -13,7 +13,7 @@ from emberkeep.bench.http_client import Client, Messages, chat_body, is_settled,
 from emberkeep.bench.server_process import ServerProcess
 from emberkeep.bench.stage import Stage
 from emberkeep.config import Config
-from emberkeep.library import Emberkeep
+from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.types import EntryKind, Eviction
 
 _POLL_S = 0.01

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from emberkeep.library import (
-        Emberkeep,
+    from emberkeep.library.emberkeep import Emberkeep
+    from emberkeep.library.flash_attention import (
         flash_attention_available,
         install_flash_attention,
         uninstall_flash_attention,
@@ -35,7 +35,7 @@ _ATTENTION = ("flash_attention_available", "install_flash_attention", "uninstall
 def __getattr__(name: str) -> Any:
     # Lazy, so that `import emberkeep` (and `emberkeep --help`) loads neither engine nor database.
     if name == "Emberkeep":
-        from emberkeep.library import Emberkeep
+        from emberkeep.library.emberkeep import Emberkeep
 
         return Emberkeep
     if name in _ATTENTION:

@@ -14,7 +14,7 @@ from emberkeep.cli.cache import ROWS, app
 from emberkeep.config import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import NoSuchEntry
-from emberkeep.library import Emberkeep
+from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.types import Json
 from helpers.commands import Commands
 from helpers.kept_chats import asking, keep, let_time_pass, open_emberkeep

@@ -18,7 +18,7 @@ from emberkeep.cli.chat_history import ChatHistory, Journal
 from emberkeep.cli.main import app
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError, MemoryFailed, MemoryOff, ModelNotFound, NoSuchEntry
-from emberkeep.library import Emberkeep
+from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.user_memory import UserMemory, open_memory
 from emberkeep.runtime import open_memory as open_file
 from emberkeep.types import Message, SavedConversation, ToolCall
@@ -195,7 +195,7 @@ def test_continue_sends_everything_that_was_said(backend: ScriptedBackend, data_
 KILLED_CHAT = """
 from emberkeep.cli import chat
 from emberkeep.cli.main import app
-from emberkeep.library import Emberkeep
+from emberkeep.library.emberkeep import Emberkeep
 from helpers.kept_chats import open_emberkeep
 
 chat.install_model = lambda config: None

@@ -13,7 +13,7 @@ from emberkeep.cli.chat_history import ChatHistory, Journal
 from emberkeep.cli.chat_session import ChatSession, Terminal, stats_line
 from emberkeep.cli.console import printable
 from emberkeep.errors import ContextExceeded
-from emberkeep.library import Emberkeep
+from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.options import Options
 from emberkeep.types import Completed, Eviction, FinishReason, Fit, Message, ReasoningDelta, Request, TextDelta
 from helpers.scripted_backend import FOREVER, ScriptedBackend, Step, answer

@@ -23,7 +23,7 @@ from emberkeep.cli.chat_history import ChatHistory, Journal, recap, with_its_mod
 from emberkeep.cli.chat_session import ChatSession, Terminal, call_line
 from emberkeep.config import Config, McpServer
 from emberkeep.errors import RemoteDown
-from emberkeep.library import Emberkeep
+from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.tool_session import ToolSession
 from emberkeep.library.user_memory import UserMemory
 from emberkeep.mcp import client

@@ -14,7 +14,7 @@ from emberkeep import __version__
 from emberkeep.cli.main import app, main
 from emberkeep.config import Config, default_of, help_for, type_of
 from emberkeep.errors import ModelNotFound
-from emberkeep.library import Emberkeep
+from emberkeep.library.emberkeep import Emberkeep
 from helpers.commands import Commands
 from helpers.scripted_backend import ScriptedBackend, answer
 
@@ -107,7 +107,7 @@ def test_planning_is_switched_off_and_truncation_on_by_flags(installed: list[Con
 def test_help_loads_neither_engine_nor_web_framework() -> None:
     program = (
         "import sys; from emberkeep.cli.main import app; app(['--help'], standalone_mode=False);"
-        "heavy = {'llama_cpp', 'torch', 'numpy', 'apsw', 'fastapi', 'uvicorn', 'rich', 'prompt_toolkit', 'httpx'};"
+        "heavy = {'llama_cpp', 'torch', 'numpy', 'apsw', 'starlette', 'uvicorn', 'rich', 'httpx'};"
         "print('HEAVY', sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

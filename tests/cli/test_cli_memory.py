@@ -17,7 +17,7 @@ from emberkeep.cli.chat_session import ChatSession, Terminal
 from emberkeep.cli.memory import app
 from emberkeep.config import Config
 from emberkeep.errors import InvalidField, MemoryFailed, MemoryOff, NoSuchEntry
-from emberkeep.library import Emberkeep
+from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.user_memory import open_memory
 from emberkeep.runtime import open_memory as open_file
 from emberkeep.types import Json, Message, ToolUse, Turn, private_namespace

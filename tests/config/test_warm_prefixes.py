@@ -9,7 +9,7 @@ import pytest
 
 from emberkeep.config import WarmPrefix, load_config
 from emberkeep.errors import ConfigError
-from emberkeep.library.arguments import declared_prefixes
+from emberkeep.library.declared_prefixes import declared_prefixes
 from emberkeep.types import SHARED, Message, Ttl
 
 

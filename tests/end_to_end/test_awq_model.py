@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.config import Config
-from emberkeep.library import Emberkeep
+from emberkeep.library.emberkeep import Emberkeep
 from helpers.awq import quantise
 
 pytestmark = pytest.mark.slow

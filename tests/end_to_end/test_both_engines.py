@@ -19,7 +19,7 @@ import pytest
 
 from emberkeep.bench.http_client import is_settled
 from emberkeep.config import Config
-from emberkeep.library import Emberkeep
+from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.results import Result
 from emberkeep.types import (
     EntryKind,

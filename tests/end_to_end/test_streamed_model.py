@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.config import Config
-from emberkeep.library import Emberkeep
+from emberkeep.library.emberkeep import Emberkeep
 from helpers import tiny_hf
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from emberkeep.config import Config
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.library import Emberkeep
+from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.server.presence import announce
 from emberkeep.types import Json
 from helpers.fake_backend import fake_backend

@@ -12,7 +12,7 @@ import pytest
 from emberkeep.config import Config
 from emberkeep.engine.fake import FakeVocab
 from emberkeep.errors import ConfigError, EngineError, ModelNotFound
-from emberkeep.library import Emberkeep
+from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.runtime.draft_loading import vocab_difference
 from emberkeep.sched.draft_model import DraftModel
 from emberkeep.sched.speculation import Step

@@ -6,7 +6,7 @@ import pytest
 
 from emberkeep.config import DEFAULT_MODEL, Config
 from emberkeep.errors import EngineError, ModelNotFound
-from emberkeep.library import ensure_model
+from emberkeep.library.installation import ensure_model
 
 
 @pytest.fixture

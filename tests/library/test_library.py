@@ -14,7 +14,7 @@ import pytest
 from emberkeep.api.messages import ChatBody
 from emberkeep.api.request import parse_body
 from emberkeep.errors import ConfigError, EmberkeepError, InvalidField, Overloaded, RequestError
-from emberkeep.library import Emberkeep
+from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.types import (
     Finished,
     FinishReason,
@@ -411,7 +411,7 @@ def test_load_never_repeats_a_secret() -> None:
 def test_importing_emberkeep_loads_nothing_heavy() -> None:
     program = (
         "import sys, emberkeep; assert emberkeep.__version__;"
-        "heavy = {'torch', 'llama_cpp', 'apsw', 'fastapi', 'numpy', 'httpx'};"
+        "heavy = {'torch', 'llama_cpp', 'apsw', 'starlette', 'numpy', 'httpx'};"
         "print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -428,7 +428,7 @@ def test_emberkeep_has_no_other_names() -> None:
 
 def test_a_program_may_end_in_the_middle_of_a_stream() -> None:
     program = (
-        "from emberkeep.library import Emberkeep; from emberkeep.types import TextDelta;"
+        "from emberkeep import Emberkeep; from emberkeep.types import TextDelta;"
         "from helpers.scripted_backend import FOREVER, ScriptedBackend;"
         "llm = Emberkeep(ScriptedBackend(lambda request: [TextDelta(0, 'first'), FOREVER]));"
         "stream = iter(llm.stream('hi')); print(next(stream))"

@@ -8,7 +8,7 @@ import pytest
 
 from emberkeep.config import Config
 from emberkeep.errors import RequestError
-from emberkeep.library import Emberkeep
+from emberkeep.library.emberkeep import Emberkeep
 from helpers import tiny_gguf
 
 

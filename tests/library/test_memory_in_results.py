@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from emberkeep.library import Emberkeep
+from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.types import Completed, Eviction, Fit
 from helpers.scripted_backend import ScriptedBackend, answer
 

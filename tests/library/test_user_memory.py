@@ -11,7 +11,7 @@ import pytest
 
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError, InvalidField, MemoryFailed, MemoryOff
-from emberkeep.library import Emberkeep
+from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.user_memory import UserMemory, open_memory, write_lines
 from emberkeep.memory.memory import Memory
 from emberkeep.types import Message, Recall, ToolUse, Turn, private_namespace

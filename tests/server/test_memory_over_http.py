@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from emberkeep.backend.models import Models
@@ -322,7 +322,7 @@ def test_a_client_that_got_everything_has_not_left(memory: Memory, caplog: pytes
     assert caplog.messages == ["GET /v1/memory/export 200"]
 
 
-def app_over(memory: Memory) -> FastAPI:
+def app_over(memory: Memory) -> Starlette:
     backend = ScriptedBackend()
     backend.memory = memory
     return create_app(Models(backend), Config())

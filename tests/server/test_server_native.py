@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from typing import Annotated
 
 import httpx
 import openai
 import pytest
-from fastapi import Query, Response
 
 from emberkeep import __version__
-from emberkeep.backend.models import Models
-from emberkeep.config import Config
-from emberkeep.server.app import create_app
 from helpers.scripted_server import ScriptedBackend
 
 
@@ -80,23 +74,32 @@ def test_bad_values_are_refused_by_name(http: httpx.Client, path: str, body: obj
     assert response.json()["error"]["param"] == param
 
 
-def test_a_bad_query_is_refused_like_a_bad_body() -> None:
-    app = create_app(Models(ScriptedBackend()), Config())
+@pytest.mark.parametrize(
+    ("method", "url", "param", "message"),
+    [
+        ("DELETE", "/v1/cache", "user_id", "is required"),
+        ("GET", "/v1/requests?limit=x", "limit", "has a value"),
+        ("GET", "/v1/requests?limit=1001", "limit", "give 1000 or less"),
+        ("GET", "/v1/requests?offset=", "offset", "has a value"),
+        ("POST", "/slots/first?action=save", "slot", "has a value"),
+        ("POST", "/slots/-1?action=save", "slot", "give 0 or more"),
+        ("POST", "/slots/0?action=dance", "action", "give 'save', 'restore' or 'erase'"),
+        ("GET", "/v1/responses/x?stream=perhaps", "stream", "has a value"),
+        ("GET", "/v1/memory/facts/x?user_id=%C3%BC", "user_id", "use up to 512 letters"),
+    ],
+)
+def test_a_bad_parameter_is_refused_like_a_bad_field(
+    http: httpx.Client, method: str, url: str, param: str, message: str
+) -> None:
+    response = http.request(method, url)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert message in error["message"]
 
-    @app.get("/entries")
-    async def entries(limit: Annotated[int, Query(le=5)]) -> Response:
-        return Response()
 
-    async def ask(query: str) -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
-            return await client.get(f"/entries{query}")
-
-    for query, message in [("", "is required"), ("?limit=x", "has a value"), ("?limit=6", "give 5 or less")]:
-        response = asyncio.run(ask(query))
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == "limit"
-        assert message in response.json()["error"]["message"]
-    assert "422" not in app.openapi()["paths"]["/entries"]["get"]["responses"]
+def test_a_number_in_a_query_is_a_text_and_the_last_one_counts(http: httpx.Client) -> None:
+    assert http.get("/v1/requests?limit=x&limit=7&offset=0").json()["data"] == []
 
 
 def test_apply_template(backend: ScriptedBackend, http: httpx.Client) -> None:

@@ -7,7 +7,7 @@ from functools import cache
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from emberkeep.backend.models import Models
 from emberkeep.config import Config
@@ -19,7 +19,7 @@ OWN = "127.0.0.1:8080"
 
 
 @cache
-def app_for(config: Config) -> FastAPI:
+def app_for(config: Config) -> Starlette:
     return create_app(Models(ScriptedBackend()), config)
 
 

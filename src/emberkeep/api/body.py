@@ -18,9 +18,12 @@ MAX_VALUES = 600_000
 
 
 class Body(BaseModel):
-    """Unknown fields are ignored, as OpenAI does; known ones must have exactly their JSON type."""
+    """Unknown fields are ignored, as OpenAI does; known ones must have exactly their JSON type.
 
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+    A body's validator is built when it is first used, which is safe from any thread.
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, defer_build=True)
 
 
 B = TypeVar("B", bound=Body)

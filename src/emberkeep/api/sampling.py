@@ -93,7 +93,7 @@ _Pairs = Annotated[list[_Pair], Field(max_length=_MOST_BIASED)]
 class SamplerFields(BaseModel):
     """Every field may be null, which means the same as leaving it out."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, defer_build=True)
 
     repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     repeat_last_n: LastN | None = None

@@ -18,7 +18,7 @@ from emberkeep.errors import EngineError
 from emberkeep.models.parts import part_files
 from emberkeep.types import Json
 
-_PACKAGES = ("numpy", "fastapi", "uvicorn", "apsw")
+_PACKAGES = ("numpy", "starlette", "uvicorn", "apsw")
 
 
 def surroundings(model: Path | None, folder: Path) -> dict[str, Json]:

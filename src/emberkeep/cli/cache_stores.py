@@ -17,7 +17,7 @@ from emberkeep.cli.model_setup import install_model, open_model
 from emberkeep.cli.running_server import RunningServer, find_server
 from emberkeep.config import Config, ttls
 from emberkeep.errors import EmberkeepError, NoSuchEntry
-from emberkeep.library import Emberkeep
+from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.stores import ClosedStore, StoreFolder, replica_folder, replica_folders, store_folders
 from emberkeep.models.library import id_at
 from emberkeep.types import (

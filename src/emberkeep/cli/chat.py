@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-    from emberkeep.library import Emberkeep
+    from emberkeep.library.emberkeep import Emberkeep
     from emberkeep.library.options import Options
     from emberkeep.library.tool_session import ToolSession
 

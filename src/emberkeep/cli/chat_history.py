@@ -18,7 +18,7 @@ from emberkeep.errors import EmberkeepError, MemoryOff, ModelNotFound, NoSuchEnt
 from emberkeep.types import Message, Recollection, SavedConversation
 
 if TYPE_CHECKING:
-    from emberkeep.library import Emberkeep
+    from emberkeep.library.emberkeep import Emberkeep
     from emberkeep.library.user_memory import UserMemory
 
 LATEST = "latest"

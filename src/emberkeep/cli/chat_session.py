@@ -31,8 +31,9 @@ from emberkeep.types import (
 )
 
 if TYPE_CHECKING:
-    from emberkeep.library import Emberkeep, Result, Stream
+    from emberkeep.library.emberkeep import Emberkeep
     from emberkeep.library.options import Options
+    from emberkeep.library.results import Result, Stream
     from emberkeep.library.tool_session import ToolSession
 
 _SILENCE = "…"

@@ -46,7 +46,7 @@ PACKAGES = (
     "apsw",
     "llguidance",
     "jinja2",
-    "fastapi",
+    "starlette",
     "uvicorn",
     "huggingface-hub",
 )

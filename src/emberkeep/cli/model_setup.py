@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn, TaskID
 
-    from emberkeep.library import Emberkeep
+    from emberkeep.library.emberkeep import Emberkeep
     from emberkeep.models.reporter import Reporter
 
 
 def install_model(config: Config) -> None:
     """Pull the default model where it is configured and missing, and show it. Raises ModelError."""
-    from emberkeep.library import ensure_model
+    from emberkeep.library.installation import ensure_model
 
     with pull_reporter() as reporter:
         ensure_model(config, reporter)
@@ -27,7 +27,7 @@ def install_model(config: Config) -> None:
 
 def open_model(config: Config) -> Emberkeep:
     """Load a model that is here, with a word about it where a person waits. Raises ModelError, EngineError."""
-    from emberkeep.library import Emberkeep
+    from emberkeep.library.emberkeep import Emberkeep
     from emberkeep.runtime import backend_names
 
     first = backend_names(config)[0]
@@ -38,12 +38,34 @@ def open_model(config: Config) -> Emberkeep:
 @contextmanager
 def pull_reporter() -> Iterator[Reporter]:
     """A bar on a terminal, one line per step elsewhere."""
-    output = console(stderr=True)
-    reporter = Bars(output) if output.is_terminal else Lines(output)
+    reporter = _WhenNeeded()
     try:
         yield reporter
     finally:
         reporter.close()
+
+
+class _WhenNeeded:
+    """Looks at the terminal when there is something to tell: most models are here already."""
+
+    def __init__(self) -> None:
+        self._reporter: Lines | Bars | None = None
+
+    def say(self, sentence: str) -> None:
+        self._made().say(sentence)
+
+    def progress(self, step: str, done: int, total: int | None) -> None:
+        self._made().progress(step, done, total)
+
+    def close(self) -> None:
+        if self._reporter is not None:
+            self._reporter.close()
+
+    def _made(self) -> Lines | Bars:
+        if self._reporter is None:
+            output = console(stderr=True)
+            self._reporter = Bars(output) if output.is_terminal else Lines(output)
+        return self._reporter
 
 
 class Lines:

@@ -33,7 +33,7 @@ from emberkeep.cluster.environment import alone_on, forget_address, note_address
 from emberkeep.cluster.replica import Opening
 from emberkeep.config import Config, check_exposure
 from emberkeep.errors import EmberkeepError
-from emberkeep.library.arguments import declared_prefixes
+from emberkeep.library.declared_prefixes import declared_prefixes
 from emberkeep.runtime import open_models
 from emberkeep.server.lifecycle import bind
 from emberkeep.server.presence import announce

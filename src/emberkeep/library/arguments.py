@@ -39,12 +39,10 @@ from emberkeep.api.request import (
     ttl_of,
     validate,
 )
-from emberkeep.config import Config, WarmPrefix
-from emberkeep.errors import ConfigError, InvalidField, RequestError
+from emberkeep.errors import InvalidField, RequestError
 from emberkeep.library.options import HTTP_NAMES, Approximate, Options, PrefixOptions
 from emberkeep.text import did_you_mean
 from emberkeep.types import (
-    SHARED,
     Approximation,
     Json,
     Message,
@@ -135,26 +133,6 @@ def prefix_request(prompt_or_messages: Messages, tools: Tools | None, options: P
     given = {"messages": _plain(list(prompt_or_messages)), "tools": _plain(tools)}
     call = validate(_PrefixCall, {**_settle(_PrefixCall, options), **given})
     return prefix_of_chats(call.to_base(), call.messages, call.tools or [])
-
-
-def declared_prefixes(config: Config) -> list[Request]:
-    """Those that the operator declares, as requests whose state every user may reuse. Raises ConfigError."""
-    return [_declared_prefix(number, prefix) for number, prefix in enumerate(config.warm, 1)]
-
-
-def _declared_prefix(number: int, prefix: WarmPrefix) -> Request:
-    try:
-        request = _prompt_or_chat(prefix)
-    except RequestError as error:
-        raise ConfigError(f"The prefix to warm number {number} cannot be used: {error}") from error
-    return replace(request, user=SHARED, namespace=SHARED, ttl=prefix.ttl)
-
-
-def _prompt_or_chat(prefix: WarmPrefix) -> Request:
-    if prefix.prompt is not None:
-        return prefix_request(prefix.prompt, None, {})
-    messages = [Message("system", prefix.system)] if prefix.system is not None else list(prefix.messages)
-    return prefix_request(messages, list(prefix.tools), {})
 
 
 def prompt_request(prompt: str, options: Mapping[str, object]) -> Request:

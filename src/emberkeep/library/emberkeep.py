@@ -17,15 +17,13 @@ from emberkeep.backend.capabilities import (
     speculation_of,
     warm_prefix,
 )
-from emberkeep.config import DEFAULT_MODEL, Config, load_config
-from emberkeep.engine.extras import require_hf
-from emberkeep.errors import EmberkeepError, InvalidField, ModelNotFound
+from emberkeep.config import Config, load_config
+from emberkeep.errors import EmberkeepError, InvalidField
 from emberkeep.library.arguments import (
     Messages,
     Tools,
     batch_requests,
     chat_request,
-    declared_prefixes,
     prefix_request,
     prompt_or_chat_request,
     prompt_request,
@@ -33,6 +31,8 @@ from emberkeep.library.arguments import (
 )
 from emberkeep.library.batch import Batch
 from emberkeep.library.bridge import Bridge
+from emberkeep.library.declared_prefixes import declared_prefixes
+from emberkeep.library.installation import ensure_model
 from emberkeep.library.options import Approximate, ChatOptions, PrefixOptions, PromptOptions
 from emberkeep.library.results import Result, Stream, WarmResult, keep_best
 from emberkeep.library.tool_session import ToolSession, is_runnable, own_toolbox
@@ -44,7 +44,6 @@ from emberkeep.types import SHARED, AttentionTier, ExpertStats, Json, Request, S
 _SHOWN_CHARS = 60
 
 if TYPE_CHECKING:
-    from emberkeep.models.reporter import Reporter
     from emberkeep.tools.toolbox import ToolBox
 
 
@@ -329,57 +328,3 @@ def _request_and_toolbox(
 
 
 # ── models that arrive by themselves ──
-
-
-def ensure_model(config: Config, reporter: Reporter | None = None) -> None:
-    """Make sure that the configured model is here, its draft model, and what their engine needs.
-
-    The default model is pulled, and so is a repository of the hub for the Hugging Face engine; any other must be
-    here. Blocks while it downloads. Raises ModelError, and EngineError where the engine is not installed.
-    """
-    from emberkeep.runtime import may_do_without_local, needs_local
-
-    if not needs_local(config):
-        return
-    if config.engine == "hf":
-        require_hf()
-    try:
-        for model in (config.model, *([config.draft_model] if config.draft_model else [])):
-            _ensure(model, config, reporter)
-    except ModelNotFound:
-        if not may_do_without_local(config):
-            raise
-
-
-def _ensure(model: str, config: Config, reporter: Reporter | None) -> None:
-    """Raises ModelNotFound for one that is not here and not pulled by itself."""
-    from emberkeep.models.library import ModelLibrary
-    from emberkeep.models.pull import pull
-    from emberkeep.models.reporter import Silent
-
-    library = ModelLibrary(config.data_dir / "models")
-    try:
-        if not library.resolve(model).is_folder:
-            _ensure_llamacpp(config, reporter)
-    except ModelNotFound:
-        spec = _pullable(model, config)
-        if spec is None:
-            raise
-        _ensure_llamacpp(config, reporter)
-        pull(spec, library, reporter=reporter or Silent())
-
-
-def _ensure_llamacpp(config: Config, reporter: Reporter | None) -> None:
-    from emberkeep.models.llama_library import ensure_llama_library
-
-    if config.engine != "hf":
-        ensure_llama_library(config.llama_library, reporter)
-
-
-def _pullable(model: str, config: Config) -> str | None:
-    from emberkeep.models.library import is_repo
-
-    if model == DEFAULT_MODEL:
-        return DEFAULT_MODEL
-    # Only where the engine was asked for: else a mistyped path would ask the hub.
-    return f"hf:{model}" if config.engine == "hf" and is_repo(model) else None

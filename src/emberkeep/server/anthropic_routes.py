@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 from dataclasses import replace
 
-from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -15,18 +14,16 @@ from emberkeep.backend.capabilities import tokenizer_of
 from emberkeep.backend.models import Models
 from emberkeep.server.json_response import json_response
 from emberkeep.server.openai import check_hops, number_in
-from emberkeep.server.openapi import HELLO, STREAMS, takes
+from emberkeep.server.routes import HELLO, STREAMS, Routes, takes
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import gather, make_of_body, read_body, stream
 from emberkeep.types import DEPTH_HEADER
 
 
-def anthropic_routes(models: Models, side: SideWork) -> APIRouter:
-    router = APIRouter()
+def anthropic_routes(models: Models, side: SideWork) -> Routes:
+    routes = Routes()
 
-    @router.post(
-        "/v1/messages", responses=STREAMS, openapi_extra=takes(MessagesBody, max_tokens=64, messages=[HELLO])
-    )
+    @routes.post("/v1/messages", content=STREAMS, body=takes(MessagesBody, max_tokens=64, messages=[HELLO]))
     async def messages(http: HttpRequest) -> Response:
         body = await read_body(http, MessagesBody)
         backend = models.find(body.model)
@@ -47,7 +44,7 @@ def anthropic_routes(models: Models, side: SideWork) -> APIRouter:
             return await stream(http, backend, [request], lambda: MessageFrames(envelope()))
         return json_response(message_json(await gather(http, backend, [request]), envelope()))
 
-    @router.post("/v1/messages/count_tokens", openapi_extra=takes(CountBody, messages=[HELLO]))
+    @routes.post("/v1/messages/count_tokens", body=takes(CountBody, messages=[HELLO]))
     async def count_tokens(http: HttpRequest) -> Response:
         body = await read_body(http, CountBody)
         backend = models.find(body.model)
@@ -55,4 +52,4 @@ def anthropic_routes(models: Models, side: SideWork) -> APIRouter:
         count = await side.run_on(lambda loaded: tokenizer_of(loaded).count(request), backend)
         return json_response({"input_tokens": count})
 
-    return router
+    return routes

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from emberkeep.errors import NoSuchEntry
-from emberkeep.server.json_response import PAGE, PageLimit, PageOffset, json_response, page_response
+from emberkeep.server.json_response import json_response, page_response
+from emberkeep.server.routes import PageParameters, Routes, read_parameters
 from emberkeep.server.side_work import SideWork
 from emberkeep.types import Json
 
@@ -26,7 +27,7 @@ _MOST_BYTES = 8 << 20
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, defer_build=True)
 
 
 class Quantity(_Strict):
@@ -63,18 +64,19 @@ class KeptResult(_Strict):
     pictures: list[Picture]
 
 
-def benchmark_routes(folder: Path, side: SideWork) -> APIRouter:
-    router = APIRouter()
+def benchmark_routes(folder: Path, side: SideWork) -> Routes:
+    routes = Routes()
 
-    @router.get("/v1/benchmarks")
-    async def results(limit: PageLimit = PAGE, offset: PageOffset = 0) -> Response:
-        return await side.run(lambda: page_response(list(_newest_first(folder)), _head_json, limit, offset))
+    @routes.get("/v1/benchmarks", parameters=PageParameters)
+    async def results(http: HttpRequest) -> Response:
+        page = read_parameters(http, PageParameters)
+        return await side.run(lambda: page_response(list(_newest_first(folder)), _head_json, page))
 
-    @router.get("/v1/benchmarks/{result_id}")
-    async def result(result_id: str) -> Response:
-        return json_response(await side.run(_result, folder, result_id))
+    @routes.get("/v1/benchmarks/{result_id}")
+    async def result(http: HttpRequest) -> Response:
+        return json_response(await side.run(_result, folder, http.path_params["result_id"]))
 
-    return router
+    return routes
 
 
 def _newest_first(folder: Path) -> Iterator[dict[str, Json]]:

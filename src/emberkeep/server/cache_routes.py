@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query
 from pydantic import Field
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request as HttpRequest
@@ -22,9 +21,17 @@ from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import cache_of
 from emberkeep.backend.models import Models
 from emberkeep.errors import InvalidField, Overloaded
-from emberkeep.server.json_response import PAGE, PageLimit, PageOffset, json_response, list_response, page_response
-from emberkeep.server.model_routes import OfModel
-from emberkeep.server.openapi import HELLO, takes
+from emberkeep.server.json_response import json_response, list_response, page_response
+from emberkeep.server.routes import (
+    HELLO,
+    OfModel,
+    PageParameters,
+    Parameters,
+    Routes,
+    of_model,
+    read_parameters,
+    takes,
+)
 from emberkeep.server.side_work import RETRY_AFTER_S, SideWork
 from emberkeep.server.stream import make_of_body, read_body, read_object, while_connected
 from emberkeep.types import CacheEntry, Explanation, Json, Removed, Source, Sourced, Verified
@@ -39,9 +46,25 @@ MAX_PARTS = 100_000
 _ACTIONS = ("tree", "pin", "unpin", "gc", "explain", "verify")
 
 Kind = Literal["conversation", "prefix"]
-Chars = Annotated[int, Query(ge=0, le=INT32_MAX)]
-Nodes = Annotated[int, Query(ge=1, le=10_000)]
-NodeId = Annotated[str, Query(max_length=64)]
+
+
+class EntriesParameters(PageParameters, OfModel):
+    user_id: Label | None = None
+    kind: Kind | None = None
+
+
+class TreeParameters(OfModel):
+    limit: Annotated[int, Field(ge=1, le=10_000)] = NODES
+    at: Annotated[str, Field(max_length=64)] = ""
+
+
+class EntryParameters(OfModel):
+    entry_id: str
+    chars: Annotated[int, Field(ge=0, le=INT32_MAX)] = SHOWN_CHARS
+
+
+class UserParameters(Parameters):
+    user_id: Label
 
 
 class EntryBody(Body):
@@ -87,63 +110,62 @@ class _EntryId(StringConvertor):
 register_url_convertor("entry_id", _EntryId())
 
 
-def cache_routes(models: Models, side: SideWork) -> APIRouter:
-    router = APIRouter()
-    _add_reads(router, models, side)
-    _add_changes(router, models, side)
-    _add_checks(router, models, side)
-    return router
+def cache_routes(models: Models, side: SideWork) -> Routes:
+    routes = Routes()
+    _add_reads(routes, models, side)
+    _add_changes(routes, models, side)
+    _add_checks(routes, models, side)
+    return routes
 
 
-def _add_reads(router: APIRouter, models: Models, side: SideWork) -> None:
-    @router.get("/v1/cache")
-    async def entries(
-        user_id: Label | None = None,
-        kind: Kind | None = None,
-        limit: PageLimit = PAGE,
-        offset: PageOffset = 0,
-        model: OfModel = None,
-    ) -> Response:
-        return await side.run_on(_list_page, models.find(model), user_id, kind, limit, offset)
+def _add_reads(routes: Routes, models: Models, side: SideWork) -> None:
+    @routes.get("/v1/cache", parameters=EntriesParameters)
+    async def entries(http: HttpRequest) -> Response:
+        asked = read_parameters(http, EntriesParameters)
+        return await side.run_on(_list_page, models.find(asked.model), asked)
 
-    @router.get("/v1/cache/tree")
-    async def tree(limit: Nodes = NODES, at: NodeId = "", model: OfModel = None) -> Response:
-        return await side.run_on(_tree, models.find(model), limit, at)
+    @routes.get("/v1/cache/tree", parameters=TreeParameters)
+    async def tree(http: HttpRequest) -> Response:
+        asked = read_parameters(http, TreeParameters)
+        return await side.run_on(_tree, models.find(asked.model), asked.limit, asked.at)
 
-    @router.get("/v1/cache/{entry_id:entry_id}")
-    async def entry(entry_id: str, chars: Chars = SHOWN_CHARS, model: OfModel = None) -> Response:
-        shown = await side.run_on(lambda loaded: cache_of(loaded).show(entry_id), models.find(model))
-        return json_response(shown_json(shown, chars))
+    @routes.get("/v1/cache/{entry_id:entry_id}", parameters=EntryParameters)
+    async def entry(http: HttpRequest) -> Response:
+        asked = read_parameters(http, EntryParameters)
+        shown = await side.run_on(lambda loaded: cache_of(loaded).show(asked.entry_id), models.find(asked.model))
+        return json_response(shown_json(shown, asked.chars))
 
 
-def _add_changes(router: APIRouter, models: Models, side: SideWork) -> None:
-    @router.post("/v1/cache/pin", openapi_extra=takes(EntryBody))
-    async def pin(http: HttpRequest, model: OfModel = None) -> Response:
-        body = await read_body(http, EntryBody)
+def _add_changes(routes: Routes, models: Models, side: SideWork) -> None:
+    @routes.post("/v1/cache/pin", parameters=OfModel, body=takes(EntryBody))
+    async def pin(http: HttpRequest) -> Response:
+        model, body = of_model(http), await read_body(http, EntryBody)
         return json_response(entry_json(await side.run_on(_pin, models.find(model), body.id, True)))
 
-    @router.post("/v1/cache/unpin", openapi_extra=takes(EntryBody))
-    async def unpin(http: HttpRequest, model: OfModel = None) -> Response:
-        body = await read_body(http, EntryBody)
+    @routes.post("/v1/cache/unpin", parameters=OfModel, body=takes(EntryBody))
+    async def unpin(http: HttpRequest) -> Response:
+        model, body = of_model(http), await read_body(http, EntryBody)
         return json_response(entry_json(await side.run_on(_pin, models.find(model), body.id, False)))
 
-    @router.post("/v1/cache/gc")
-    async def gc(model: OfModel = None) -> Response:
-        removed = await side.run_on(lambda loaded: cache_of(loaded).gc(), models.find(model))
+    @routes.post("/v1/cache/gc", parameters=OfModel)
+    async def gc(http: HttpRequest) -> Response:
+        removed = await side.run_on(lambda loaded: cache_of(loaded).gc(), models.find(of_model(http)))
         return json_response(removed_json(removed))
 
-    @router.delete("/v1/cache")
-    async def remove_user(user_id: Label) -> Response:
-        return json_response(removed_json(await side.run(models.remove_user, user_id)))
+    @routes.delete("/v1/cache", parameters=UserParameters)
+    async def remove_user(http: HttpRequest) -> Response:
+        user = read_parameters(http, UserParameters).user_id
+        return json_response(removed_json(await side.run(models.remove_user, user)))
 
-    @router.delete("/v1/cache/{entry_id:entry_id}")
-    async def remove(entry_id: str, model: OfModel = None) -> Response:
-        removed = await side.run_on(lambda loaded: cache_of(loaded).remove(entry_id), models.find(model))
+    @routes.delete("/v1/cache/{entry_id:entry_id}", parameters=OfModel)
+    async def remove(http: HttpRequest) -> Response:
+        backend, entry_id = models.find(of_model(http)), http.path_params["entry_id"]
+        removed = await side.run_on(lambda loaded: cache_of(loaded).remove(entry_id), backend)
         return json_response(removed_json(removed))
 
 
-def _add_checks(router: APIRouter, models: Models, side: SideWork) -> None:
-    @router.post("/v1/cache/explain", openapi_extra=takes(ExplainedChat, ExplainedCompletion, messages=[HELLO]))
+def _add_checks(routes: Routes, models: Models, side: SideWork) -> None:
+    @routes.post("/v1/cache/explain", body=takes(ExplainedChat, ExplainedCompletion, messages=[HELLO]))
     async def explain(http: HttpRequest) -> Response:
         asked = await read_object(http)
         body = await make_of_body(http, lambda: read_chat_or_completion(asked, ExplainedChat, ExplainedCompletion))
@@ -154,9 +176,9 @@ def _add_checks(router: APIRouter, models: Models, side: SideWork) -> None:
 
     verifying = asyncio.Semaphore()
 
-    @router.post("/v1/cache/verify", openapi_extra=takes(VerifyBody, sample=1))
-    async def verify(http: HttpRequest, model: OfModel = None) -> Response:
-        body = await read_body(http, VerifyBody)
+    @routes.post("/v1/cache/verify", parameters=OfModel, body=takes(VerifyBody, sample=1))
+    async def verify(http: HttpRequest) -> Response:
+        model, body = of_model(http), await read_body(http, VerifyBody)
         body.check()
         if verifying.locked():
             raise Overloaded(
@@ -186,9 +208,9 @@ def _pin(backend: Backend, entry_id: str, pinned: bool) -> CacheEntry:
     return cache_of(backend).pin(entry_id, pinned)
 
 
-def _list_page(backend: Backend, user: str | None, kind: Kind | None, limit: int, offset: int) -> Response:
-    entries = _select(cache_of(backend).entries(), user, kind)
-    return page_response(entries, entry_json, limit, offset, totals=totals_json(entries))
+def _list_page(backend: Backend, asked: EntriesParameters) -> Response:
+    entries = _select(cache_of(backend).entries(), asked.user_id, asked.kind)
+    return page_response(entries, entry_json, asked, totals=totals_json(entries))
 
 
 def _tree(backend: Backend, limit: int, at: str) -> Response:

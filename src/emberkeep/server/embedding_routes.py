@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 
-from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -14,17 +13,17 @@ from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import embedder_of, ranker_of
 from emberkeep.backend.models import Models, using
 from emberkeep.server.json_response import json_response, list_response
-from emberkeep.server.openapi import takes
+from emberkeep.server.routes import Routes, takes
 from emberkeep.server.stream import make_of_body, read_body, while_connected
 from emberkeep.types import Embedded, EmbeddingRequest, Ranked, RerankRequest
 
 _TEXT = "Why is the sky blue?"
 
 
-def embedding_routes(models: Models) -> APIRouter:
-    router = APIRouter()
+def embedding_routes(models: Models) -> Routes:
+    routes = Routes()
 
-    @router.post("/v1/embeddings", openapi_extra=takes(OpenAIEmbeddingsBody, input=_TEXT))
+    @routes.post("/v1/embeddings", body=takes(OpenAIEmbeddingsBody, input=_TEXT))
     async def embeddings(http: HttpRequest) -> Response:
         body = await read_body(http, OpenAIEmbeddingsBody)
         backend = models.find(body.model)
@@ -34,8 +33,7 @@ def embedding_routes(models: Models) -> APIRouter:
         # Thousands of numbers each: not in the loop that serves the streams.
         return await asyncio.to_thread(lambda: list_response("data", body.items(embedded), **about))
 
-    @router.post("/embeddings", include_in_schema=False)
-    @router.post("/embedding", openapi_extra=takes(LlamaEmbeddingBody, content=_TEXT))
+    @routes.post("/embedding", "/embeddings", body=takes(LlamaEmbeddingBody, content=_TEXT))
     async def embedding(http: HttpRequest) -> Response:
         body = await read_body(http, LlamaEmbeddingBody)
         request = await make_of_body(http, body.to_request)
@@ -43,11 +41,9 @@ def embedding_routes(models: Models) -> APIRouter:
         written = await asyncio.to_thread(lambda: ", ".join(map(json.dumps, body.items(embedded))))
         return Response(f"[{written}]", media_type="application/json")
 
-    @router.post("/rerank", include_in_schema=False)
-    @router.post("/reranking", include_in_schema=False)
-    @router.post("/v1/reranking", include_in_schema=False)
-    @router.post(
-        "/v1/rerank", openapi_extra=takes(RerankBody, query=_TEXT, documents=["Air scatters blue light."])
+    @routes.post(
+        *("/v1/rerank", "/rerank", "/reranking", "/v1/reranking"),
+        body=takes(RerankBody, query=_TEXT, documents=["Air scatters blue light."]),
     )
     async def rerank(http: HttpRequest) -> Response:
         body = await read_body(http, RerankBody)
@@ -56,7 +52,7 @@ def embedding_routes(models: Models) -> APIRouter:
         ranked = await while_connected(http, _rank_with(backend, request))
         return json_response(body.answer(ranked, backend.card.id))
 
-    return router
+    return routes
 
 
 async def embed_with(backend: Backend, request: EmbeddingRequest, keep_alive_s: float | None = None) -> Embedded:

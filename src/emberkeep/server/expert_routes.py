@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from pydantic import ConfigDict
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -13,8 +12,7 @@ from emberkeep.backend.capabilities import experts_of
 from emberkeep.backend.models import Models, using
 from emberkeep.errors import RequestError
 from emberkeep.server.json_response import json_response
-from emberkeep.server.model_routes import OfModel
-from emberkeep.server.openapi import takes
+from emberkeep.server.routes import OfModel, Routes, of_model, takes
 from emberkeep.server.stream import read_body
 from emberkeep.types import ExpertStats, Json, LayerExperts
 
@@ -31,23 +29,23 @@ class TrackingBody(Body):
             raise RequestError("Nothing is asked for: give enabled, reset or both.")
 
 
-def expert_routes(models: Models) -> APIRouter:
-    router = APIRouter()
+def expert_routes(models: Models) -> Routes:
+    routes = Routes()
 
-    @router.get("/expert-stats", responses={400: {"description": "The model has no experts."}})
-    async def expert_stats(model: OfModel = None) -> Response:
-        async with using(models.find(model)) as backend:
+    @routes.get("/expert-stats", parameters=OfModel, errors={400: "The model has no experts."})
+    async def expert_stats(http: HttpRequest) -> Response:
+        async with using(models.find(of_model(http))) as backend:
             return json_response(stats_json(experts_of(backend).stats()))
 
-    @router.post("/expert-tracking", openapi_extra=takes(TrackingBody))
-    async def expert_tracking(http: HttpRequest, model: OfModel = None) -> Response:
-        body = await read_body(http, TrackingBody)
+    @routes.post("/expert-tracking", parameters=OfModel, body=takes(TrackingBody))
+    async def expert_tracking(http: HttpRequest) -> Response:
+        model, body = of_model(http), await read_body(http, TrackingBody)
         body.check()
         async with using(models.find(model)) as backend:
             stats = await experts_of(backend).track(body.enabled, reset=bool(body.reset))
         return json_response(stats_json(stats))
 
-    return router
+    return routes
 
 
 def stats_json(stats: ExpertStats) -> dict[str, Json]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
+from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from emberkeep.api.errors import failure_of
@@ -22,13 +22,13 @@ from emberkeep.server.middleware import (
 )
 
 
-def create_front(answer: ASGIApp, config: Config) -> FastAPI:
+def create_front(answer: ASGIApp, config: Config) -> Starlette:
     """`answer` gets what passes, and may raise EmberkeepError before it has sent anything.
 
     `app.state` is that of `create_app`, and has `read_metrics`: its own figures, as Prometheus reads them.
     """
     drain, registry = Drain(), CollectorRegistry()
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app = Starlette()
     app.state.drain = drain
     app.state.limits = Limits(connections=affordable(config.connections))
     app.state.metrics = RequestMetrics(registry)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import httptools
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -61,7 +61,7 @@ def uvicorn_config(
 class Server(uvicorn.Server):
     """Still listens while it drains, so that new requests get a 503 instead of a closed port."""
 
-    def __init__(self, app: FastAPI, config: Config, *, on_ready: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, app: Starlette, config: Config, *, on_ready: Callable[[], None] = lambda: None) -> None:
         """`on_ready` is called once requests are answered without delay."""
         metrics = app.state.metrics
         connections = Connections(app.state.limits, metrics.refused)

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
-from fastapi import Query
 from starlette.responses import Response
 
-from emberkeep.api.request import INT32_MAX
+from emberkeep.server.routes import PageParameters
 from emberkeep.types import Json
 
 T = TypeVar("T")
-
-PAGE = 1000
-"""Items that are listed at a time."""
-PageLimit = Annotated[int, Query(ge=1, le=PAGE)]
-PageOffset = Annotated[int, Query(ge=0, le=INT32_MAX)]
 
 
 def json_response(value: Json, status: int = 200) -> Response:
@@ -33,8 +27,8 @@ def list_response(name: str, items: Iterable[Json], **more: Json) -> Response:
 
 
 def page_response(
-    items: Sequence[T], to_json: Callable[[T], Json], limit: int, offset: int, **more: Json
+    items: Sequence[T], to_json: Callable[[T], Json], page: PageParameters, **more: Json
 ) -> Response:
-    shown = items[offset : offset + limit]
-    has_more = offset + len(shown) < len(items)
+    shown = items[page.offset : page.offset + page.limit]
+    has_more = page.offset + len(shown) < len(items)
     return list_response("data", map(to_json, shown), object="list", has_more=has_more, **more)

@@ -23,7 +23,7 @@ from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import keep_warm
 from emberkeep.config import Config, check_exposure
 from emberkeep.errors import EmberkeepError
-from emberkeep.library.arguments import declared_prefixes
+from emberkeep.library.declared_prefixes import declared_prefixes
 from emberkeep.logs import begin_logging
 from emberkeep.runtime import open_models
 from emberkeep.server.app import create_app

@@ -11,7 +11,6 @@ from functools import partial
 from time import monotonic, perf_counter
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path
 from pydantic import AfterValidator, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -25,30 +24,34 @@ from emberkeep.backend.capabilities import cache_of, tokenizer_of
 from emberkeep.backend.models import Models
 from emberkeep.errors import InvalidField, NoSuchEntry, RequestError
 from emberkeep.server.json_response import json_response
-from emberkeep.server.openapi import STREAMS, takes
+from emberkeep.server.routes import STREAMS, Parameters, Routes, TakenBody, read_parameters, takes
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import gather, make_of_body, read_body, stream
 from emberkeep.types import CacheEntry, Events, Json, Request
 
-SlotAction = Literal["save", "restore", "erase"]
-SlotId = Annotated[int, Path(ge=0, le=INT32_MAX)]
-_SCALES = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": {"type": "array"}, "example": []}},
-    }
-}
+_SCALES = TakenBody(schema={"type": "array"}, example=[])
 _MOST_NAMES = 4096
 _LOOKS, _BETWEEN_LOOKS_S = 100, 0.02
 """At a slot whose turn is being stored."""
 
 
-def llama_routes(models: Models, side: SideWork) -> APIRouter:
-    router, saved = APIRouter(), SavedSlots()
+class LlamaModel(Parameters):
+    model: str | None = None
 
-    @router.post(
-        "/completion", responses=STREAMS, openapi_extra=takes(LlamaCompletionBody, prompt="Once upon a time")
-    )
+
+class SlotsParameters(LlamaModel):
+    fail_on_no_slot: str = ""
+
+
+class SlotParameters(LlamaModel):
+    slot: Annotated[int, Field(ge=0, le=INT32_MAX)]
+    action: Literal["save", "restore", "erase"]
+
+
+def llama_routes(models: Models, side: SideWork) -> Routes:
+    routes, saved = Routes(), SavedSlots()
+
+    @routes.post("/completion", content=STREAMS, body=takes(LlamaCompletionBody, prompt="Once upon a time"))
     async def completion(http: HttpRequest) -> Response:
         body = await read_body(http, LlamaCompletionBody)
         backend = models.find(body.model)
@@ -58,53 +61,53 @@ def llama_routes(models: Models, side: SideWork) -> APIRouter:
             requests = await make_of_body(http, partial(body.to_requests, _tokenizing(backend)))
         return await _respond(http, backend, body, requests)
 
-    @router.post("/infill", responses=STREAMS, openapi_extra=takes(InfillBody, input_prefix="a", input_suffix="b"))
+    @routes.post("/infill", content=STREAMS, body=takes(InfillBody, input_prefix="a", input_suffix="b"))
     async def infill(http: HttpRequest) -> Response:
         body = await read_body(http, InfillBody)
         return await _respond(http, models.find(body.model), body, await make_of_body(http, body.to_requests))
 
-    @router.get("/props")
-    async def props(model: str | None = None) -> Response:
-        backend = models.find(model)
+    @routes.get("/props", parameters=LlamaModel)
+    async def props(http: HttpRequest) -> Response:
+        backend = models.find(read_parameters(http, LlamaModel).model)
         return await side.run_on(lambda loaded: json_response(_props(loaded)), backend)
 
-    @router.post("/props")
-    async def change_props() -> Response:
+    @routes.post("/props")
+    async def change_props(_: HttpRequest) -> Response:
         raise RequestError(
             "Properties cannot be changed while the server runs: send what should differ with each request, or "
             "change its configuration and start it again."
         )
 
-    @router.get("/slots")
-    async def slots(model: str | None = None, fail_on_no_slot: str = "") -> Response:
-        told = await asyncio.to_thread(_slots, models.find(model))
-        if fail_on_no_slot and all(slot["is_processing"] for slot in told):
+    @routes.get("/slots", parameters=SlotsParameters)
+    async def slots(http: HttpRequest) -> Response:
+        asked = read_parameters(http, SlotsParameters)
+        told = await asyncio.to_thread(_slots, models.find(asked.model))
+        if asked.fail_on_no_slot and all(slot["is_processing"] for slot in told):
             return json_response(
                 {"error": {"code": 503, "message": "no slot available", "type": "unavailable_error"}}, 503
             )
         return json_response(told)
 
-    @router.post("/slots/{slot}", openapi_extra=takes(SlotBody, filename="chat.bin"))
-    async def act_on_slot(
-        http: HttpRequest, slot: SlotId, action: SlotAction, model: str | None = None
-    ) -> Response:
-        act = {"save": saved.save, "restore": saved.restore, "erase": saved.erase}[action]
-        backend = models.find(model)
+    @routes.post("/slots/{slot}", parameters=SlotParameters, body=takes(SlotBody, filename="chat.bin"))
+    async def act_on_slot(http: HttpRequest) -> Response:
+        asked = read_parameters(http, SlotParameters)
+        act = {"save": saved.save, "restore": saved.restore, "erase": saved.erase}[asked.action]
+        backend = models.find(asked.model)
         body = await read_body(http, SlotBody) if await http.body() else SlotBody()
-        return await side.run_on(lambda loaded: json_response(act(loaded, slot, body.filename)), backend)
+        return await side.run_on(lambda loaded: json_response(act(loaded, asked.slot, body.filename)), backend)
 
-    @router.get("/lora-adapters")
-    async def adapters(model: str | None = None) -> Response:
-        return json_response(_adapters(models.find(model)))
+    @routes.get("/lora-adapters", parameters=LlamaModel)
+    async def adapters(http: HttpRequest) -> Response:
+        return json_response(_adapters(models.find(read_parameters(http, LlamaModel).model)))
 
-    @router.post("/lora-adapters", openapi_extra=_SCALES)
-    async def scale_adapters(http: HttpRequest, model: str | None = None) -> Response:
-        raw = await http.body()
+    @routes.post("/lora-adapters", parameters=LlamaModel, body=_SCALES)
+    async def scale_adapters(http: HttpRequest) -> Response:
+        asked, raw = read_parameters(http, LlamaModel), await http.body()
         wanted = await make_of_body(http, lambda: parse_list(raw))
-        _check_scales(wanted, _adapters(models.find(model)))
+        _check_scales(wanted, _adapters(models.find(asked.model)))
         return json_response({"success": True})
 
-    return router
+    return routes
 
 
 # ── completions ──

@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from fastapi import APIRouter, Depends
+from pydantic import ConfigDict
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
@@ -27,22 +27,19 @@ from emberkeep.api.request import (
     Question,
     Remembered,
     UserFields,
-    UserId,
 )
 from emberkeep.api.stored import found_json
 from emberkeep.backend.base import Backend
 from emberkeep.errors import EmberkeepError, InvalidField, NoSuchEntry
 from emberkeep.library.user_memory import check_fact, line, require_memory
-from emberkeep.server.json_response import PAGE, PageLimit, PageOffset, json_response, page_response
-from emberkeep.server.openapi import takes
+from emberkeep.server.json_response import json_response, page_response
+from emberkeep.server.routes import LINES, PageParameters, Routes, read_parameters, takes
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import read_body
 from emberkeep.types import Fact, Forgotten, Json, SavedConversation
 
 if TYPE_CHECKING:
     from emberkeep.memory.memory import Memory
-
-LINES: dict[int | str, dict[str, Json]] = {200: {"content": {"application/x-ndjson": {}}}}
 
 _ROWS = 256
 _BYTES = 1 << 20
@@ -75,112 +72,129 @@ class _AnyText(StringConvertor):
 register_url_convertor("any_text", _AnyText())
 
 
-def _whose(
-    user_id: UserId | None = None,
-    llama_user_id: UserId | None = None,
-    user: Label | None = None,
-    safety_identifier: Label | None = None,
-    cache_salt: Name | None = None,
-) -> UserFields:
-    return UserFields(
-        user_id=user_id,
-        llama_user_id=llama_user_id,
-        user=user,
-        safety_identifier=safety_identifier,
-        cache_salt=cache_salt,
-    )
+class Whose(UserFields):
+    """In the query, where there is no body or not only there."""
+
+    model_config = ConfigDict(strict=False)
 
 
-Whose = Annotated[UserFields, Depends(_whose)]
+class SearchParameters(Whose):
+    query: Question
+    max_results: MaxResults = 5
+    conversation_id: Label | None = None
 
 
-def memory_routes(backend: Backend, side: SideWork) -> APIRouter:
-    router = APIRouter()
-    _add_search(router, backend, side)
-    _add_facts(router, backend, side)
-    _add_conversations(router, backend, side)
-    _add_whole_memory(router, backend, side)
-    return router
+class FactParameters(Whose):
+    name: FactName
 
 
-def _add_search(router: APIRouter, backend: Backend, side: SideWork) -> None:
-    @router.get("/v1/memory/search")
-    async def search(
-        query: Question, whose: Whose, max_results: MaxResults = 5, conversation_id: Label | None = None
-    ) -> Response:
-        memory, owner = require_memory(backend.memory), whose.to_namespace()
+class FactsParameters(PageParameters, Whose):
+    pass
+
+
+class ConversationsParameters(Whose):
+    limit: MaxConversations = 50
+
+
+class ConversationParameters(Whose):
+    conversation_id: Name
+
+
+class ForgetParameters(Whose):
+    conversation_id: Name | None = None
+
+
+def memory_routes(backend: Backend, side: SideWork) -> Routes:
+    routes = Routes()
+    _add_search(routes, backend, side)
+    _add_facts(routes, backend, side)
+    _add_conversations(routes, backend, side)
+    _add_whole_memory(routes, backend, side)
+    return routes
+
+
+def _add_search(routes: Routes, backend: Backend, side: SideWork) -> None:
+    @routes.get("/v1/memory/search", parameters=SearchParameters)
+    async def search(http: HttpRequest) -> Response:
+        asked, memory = read_parameters(http, SearchParameters), require_memory(backend.memory)
+        owner, of = asked.to_namespace(), asked.conversation_id or None
 
         def found() -> Response:
-            of = conversation_id or None
-            return json_response(found_json(memory.search(owner, query, max_results=max_results, conversation=of)))
+            turns = memory.search(owner, asked.query, max_results=asked.max_results, conversation=of)
+            return json_response(found_json(turns))
 
         return await side.run(found)
 
     example = {"question": "Where is the spare key?", "answer": "Under the blue pot."}
 
-    @router.post("/v1/memory/answers", openapi_extra=takes(AnswerBody, **example))
-    async def store_answer(http: HttpRequest, whose: Whose) -> Response:
-        memory, body = require_memory(backend.memory), await read_body(http, AnswerBody)
+    @routes.post("/v1/memory/answers", parameters=Whose, body=takes(AnswerBody, **example))
+    async def store_answer(http: HttpRequest) -> Response:
+        whose, memory = read_parameters(http, Whose), require_memory(backend.memory)
+        body = await read_body(http, AnswerBody)
         owner = one_owner(body, whose)
         return json_response(answer_json(await side.run(memory.store_answer, owner, body.question, body.answer)))
 
 
-def _add_facts(router: APIRouter, backend: Backend, side: SideWork) -> None:
-    @router.get("/v1/memory/facts")
-    async def facts(whose: Whose, limit: PageLimit = PAGE, offset: PageOffset = 0) -> Response:
-        memory, owner = require_memory(backend.memory), whose.to_namespace()
-        return await side.run(lambda: page_response(memory.facts(owner), fact_json, limit, offset))
+def _add_facts(routes: Routes, backend: Backend, side: SideWork) -> None:
+    @routes.get("/v1/memory/facts", parameters=FactsParameters)
+    async def facts(http: HttpRequest) -> Response:
+        asked, memory = read_parameters(http, FactsParameters), require_memory(backend.memory)
+        owner = asked.to_namespace()
+        return await side.run(lambda: page_response(memory.facts(owner), fact_json, asked))
 
-    @router.get("/v1/memory/facts/{name:any_text}")
-    async def fact(name: FactName, whose: Whose) -> Response:
-        memory = require_memory(backend.memory)
-        return json_response(fact_json(await side.run(_fact, memory, whose.to_namespace(), name)))
+    @routes.get("/v1/memory/facts/{name:any_text}", parameters=FactParameters)
+    async def fact(http: HttpRequest) -> Response:
+        asked, memory = read_parameters(http, FactParameters), require_memory(backend.memory)
+        return json_response(fact_json(await side.run(_fact, memory, asked.to_namespace(), asked.name)))
 
-    @router.put("/v1/memory/facts/{name:any_text}", openapi_extra=takes(FactBody, value="Ada"))
-    async def set_fact(http: HttpRequest, name: FactName, whose: Whose) -> Response:
-        memory, body = require_memory(backend.memory), await read_body(http, FactBody)
-        check_fact(name, body.value)
-        told = await side.run(_set_fact, memory, one_owner(body, whose), name, body.value)
+    @routes.put("/v1/memory/facts/{name:any_text}", parameters=FactParameters, body=takes(FactBody, value="Ada"))
+    async def set_fact(http: HttpRequest) -> Response:
+        asked, memory = read_parameters(http, FactParameters), require_memory(backend.memory)
+        body = await read_body(http, FactBody)
+        check_fact(asked.name, body.value)
+        told = await side.run(_set_fact, memory, one_owner(body, asked), asked.name, body.value)
         return json_response(fact_json(told))
 
-    @router.delete("/v1/memory/facts/{name:any_text}")
-    async def delete_fact(name: FactName, whose: Whose) -> Response:
-        memory = require_memory(backend.memory)
-        if not await side.run(memory.delete_fact, whose.to_namespace(), name):
-            raise _no_fact(name)
+    @routes.delete("/v1/memory/facts/{name:any_text}", parameters=FactParameters)
+    async def delete_fact(http: HttpRequest) -> Response:
+        asked, memory = read_parameters(http, FactParameters), require_memory(backend.memory)
+        if not await side.run(memory.delete_fact, asked.to_namespace(), asked.name):
+            raise _no_fact(asked.name)
         return json_response(forgotten_json(Forgotten(facts=1)))
 
 
-def _add_conversations(router: APIRouter, backend: Backend, side: SideWork) -> None:
-    @router.get("/v1/memory/conversations")
-    async def conversations(whose: Whose, limit: MaxConversations = 50) -> Response:
-        memory = require_memory(backend.memory)
-        saved = await side.run(memory.conversations, whose.to_namespace(), limit)
+def _add_conversations(routes: Routes, backend: Backend, side: SideWork) -> None:
+    @routes.get("/v1/memory/conversations", parameters=ConversationsParameters)
+    async def conversations(http: HttpRequest) -> Response:
+        asked, memory = read_parameters(http, ConversationsParameters), require_memory(backend.memory)
+        saved = await side.run(memory.conversations, asked.to_namespace(), asked.limit)
         return json_response(conversations_json(saved))
 
-    @router.get("/v1/memory/conversations/{conversation_id:any_text}")
-    async def conversation(conversation_id: Name, whose: Whose) -> Response:
-        memory = require_memory(backend.memory)
-        return await side.run(_conversation, memory, whose.to_namespace(), conversation_id)
+    @routes.get("/v1/memory/conversations/{conversation_id:any_text}", parameters=ConversationParameters)
+    async def conversation(http: HttpRequest) -> Response:
+        asked, memory = read_parameters(http, ConversationParameters), require_memory(backend.memory)
+        return await side.run(_conversation, memory, asked.to_namespace(), asked.conversation_id)
 
 
-def _add_whole_memory(router: APIRouter, backend: Backend, side: SideWork) -> None:
-    @router.get("/v1/memory/stats")
-    async def stats(whose: Whose) -> Response:
-        memory = require_memory(backend.memory)
+def _add_whole_memory(routes: Routes, backend: Backend, side: SideWork) -> None:
+    @routes.get("/v1/memory/stats", parameters=Whose)
+    async def stats(http: HttpRequest) -> Response:
+        whose, memory = read_parameters(http, Whose), require_memory(backend.memory)
         return json_response(stats_json(await side.run(memory.stats, whose.to_namespace())))
 
-    @router.get("/v1/memory/export", responses=LINES)
-    async def export(whose: Whose) -> Response:
+    @routes.get("/v1/memory/export", parameters=Whose, content=LINES)
+    async def export(http: HttpRequest) -> Response:
+        whose = read_parameters(http, Whose)
         rows = require_memory(backend.memory).export(whose.to_namespace())
         # The status goes out with the first lines: what is wrong from the beginning still gets its own.
         first = await side.run(_next_lines, rows)
         return StreamingResponse(_export_from(first, rows), media_type="application/x-ndjson")
 
-    @router.delete("/v1/memory")
-    async def forget(whose: Whose, conversation_id: Name | None = None) -> Response:
-        memory, owner = require_memory(backend.memory), _named_owner(whose)
-        return json_response(forgotten_json(await side.run(memory.forget, owner, conversation_id)))
+    @routes.delete("/v1/memory", parameters=ForgetParameters)
+    async def forget(http: HttpRequest) -> Response:
+        asked, memory = read_parameters(http, ForgetParameters), require_memory(backend.memory)
+        forgotten = await side.run(memory.forget, _named_owner(asked), asked.conversation_id)
+        return json_response(forgotten_json(forgotten))
 
 
 def _conversation(memory: Memory, owner: str, conversation_id: str) -> Response:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
-from fastapi import APIRouter
 from prometheus_client import (
     CONTENT_TYPE_PLAIN_0_0_4,
     CollectorRegistry,
@@ -25,29 +24,31 @@ from prometheus_client.core import (
     InfoMetricFamily,
 )
 from prometheus_client.registry import Collector
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from emberkeep import __version__
 from emberkeep.api.errors import Failure
 from emberkeep.backend.models import Models
 from emberkeep.server.middleware import RequestOutcome, RequestRecord
+from emberkeep.server.routes import Routes
 from emberkeep.types import Completed, Json, MissReason
 
 PREFIX = "emberkeep_"
 
-_TEXT = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+_TEXT = {"text/plain": {"schema": {"type": "string"}}}
 
 
-def metrics_routes(registry: CollectorRegistry) -> APIRouter:
-    router = APIRouter()
+def metrics_routes(registry: CollectorRegistry) -> Routes:
+    routes = Routes()
 
-    @router.get("/metrics", response_class=Response, responses={200: _TEXT})
-    async def metrics() -> Response:
+    @routes.get("/metrics", content=_TEXT)
+    async def metrics(_: HttpRequest) -> Response:
         # The backend's figures may have to wait for a lock: not in the loop that serves the streams.
         text = await asyncio.to_thread(generate_latest, registry)
         return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    return router
+    return routes
 
 
 # ── requests ──

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
 
-from fastapi import APIRouter, Query
 from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -16,14 +14,11 @@ from emberkeep.backend.models import Models, status_of
 from emberkeep.models.library import InstalledModel, ModelLibrary
 from emberkeep.server import anthropic_models
 from emberkeep.server.anthropic_models import is_anthropic
-from emberkeep.server.json_response import PAGE, PageLimit, PageOffset, json_response, page_response
-from emberkeep.server.openapi import takes
+from emberkeep.server.json_response import json_response, page_response
+from emberkeep.server.routes import PageParameters, Routes, read_parameters, takes
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import read_body, while_connected
 from emberkeep.types import Json, ModelState, ModelStatus
-
-OfModel = Annotated[str | None, Query(max_length=256)]
-"""In the query of routes without a body: whose state or figures; those of the default model unless it is said."""
 
 
 class _ModelId(PathConvertor):
@@ -39,58 +34,56 @@ class ModelBody(Body):
     model: str
 
 
-def model_routes(models: Models, library: ModelLibrary, side: SideWork) -> APIRouter:
-    router = APIRouter()
-    _add_reads(router, models)
-    _add_changes(router, models)
+def model_routes(models: Models, library: ModelLibrary, side: SideWork) -> Routes:
+    routes = Routes()
+    _add_reads(routes, models)
+    _add_changes(routes, models)
 
-    @router.get("/models/installed")
-    async def list_installed(limit: PageLimit = PAGE, offset: PageOffset = 0) -> Response:
-        return await side.run(_installed_page, models, library, limit, offset)
+    @routes.get("/models/installed", parameters=PageParameters)
+    async def list_installed(http: HttpRequest) -> Response:
+        return await side.run(_installed_page, models, library, read_parameters(http, PageParameters))
 
-    return router
+    return routes
 
 
-def _add_reads(router: APIRouter, models: Models) -> None:
-    @router.get("/models", include_in_schema=False)
-    @router.get("/v1/models")
+def _add_reads(routes: Routes, models: Models) -> None:
+    @routes.get("/v1/models", "/models")
     async def list_models(http: HttpRequest) -> Response:
         listed = await asyncio.to_thread(models.list)
         if is_anthropic(http):
             return json_response(anthropic_models.models_json([backend.card for backend in listed]))
         return json_response({"object": "list", "data": [model_json(models, backend) for backend in listed]})
 
-    @router.get("/models/{model_id:model_id}", include_in_schema=False)
-    @router.get("/v1/models/{model_id:path}")
-    async def show_model(http: HttpRequest, model_id: str) -> Response:
-        backend = models.find(model_id)
+    @routes.get("/v1/models/{model_id:path}", "/models/{model_id:model_id}")
+    async def show_model(http: HttpRequest) -> Response:
+        backend = models.find(http.path_params["model_id"])
         if is_anthropic(http):
             return json_response(anthropic_models.model_json(backend.card))
         return json_response(model_json(models, backend))
 
 
-def _add_changes(router: APIRouter, models: Models) -> None:
-    @router.post("/models/load", openapi_extra=takes(ModelBody, model="default"))
+def _add_changes(routes: Routes, models: Models) -> None:
+    @routes.post("/models/load", body=takes(ModelBody, model="default"))
     async def load_model(http: HttpRequest) -> Response:
         body = await read_body(http, ModelBody)
         backend = await while_connected(http, models.load(body.model))
         return json_response({"success": True, "model": model_json(models, backend)})
 
-    @router.post("/models/unload", openapi_extra=takes(ModelBody, model="default"))
+    @routes.post("/models/unload", body=takes(ModelBody, model="default"))
     async def unload_model(http: HttpRequest) -> Response:
         body = await read_body(http, ModelBody)
         backend = await while_connected(http, models.unload(body.model))
         return json_response({"success": True, "model": model_json(models, backend)})
 
 
-def _installed_page(models: Models, library: ModelLibrary, limit: int, offset: int) -> Response:
+def _installed_page(models: Models, library: ModelLibrary, page: PageParameters) -> Response:
     """Blocks."""
     served = {name for backend in models.list() for name in (backend.card.id, *backend.card.also)}
-    return page_response(library.list(), lambda model: installed_json(model, model.id in served), limit, offset)
+    return page_response(library.list(), lambda model: installed_json(model, model.id in served), page)
 
 
 def model_json(models: Models, backend: Backend) -> dict[str, Json]:
-    """In OpenAI's shape, with its status as llama-server's router tells it, and more."""
+    """In OpenAI's shape, with its status as llama-server's routes tells it, and more."""
     card = backend.card
     return {
         "id": card.id,

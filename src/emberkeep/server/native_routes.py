@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated
 
-from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -19,9 +18,8 @@ from emberkeep.backend.models import Models
 from emberkeep.errors import InvalidField
 from emberkeep.server.json_response import json_response, list_response
 from emberkeep.server.middleware import Drain
-from emberkeep.server.model_routes import OfModel
-from emberkeep.server.openapi import HELLO, takes
 from emberkeep.server.page_routes import page_response, wants_page
+from emberkeep.server.routes import HELLO, OfModel, Routes, of_model, takes
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import read_body
 from emberkeep.types import Json
@@ -54,19 +52,18 @@ class TemplateBody(Body):
     chat_template_kwargs: TemplateArgs | None = None
 
 
-def native_routes(models: Models, drain: Drain, side: SideWork, *, is_public: bool) -> APIRouter:
+def native_routes(models: Models, drain: Drain, side: SideWork, *, is_public: bool) -> Routes:
     """`is_public`: clients that do not have the key can read `/health`."""
-    router, backend = APIRouter(), models.default
+    routes, backend = Routes(), models.default
 
-    @router.get("/")
+    @routes.get("/")
     async def pointer(http: HttpRequest) -> Response:
         if wants_page(http):
             return await page_response(http)
         return json_response({"name": "Emberkeep", "version": __version__, "api": "/v1", "docs": "/openapi.json"})
 
-    @router.get("/v1/health", include_in_schema=False)
-    @router.get("/health", responses={503: {"description": "The server is stopping, or its engine has failed."}})
-    async def health() -> Response:
+    @routes.get("/health", "/v1/health", errors={503: "The server is stopping, or its engine has failed."})
+    async def health(_: HttpRequest) -> Response:
         health = backend.health()
         told = _without_reasons(health) if is_public else health
         told["backend_connected"] = models.failure() is None and _is_connected(health)
@@ -76,27 +73,28 @@ def native_routes(models: Models, drain: Drain, side: SideWork, *, is_public: bo
             return json_response({"status": "draining", **told}, 503)
         return json_response({"status": "ok", **told})
 
-    @router.get("/v1/stats")
-    async def stats(model: OfModel = None) -> Response:
+    @routes.get("/v1/stats", parameters=OfModel)
+    async def stats(http: HttpRequest) -> Response:
+        model = of_model(http)
         # The figures may have to wait for locks: not in the loop that serves the streams.
         return await asyncio.to_thread(lambda: json_response(models.find(model).stats()))
 
-    @router.post("/tokenize", openapi_extra=takes(TokenizeBody, content="hello world"))
+    @routes.post("/tokenize", body=takes(TokenizeBody, content="hello world"))
     async def tokenize(http: HttpRequest) -> Response:
         body = await read_body(http, TokenizeBody)
         return await side.run_on(_tokens, models.find(body.model), body)
 
-    @router.post("/detokenize", openapi_extra=takes(DetokenizeBody, tokens=[1, 2]))
+    @routes.post("/detokenize", body=takes(DetokenizeBody, tokens=[1, 2]))
     async def detokenize(http: HttpRequest) -> Response:
         body = await read_body(http, DetokenizeBody)
         return await side.run_on(_text, models.find(body.model), body)
 
-    @router.post("/apply-template", openapi_extra=takes(TemplateBody, messages=[HELLO]))
+    @routes.post("/apply-template", body=takes(TemplateBody, messages=[HELLO]))
     async def apply_template(http: HttpRequest) -> Response:
         body = await read_body(http, TemplateBody)
         return await side.run_on(_prompt, models.find(body.model), body)
 
-    return router
+    return routes
 
 
 def _is_connected(health: dict[str, Json]) -> bool:

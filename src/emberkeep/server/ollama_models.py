@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from functools import partial
 
-from fastapi import APIRouter
 from pydantic import ConfigDict
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
@@ -29,7 +28,7 @@ from emberkeep.models.spec import spec_of_ollama
 from emberkeep.server.json_response import json_response
 from emberkeep.server.ollama_cards import loaded_json, show_json, tag_json
 from emberkeep.server.ollama_routes import find_model, installed_name
-from emberkeep.server.openapi import LINES, takes
+from emberkeep.server.routes import LINES, Routes, takes
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import read_body, while_connected
 from emberkeep.types import Json
@@ -72,36 +71,36 @@ class CopyBody(Body):
     destination: str
 
 
-def ollama_model_routes(models: Models, library: ModelLibrary, side: SideWork) -> APIRouter:
-    router = APIRouter()
-    _add_reads(router, models, library, side)
-    _add_changes(router, models, library, side)
-    _add_pull(router, library)
-    _add_refusals(router)
-    return router
+def ollama_model_routes(models: Models, library: ModelLibrary, side: SideWork) -> Routes:
+    routes = Routes()
+    _add_reads(routes, models, library, side)
+    _add_changes(routes, models, library, side)
+    _add_pull(routes, library)
+    _add_refusals(routes)
+    return routes
 
 
-def _add_reads(router: APIRouter, models: Models, library: ModelLibrary, side: SideWork) -> None:
-    @router.get("/api/tags")
-    async def tags() -> Response:
+def _add_reads(routes: Routes, models: Models, library: ModelLibrary, side: SideWork) -> None:
+    @routes.get("/api/tags")
+    async def tags(_: HttpRequest) -> Response:
         told = await side.run(lambda: [tag_json(backend.card, library) for backend in models.list()])
         return json_response({"models": told})
 
-    @router.get("/api/ps")
-    async def ps() -> Response:
+    @routes.get("/api/ps")
+    async def ps(_: HttpRequest) -> Response:
         here = [(each.card, status_of(each)) for each in models.loaded() if not each.card.remote]
         told = await side.run(lambda: [loaded_json(card, library, status) for card, status in here])
         return json_response({"models": told})
 
-    @router.post("/api/show", openapi_extra=takes(ShowBody, model="default"))
+    @routes.post("/api/show", body=takes(ShowBody, model="default"))
     async def show(http: HttpRequest) -> Response:
         body = await read_body(http, ShowBody)
         backend = find_model(models, body.wanted)
         return json_response(await side.run(show_json, backend, library))
 
 
-def _add_changes(router: APIRouter, models: Models, library: ModelLibrary, side: SideWork) -> None:
-    @router.delete("/api/delete", openapi_extra=takes(NamedBody, model="name"))
+def _add_changes(routes: Routes, models: Models, library: ModelLibrary, side: SideWork) -> None:
+    @routes.delete("/api/delete", body=takes(NamedBody, model="name"))
     async def delete(http: HttpRequest) -> Response:
         body = await read_body(http, NamedBody)
         id = await side.run(_installed_id, library, body.wanted)
@@ -110,7 +109,7 @@ def _add_changes(router: APIRouter, models: Models, library: ModelLibrary, side:
         await side.run(library.remove, id)
         return Response()
 
-    @router.post("/api/copy", openapi_extra=takes(CopyBody, source="name", destination="other"))
+    @routes.post("/api/copy", body=takes(CopyBody, source="name", destination="other"))
     async def copy(http: HttpRequest) -> Response:
         body = await read_body(http, CopyBody)
         await side.run(lambda: _copy(library, body))
@@ -132,14 +131,16 @@ def _installed_id(library: ModelLibrary, name: str) -> str:
     return id
 
 
-def _add_refusals(router: APIRouter) -> None:
+def _add_refusals(routes: Routes) -> None:
     for name, way_out in _NOT_HERE.items():
-        path = "/api/blobs/{digest}" if name == "blobs" else f"/api/{name}"
-        methods = ["GET", "POST"] if name == "blobs" else ["POST"]
-        router.add_api_route(path, partial(_refuse, name, way_out), methods=methods, include_in_schema=False)
+        path, refuse = f"/api/{name}", partial(_refuse, name, way_out)
+        if name == "blobs":
+            path = "/api/blobs/{digest}"
+            routes.get(path, is_hidden=True)(refuse)
+        routes.post(path, is_hidden=True)(refuse)
 
 
-async def _refuse(name: str, way_out: str) -> Response:
+async def _refuse(name: str, way_out: str, _: HttpRequest) -> Response:
     raise RequestError(f"/api/{name} is not served here: {way_out}.")
 
 
@@ -151,10 +152,10 @@ _EVERY_S = 0.1
 """Progress is told no more often."""
 
 
-def _add_pull(router: APIRouter, library: ModelLibrary) -> None:
+def _add_pull(routes: Routes, library: ModelLibrary) -> None:
     threads = ThreadPoolExecutor(_PULLS, thread_name_prefix="emberkeep-pull")
 
-    @router.post("/api/pull", responses=LINES, openapi_extra=takes(PullBody, model="name"))
+    @routes.post("/api/pull", content=LINES, body=takes(PullBody, model="name"))
     async def pull(http: HttpRequest) -> Response:
         body = await read_body(http, PullBody)
         spec = _pull_spec(library, body.wanted)

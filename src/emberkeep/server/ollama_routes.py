@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import lru_cache
 from time import perf_counter
 
-from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -32,7 +31,7 @@ from emberkeep.models.spec import parse, spec_of_ollama
 from emberkeep.server.embedding_routes import embed_with
 from emberkeep.server.json_response import json_response
 from emberkeep.server.openai import check_hops, number_in
-from emberkeep.server.openapi import HELLO, LINES, takes
+from emberkeep.server.routes import HELLO, LINES, Routes, takes
 from emberkeep.server.stream import gather, make_of_body, read_body, stream, while_connected
 from emberkeep.types import DEPTH_HEADER, Embedded, Request
 
@@ -42,22 +41,20 @@ OLLAMA_VERSION = "0.13.5"
 """Whose API this is: clients ask whether it is new enough for what they want."""
 
 
-def ollama_routes(models: Models) -> APIRouter:
-    router = APIRouter()
+def ollama_routes(models: Models) -> Routes:
+    routes = Routes()
 
-    @router.post("/api/chat", responses=LINES, openapi_extra=takes(OllamaChatBody, messages=[HELLO]))
+    @routes.post("/api/chat", content=LINES, body=takes(OllamaChatBody, messages=[HELLO]))
     async def chat(http: HttpRequest) -> Response:
         body = await read_body(http, OllamaChatBody)
         return await _respond(http, models, body, body.to_request, OllamaEnvelope)
 
-    @router.post(
-        "/api/generate", responses=LINES, openapi_extra=takes(GenerateBody, prompt="Why is the sky blue?")
-    )
+    @routes.post("/api/generate", content=LINES, body=takes(GenerateBody, prompt="Why is the sky blue?"))
     async def generate(http: HttpRequest) -> Response:
         body = await read_body(http, GenerateBody)
         return await _respond(http, models, body, body.to_request, GenerateEnvelope)
 
-    @router.post("/api/embed", openapi_extra=takes(EmbedBody, input="Why is the sky blue?"))
+    @routes.post("/api/embed", body=takes(EmbedBody, input="Why is the sky blue?"))
     async def embed(http: HttpRequest) -> Response:
         began, body = perf_counter(), await read_body(http, EmbedBody)
         backend = find_model(models, body.model)
@@ -66,17 +63,17 @@ def ollama_routes(models: Models) -> APIRouter:
         name = body.model or backend.card.id
         return await asyncio.to_thread(lambda: json_response(embedded_json(embedded, name, began)))
 
-    @router.post("/api/embeddings", openapi_extra=takes(EmbeddingsBody, prompt="Why is the sky blue?"))
+    @routes.post("/api/embeddings", body=takes(EmbeddingsBody, prompt="Why is the sky blue?"))
     async def embeddings(http: HttpRequest) -> Response:
         body = await read_body(http, EmbeddingsBody)
         embedded = await _embed(http, find_model(models, body.model), body)
         return json_response({"embedding": embedded.vectors[0].tolist()})
 
-    @router.get("/api/version")
-    async def version() -> Response:
+    @routes.get("/api/version")
+    async def version(_: HttpRequest) -> Response:
         return json_response({"version": OLLAMA_VERSION, "emberkeep": __version__})
 
-    return router
+    return routes
 
 
 async def _respond(

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -25,7 +24,7 @@ from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.models import Models
 from emberkeep.errors import RemoteLoop
 from emberkeep.server.json_response import json_response
-from emberkeep.server.openapi import HELLO, STREAMS, takes
+from emberkeep.server.routes import HELLO, STREAMS, Routes, takes
 from emberkeep.server.stream import gather, make_of_body, read_body, stream
 from emberkeep.types import DEPTH_HEADER, HOPS_HEADER, Json, Request
 
@@ -34,11 +33,12 @@ _DIGITS = 4
 """Most digits of a number in a header."""
 
 
-def openai_routes(models: Models) -> APIRouter:
-    router = APIRouter()
+def openai_routes(models: Models) -> Routes:
+    routes = Routes()
 
-    @router.post("/chat/completions", include_in_schema=False)
-    @router.post("/v1/chat/completions", responses=STREAMS, openapi_extra=takes(ChatBody, messages=[HELLO]))
+    @routes.post(
+        *("/v1/chat/completions", "/chat/completions"), content=STREAMS, body=takes(ChatBody, messages=[HELLO])
+    )
     async def chat_completions(http: HttpRequest) -> Response:
         body = await read_body(http, ChatBody)
         backend = models.find(body.model)
@@ -49,9 +49,10 @@ def openai_routes(models: Models) -> APIRouter:
         request = replace(request, depth=number_in(http, DEPTH_HEADER), hops=hops, asks_permission=asks)
         return await _respond(http, backend, body, [request], _chat_shape(body))
 
-    @router.post("/completions", include_in_schema=False)
-    @router.post(
-        "/v1/completions", responses=STREAMS, openapi_extra=takes(CompletionBody, prompt="Once upon a time")
+    @routes.post(
+        *("/v1/completions", "/completions"),
+        content=STREAMS,
+        body=takes(CompletionBody, prompt="Once upon a time"),
     )
     async def completions(http: HttpRequest) -> Response:
         body = await read_body(http, CompletionBody)
@@ -59,7 +60,7 @@ def openai_routes(models: Models) -> APIRouter:
         requests = await make_of_body(http, body.to_requests)
         return await _respond(http, backend, body, requests, _best_of(body) if body.chooses_best else _TEXT)
 
-    return router
+    return routes
 
 
 @dataclass(frozen=True, slots=True)

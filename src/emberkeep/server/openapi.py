@@ -1,30 +1,20 @@
-"""The OpenAPI document. Bodies are read by us, so their schemas are added here; so are errors.
-
-FastAPI would parse a large body on the loop that serves the streams, and make its own 400 of every refusal.
-"""
+"""The OpenAPI document, made of what routes tell of themselves, when somebody asks for it."""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator
+from inspect import cleandoc
 
-from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
+from emberkeep import __version__
+from emberkeep.api.body import Body
 from emberkeep.api.errors import AnthropicErrors, OllamaErrors, OpenAiErrors, error_shape
-from emberkeep.api.request import Body
+from emberkeep.server.routes import JSON, ApiRoute, TakenBody
 from emberkeep.types import Json
 
 _WHERE = "#/components/schemas/{model}"
-_bodies: dict[str, type[Body]] = {}
-"""Those that routes take, by name."""
-
-HELLO = {"role": "user", "content": "Why is the sky blue?"}
-"""A message for examples."""
-
-STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
-"""Responses of a route whose answers may also come as a stream."""
-LINES: dict[int | str, dict[str, Any]] = {200: {"content": {"application/x-ndjson": {}}}}
-"""The same for a stream of lines, as Ollama has it."""
 
 _ERRORS = {
     400: "A field has a bad value, or the prompt is longer than the context.",
@@ -68,43 +58,80 @@ _ERROR_SCHEMAS: dict[type, tuple[str, Json]] = {
 """By their shape: what their schema is called, and the schema."""
 
 
-def takes(*models: type[Body], **example: Json) -> dict[str, Any]:
-    """The body of a route, which may be of several kinds, and fields that make one which is accepted."""
-    _bodies.update({model.__name__: model for model in models})
-    kinds = [{"$ref": _WHERE.format(model=model.__name__)} for model in models]
-    content: dict[str, Json] = {"schema": kinds[0] if len(kinds) == 1 else {"anyOf": kinds}}
-    if example:
-        content["example"] = example
-    return {"requestBody": {"required": True, "content": {"application/json": content}}}
-
-
-class DescribedApp(FastAPI):
-    def openapi(self) -> dict[str, Any]:
-        if self.openapi_schema is None:
-            _complete(super().openapi())
-        return super().openapi()
-
-
-def _complete(document: dict[str, Json]) -> None:
-    _, shared = models_json_schema([(body, "validation") for body in _bodies.values()], ref_template=_WHERE)
-    schemas = dict(_ERROR_SCHEMAS.values())
-    document["components"] = {
-        "schemas": shared["$defs"] | schemas,
-        "responses": {f"{name}{status}": _error_response(name, status) for name in schemas for status in _ERRORS},
+def document(routes: Iterable[ApiRoute]) -> dict[str, Json]:
+    """Blocks for a good part of a second."""
+    described = [route for route in routes if route.include_in_schema]
+    paths: dict[str, dict[str, Json]] = {}
+    for route in described:
+        paths.setdefault(route.path_format, {})[route.method.lower()] = _operation(route)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Emberkeep", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": _schemas(described), "responses": dict(_error_responses())},
     }
-    for path, methods in document["paths"].items():
-        name, _ = _ERROR_SCHEMAS[type(error_shape(path))]
-        for method, operation in methods.items():
-            operation["responses"].pop("422", None)  # the framework's own; ours is 400
-            for status in _possible_errors(method, operation):
-                operation["responses"].setdefault(str(status), {"$ref": f"#/components/responses/{name}{status}"})
 
 
-def _error_response(name: str, status: int) -> dict[str, Json]:
-    schema = {"$ref": _WHERE.format(model=name)}
-    return {"description": _ERRORS[status], "content": {"application/json": {"schema": schema}}}
+def _schemas(routes: Iterable[ApiRoute]) -> dict[str, Json]:
+    bodies = {model.__name__: model for route in routes for model in route.about.get("body", TakenBody()).models}
+    _, shared = models_json_schema([(body, "validation") for body in bodies.values()], ref_template=_WHERE)
+    return {**shared.get("$defs", {}), **dict(_ERROR_SCHEMAS.values())}
 
 
-def _possible_errors(method: str, operation: dict[str, Json]) -> tuple[int, ...]:
-    """A route without parameters that changes nothing has no errors of its own."""
-    return _EVERYWHERE if method == "get" and "parameters" not in operation else tuple(_ERRORS)
+def _error_responses() -> Iterator[tuple[str, Json]]:
+    for name, _ in _ERROR_SCHEMAS.values():
+        content = {"application/json": {"schema": {"$ref": _WHERE.format(model=name)}}}
+        for status, description in _ERRORS.items():
+            yield f"{name}{status}", {"description": description, "content": content}
+
+
+def _operation(route: ApiRoute) -> dict[str, Json]:
+    name = re.sub(r"\W", "_", f"{route.name}{route.path_format}_{route.method.lower()}")
+    operation: dict[str, Json] = {"summary": _title(route.name), "operationId": name}
+    if route.endpoint.__doc__:
+        operation["description"] = cleandoc(route.endpoint.__doc__)
+    if parameters := _parameters(route):
+        operation["parameters"] = parameters
+    if body := route.about.get("body"):
+        operation["requestBody"] = {"required": True, "content": {"application/json": _content(body)}}
+    operation["responses"] = _responses(route, has_parameters=bool(parameters))
+    return operation
+
+
+def _parameters(route: ApiRoute) -> list[Json]:
+    """Those in the path first. What no model reads is any text."""
+    schema = route.about.get("parameters", Body).model_json_schema()
+    fields, required = schema.get("properties", {}), schema.get("required", ())
+    in_path = {name: fields.pop(name, _TEXT | {"title": _title(name)}) for name in route.param_convertors}
+    return [
+        *({"name": name, "in": "path", "required": True, "schema": kind} for name, kind in in_path.items()),
+        *(
+            {"name": name, "in": "query", "required": name in required, "schema": _without_null(kind)}
+            for name, kind in fields.items()
+        ),
+    ]
+
+
+def _title(name: str) -> str:
+    return name.replace("_", " ").title()
+
+
+def _without_null(schema: dict[str, Json]) -> dict[str, Json]:
+    """Without a default that a query cannot have."""
+    return {key: value for key, value in schema.items() if (key, value) != ("default", None)}
+
+
+def _content(body: TakenBody) -> dict[str, Json]:
+    kinds = [{"$ref": _WHERE.format(model=model.__name__)} for model in body.models] or [dict(body.schema)]
+    content: dict[str, Json] = {"schema": kinds[0] if len(kinds) == 1 else {"anyOf": kinds}}
+    return content if body.example is None else {**content, "example": body.example}
+
+
+def _responses(route: ApiRoute, *, has_parameters: bool) -> dict[str, Json]:
+    told = {"200": {"description": "Successful Response", "content": dict(route.about.get("content", JSON))}}
+    own = {str(status): {"description": words} for status, words in route.about.get("errors", {}).items()}
+    # A route without parameters that changes nothing has no errors of its own.
+    possible = _EVERYWHERE if route.method == "GET" and not has_parameters else tuple(_ERRORS)
+    name, _ = _ERROR_SCHEMAS[type(error_shape(route.path))]
+    shared = {str(status): {"$ref": f"#/components/responses/{name}{status}"} for status in possible}
+    return {**told, **shared, **own}

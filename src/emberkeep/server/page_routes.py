@@ -10,10 +10,11 @@ from hashlib import sha256
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
-from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+
+from emberkeep.server.routes import Routes
 
 INDEX = "index.html"
 _TYPES = {
@@ -75,14 +76,14 @@ def _walk(folder: Traversable, prefix: str) -> list[tuple[str, Asset]]:
     return found
 
 
-def page_routes() -> APIRouter:
-    router = APIRouter(include_in_schema=False)
+def page_routes() -> Routes:
+    routes = Routes()
 
-    @router.get("/page/{path:path}")
-    async def file(http: HttpRequest, path: str) -> Response:
-        return await page_response(http, path)
+    @routes.get("/page/{path:path}", is_hidden=True)
+    async def file(http: HttpRequest) -> Response:
+        return await page_response(http, http.path_params["path"])
 
-    return router
+    return routes
 
 
 def wants_page(http: HttpRequest) -> bool:

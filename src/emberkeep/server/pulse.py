@@ -11,15 +11,15 @@ from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
 from emberkeep.backend.base import Backend
 from emberkeep.backend.models import Models
 from emberkeep.errors import Overloaded
 from emberkeep.server.middleware import Drain
-from emberkeep.server.model_routes import OfModel
 from emberkeep.server.request_routes import told_running
+from emberkeep.server.routes import Routes, of_model
 from emberkeep.types import Json, ModelState
 
 log = logging.getLogger(__name__)
@@ -89,22 +89,22 @@ async def _next_within(frames: asyncio.Queue[bytes], seconds: float) -> bytes | 
     return None
 
 
-def pulse_routes(models: Models, drain: Drain) -> APIRouter:
-    router = APIRouter()
+def pulse_routes(models: Models, drain: Drain) -> Routes:
+    routes = Routes()
     pulses: dict[str, Pulse] = {}
 
     def read(backend: Backend) -> dict[str, Json]:
         return {**pulse_json(backend.stats()), "running": told_running(models)}
 
-    @router.get("/v1/events", include_in_schema=False)  # it has no end, which a document cannot say
-    async def events(model: OfModel = None) -> Response:
-        backend = models.find(model)
+    @routes.get("/v1/events", is_hidden=True)  # it has no end, which a document cannot say
+    async def events(http: HttpRequest) -> Response:
+        backend = models.find(of_model(http))
         pulse = pulses.setdefault(backend.card.id, Pulse(partial(read, backend)))
         frames = pulse.watch(lambda: drain.draining)
         first = await anext(frames, b"")  # so that a refusal has its status
         return StreamingResponse(_after(first, frames), media_type="text/event-stream", headers=_HEADERS)
 
-    return router
+    return routes
 
 
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}

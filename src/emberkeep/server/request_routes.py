@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Callable, Iterator
 from time import monotonic, time
 
-from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from emberkeep.api.answer import lookup_json
 from emberkeep.backend.models import Models
-from emberkeep.server.json_response import PAGE, PageLimit, PageOffset, page_response
+from emberkeep.server.json_response import page_response
+from emberkeep.server.routes import PageParameters, Routes, read_parameters
 from emberkeep.types import Json, RequestRecord, RequestState
 
 _OfModel = tuple[str, RequestRecord]
@@ -19,19 +20,19 @@ _OfModel = tuple[str, RequestRecord]
 _OVER = (RequestState.FINISHED, RequestState.CANCELLED, RequestState.FAILED)
 
 
-def request_routes(models: Models) -> APIRouter:
-    router = APIRouter()
+def request_routes(models: Models) -> Routes:
+    routes = Routes()
 
-    @router.get("/v1/requests")
-    async def requests(limit: PageLimit = PAGE, offset: PageOffset = 0) -> Response:
-        return await asyncio.to_thread(_list_page, models, limit, offset)
+    @routes.get("/v1/requests", parameters=PageParameters)
+    async def requests(http: HttpRequest) -> Response:
+        return await asyncio.to_thread(_list_page, models, read_parameters(http, PageParameters))
 
-    return router
+    return routes
 
 
-def _list_page(models: Models, limit: int, offset: int) -> Response:
+def _list_page(models: Models, page: PageParameters) -> Response:
     found, to_json = sorted(_records(models), key=lambda each: -each[1].asked_at), _writer()
-    return page_response(found, to_json, limit, offset, now=round(time(), 3))
+    return page_response(found, to_json, page, now=round(time(), 3))
 
 
 def told_running(models: Models) -> list[Json]:

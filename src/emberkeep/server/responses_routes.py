@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from fastapi import APIRouter, Query
+from pydantic import Field
+from pydantic.json_schema import SkipJsonSchema
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -32,8 +33,8 @@ from emberkeep.library.user_memory import require_memory
 from emberkeep.server.json_response import json_response
 from emberkeep.server.memory_routes import Whose, one_owner
 from emberkeep.server.openai import check_hops, number_in
-from emberkeep.server.openapi import STREAMS, takes
 from emberkeep.server.response_exchange import Background, Context, Exchange, is_stored, load_context
+from emberkeep.server.routes import STREAMS, Routes, read_parameters, takes
 from emberkeep.server.stream import gather, make_of_body, read_body, stream
 from emberkeep.types import DEPTH_HEADER
 
@@ -52,27 +53,57 @@ class _ResponseId(StringConvertor):
 
 register_url_convertor("response_id", _ResponseId())
 
-PageSize = Annotated[int, Query(ge=1, le=100)]
-Order = Literal["asc", "desc"]
 _ANSWERED = (
     "The response was answered while it was asked for, and has ended: only one with background can be cancelled."
 )
 
 
-def responses_routes(models: Models, side: SideWork) -> APIRouter:
-    router = APIRouter()
+class ResponseParameters(Whose):
+    response_id: Name
+
+
+class RetrieveParameters(ResponseParameters):
+    stream: SkipJsonSchema[bool] = False
+
+
+class ItemsPage(Whose):
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: Name | None = None
+
+
+class InputParameters(ItemsPage, ResponseParameters):
+    pass
+
+
+class ConversationParameters(Whose):
+    conversation_id: Name
+
+
+class ItemsParameters(ItemsPage, ConversationParameters):
+    pass
+
+
+class ItemParameters(ConversationParameters):
+    item_id: Name
+
+
+def responses_routes(models: Models, side: SideWork) -> Routes:
+    routes = Routes("/v1", "")
     background = Background()
-    _add_create(router, models, side, background)
-    _add_stored(router, models, side, background)
-    _add_conversations(router, models, side)
-    _add_items(router, models, side)
-    return router
+    _add_create(routes, models, side, background)
+    _add_stored(routes, models, side, background)
+    _add_conversations(routes, models, side)
+    _add_items(routes, models, side)
+    return routes
 
 
-def _add_create(router: APIRouter, models: Models, side: SideWork, background: Background) -> None:
-    @router.post("/responses", responses=STREAMS, openapi_extra=takes(ResponseBody, input="Why is the sky blue?"))
-    async def create(http: HttpRequest, whose: Whose) -> Response:
-        body = await read_body(http, ResponseBody)
+def _add_create(routes: Routes, models: Models, side: SideWork, background: Background) -> None:
+    taken = takes(ResponseBody, input="Why is the sky blue?")
+
+    @routes.post("/responses", parameters=Whose, content=STREAMS, body=taken)
+    async def create(http: HttpRequest) -> Response:
+        whose, body = read_parameters(http, Whose), await read_body(http, ResponseBody)
         body.check()
         backend = models.find(body.model)
         owner = one_owner(body, whose)
@@ -89,9 +120,11 @@ def _add_create(router: APIRouter, models: Models, side: SideWork, background: B
         await gather(http, exchange, [request])
         return json_response(exchange.response)
 
-    @router.post("/responses/input_tokens", openapi_extra=takes(PromptBody, input="Why is the sky blue?"))
-    async def input_tokens(http: HttpRequest, whose: Whose) -> Response:
-        body = await read_body(http, PromptBody)
+    counted = takes(PromptBody, input="Why is the sky blue?")
+
+    @routes.post("/responses/input_tokens", parameters=Whose, body=counted)
+    async def input_tokens(http: HttpRequest) -> Response:
+        whose, body = read_parameters(http, Whose), await read_body(http, PromptBody)
         backend = models.find(body.model)
         context = await _context(http, models, side, body, one_owner(body, whose))
         request = await make_of_body(http, lambda: body.to_prompt(context.items))
@@ -122,46 +155,46 @@ def _owned(
     )
 
 
-def _add_stored(router: APIRouter, models: Models, side: SideWork, background: Background) -> None:
-    @router.get("/responses/{response_id:response_id}")
-    async def retrieve(
-        response_id: Name, whose: Whose, stream: Annotated[bool, Query(include_in_schema=False)] = False
-    ) -> Response:
-        if stream:
+def _add_stored(routes: Routes, models: Models, side: SideWork, background: Background) -> None:
+    @routes.get("/responses/{response_id:response_id}", parameters=RetrieveParameters)
+    async def retrieve(http: HttpRequest) -> Response:
+        asked = read_parameters(http, RetrieveParameters)
+        if asked.stream:
             raise InvalidField("stream", "a stored response comes at once: leave it out.")
-        owner = whose.to_namespace()
+        owner, response_id = asked.to_namespace(), asked.response_id
         running = background.find(owner, response_id)
         return json_response(running or await side.run(_response, _memory(models), owner, response_id))
 
-    @router.delete("/responses/{response_id:response_id}")
-    async def delete(response_id: Name, whose: Whose) -> Response:
-        owner = whose.to_namespace()
+    @routes.delete("/responses/{response_id:response_id}", parameters=ResponseParameters)
+    async def delete(http: HttpRequest) -> Response:
+        asked = read_parameters(http, ResponseParameters)
+        owner, response_id = asked.to_namespace(), asked.response_id
         await background.cancel(owner, response_id)
         await side.run(_memory(models).responses.delete, owner, response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
-    @router.post("/responses/{response_id:response_id}/cancel")
-    async def cancel(response_id: Name, whose: Whose) -> Response:
-        owner = whose.to_namespace()
-        await background.cancel(owner, response_id)
-        response = await side.run(_response, _memory(models), owner, response_id)
+    @routes.post("/responses/{response_id:response_id}/cancel", parameters=ResponseParameters)
+    async def cancel(http: HttpRequest) -> Response:
+        asked = read_parameters(http, ResponseParameters)
+        owner = asked.to_namespace()
+        await background.cancel(owner, asked.response_id)
+        response = await side.run(_response, _memory(models), owner, asked.response_id)
         if not response["background"]:
             raise RequestError(_ANSWERED)
         return json_response(response)
 
-    @router.get("/responses/{response_id:response_id}/input_items")
-    async def input_items(
-        response_id: Name, whose: Whose, limit: PageSize = 20, order: Order = "desc", after: Name | None = None
-    ) -> Response:
-        responses = _memory(models).responses
-        items = await side.run(responses.items_until, whose.to_namespace(), response_id, with_output=False)
-        return json_response(_page(items, limit, order, after))
+    @routes.get("/responses/{response_id:response_id}/input_items", parameters=InputParameters)
+    async def input_items(http: HttpRequest) -> Response:
+        asked, responses = read_parameters(http, InputParameters), _memory(models).responses
+        owner = asked.to_namespace()
+        items = await side.run(responses.items_until, owner, asked.response_id, with_output=False)
+        return json_response(_page(items, asked))
 
 
-def _add_conversations(router: APIRouter, models: Models, side: SideWork) -> None:
-    @router.post("/conversations", openapi_extra=takes(ConversationBody))
-    async def create(http: HttpRequest, whose: Whose) -> Response:
-        body = await read_body(http, ConversationBody)
+def _add_conversations(routes: Routes, models: Models, side: SideWork) -> None:
+    @routes.post("/conversations", parameters=Whose, body=takes(ConversationBody))
+    async def create(http: HttpRequest) -> Response:
+        whose, body = read_parameters(http, Whose), await read_body(http, ConversationBody)
         items = await make_of_body(http, lambda: _whole(to_items(body.items or [], "items")))
         responses, owner = _memory(models).responses, one_owner(body, whose)
         name, metadata = new_conversation_id(), body.metadata or {}
@@ -169,53 +202,60 @@ def _add_conversations(router: APIRouter, models: Models, side: SideWork) -> Non
             conversation_json(await side.run(responses.create_conversation, owner, name, metadata, items))
         )
 
-    @router.get("/conversations/{conversation_id}")
-    async def retrieve(conversation_id: Name, whose: Whose) -> Response:
-        found = await side.run(_memory(models).responses.conversation, whose.to_namespace(), conversation_id)
+    @routes.get("/conversations/{conversation_id}", parameters=ConversationParameters)
+    async def retrieve(http: HttpRequest) -> Response:
+        asked, responses = read_parameters(http, ConversationParameters), _memory(models).responses
+        found = await side.run(responses.conversation, asked.to_namespace(), asked.conversation_id)
         return json_response(conversation_json(found))
 
-    @router.post("/conversations/{conversation_id}", openapi_extra=takes(MetadataBody, metadata={"topic": "sky"}))
-    async def update(http: HttpRequest, conversation_id: Name, whose: Whose) -> Response:
-        body = await read_body(http, MetadataBody)
-        responses, owner = _memory(models).responses, one_owner(body, whose)
-        changed = await side.run(responses.set_metadata, owner, conversation_id, body.metadata or {})
+    described = takes(MetadataBody, metadata={"topic": "sky"})
+
+    @routes.post("/conversations/{conversation_id}", parameters=ConversationParameters, body=described)
+    async def update(http: HttpRequest) -> Response:
+        asked, body = read_parameters(http, ConversationParameters), await read_body(http, MetadataBody)
+        responses, owner = _memory(models).responses, one_owner(body, asked)
+        changed = await side.run(responses.set_metadata, owner, asked.conversation_id, body.metadata or {})
         return json_response(conversation_json(changed))
 
-    @router.delete("/conversations/{conversation_id}")
-    async def delete(conversation_id: Name, whose: Whose) -> Response:
-        await side.run(_forget, _memory(models), whose.to_namespace(), conversation_id)
-        return json_response({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
+    @routes.delete("/conversations/{conversation_id}", parameters=ConversationParameters)
+    async def delete(http: HttpRequest) -> Response:
+        asked = read_parameters(http, ConversationParameters)
+        await side.run(_forget, _memory(models), asked.to_namespace(), asked.conversation_id)
+        return json_response({"id": asked.conversation_id, "object": "conversation.deleted", "deleted": True})
 
 
-def _add_items(router: APIRouter, models: Models, side: SideWork) -> None:
-    @router.get("/conversations/{conversation_id}/items")
-    async def items(
-        conversation_id: Name, whose: Whose, limit: PageSize = 20, order: Order = "desc", after: Name | None = None
-    ) -> Response:
-        found = await side.run(_memory(models).responses.items, whose.to_namespace(), conversation_id)
-        return json_response(_page(found, limit, order, after))
+def _add_items(routes: Routes, models: Models, side: SideWork) -> None:
+    @routes.get("/conversations/{conversation_id}/items", parameters=ItemsParameters)
+    async def items(http: HttpRequest) -> Response:
+        asked = read_parameters(http, ItemsParameters)
+        return json_response(_page(await _items(models, side, asked), asked))
 
-    example = {"items": [{"type": "message", "role": "user", "content": "Hello!"}]}
+    taken = takes(ItemsBody, items=[{"type": "message", "role": "user", "content": "Hello!"}])
 
-    @router.post("/conversations/{conversation_id}/items", openapi_extra=takes(ItemsBody, **example))
-    async def add(http: HttpRequest, conversation_id: Name, whose: Whose) -> Response:
-        body = await read_body(http, ItemsBody)
+    @routes.post("/conversations/{conversation_id}/items", parameters=ConversationParameters, body=taken)
+    async def add(http: HttpRequest) -> Response:
+        asked, body = read_parameters(http, ConversationParameters), await read_body(http, ItemsBody)
         items = await make_of_body(http, lambda: _whole(to_items(body.items, "items")))
-        responses, owner = _memory(models).responses, one_owner(body, whose)
-        await side.run(responses.add_items, owner, conversation_id, items)
+        responses, owner = _memory(models).responses, one_owner(body, asked)
+        await side.run(responses.add_items, owner, asked.conversation_id, items)
         return json_response(items_json(items, has_more=False))
 
-    @router.get("/conversations/{conversation_id}/items/{item_id}")
-    async def item(conversation_id: Name, item_id: Name, whose: Whose) -> Response:
-        found = await side.run(_memory(models).responses.items, whose.to_namespace(), conversation_id)
-        return json_response(_one(found, item_id))
+    @routes.get("/conversations/{conversation_id}/items/{item_id}", parameters=ItemParameters)
+    async def item(http: HttpRequest) -> Response:
+        asked = read_parameters(http, ItemParameters)
+        return json_response(_one(await _items(models, side, asked), asked.item_id))
 
-    @router.delete("/conversations/{conversation_id}/items/{item_id}")
-    async def delete(conversation_id: Name, item_id: Name, whose: Whose) -> Response:
+    @routes.delete("/conversations/{conversation_id}/items/{item_id}", parameters=ItemParameters)
+    async def delete(http: HttpRequest) -> Response:
         """Answers with the conversation that it was in."""
-        responses, owner = _memory(models).responses, whose.to_namespace()
-        await side.run(responses.delete_item, owner, conversation_id, item_id)
+        asked, responses = read_parameters(http, ItemParameters), _memory(models).responses
+        owner, conversation_id = asked.to_namespace(), asked.conversation_id
+        await side.run(responses.delete_item, owner, conversation_id, asked.item_id)
         return json_response(conversation_json(await side.run(responses.conversation, owner, conversation_id)))
+
+
+async def _items(models: Models, side: SideWork, asked: ConversationParameters) -> Sequence[Item]:
+    return await side.run(_memory(models).responses.items, asked.to_namespace(), asked.conversation_id)
 
 
 def _memory(models: Models) -> Memory:
@@ -246,12 +286,12 @@ def _one(items: Sequence[Item], item_id: str) -> Item:
     return found
 
 
-def _page(items: Sequence[Item], limit: int, order: Order, after: str | None) -> dict[str, Json]:
+def _page(items: Sequence[Item], page: ItemsPage) -> dict[str, Json]:
     """Every id once: a client goes on after the last one that it has seen. Raises InvalidField."""
     by_id = {item["id"]: item for item in items}
-    ids = list(by_id) if order == "asc" else list(reversed(by_id))
-    if after is not None and after not in by_id:
+    ids = list(by_id) if page.order == "asc" else list(reversed(by_id))
+    if page.after is not None and page.after not in by_id:
         raise InvalidField("after", "no item here has this id: leave it out to begin with the first.")
-    begin = ids.index(after) + 1 if after is not None else 0
-    shown = [by_id[item_id] for item_id in ids[begin : begin + limit]]
+    begin = ids.index(page.after) + 1 if page.after is not None else 0
+    shown = [by_id[item_id] for item_id in ids[begin : begin + page.limit]]
     return items_json(shown, has_more=begin + len(shown) < len(ids))

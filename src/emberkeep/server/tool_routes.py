@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Literal
 
-from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -15,7 +14,7 @@ from emberkeep.backend.models import Models
 from emberkeep.backend.server_tools import ToolDesk
 from emberkeep.errors import NoSuchEntry
 from emberkeep.server.json_response import json_response
-from emberkeep.server.openapi import takes
+from emberkeep.server.routes import Routes, takes
 from emberkeep.server.stream import read_body
 from emberkeep.types import Decision, Json
 
@@ -25,15 +24,15 @@ class DecisionBody(Body):
     decision: Literal["once", "no", "always", "never"]
 
 
-def tool_routes(models: Models, *, is_enabled: bool) -> APIRouter:
+def tool_routes(models: Models, *, is_enabled: bool) -> Routes:
     """`is_enabled`: the operator lets the server run tools."""
-    router = APIRouter()
+    routes = Routes()
 
-    @router.get("/v1/tools")
-    async def tools() -> Response:
+    @routes.get("/v1/tools")
+    async def tools(_: HttpRequest) -> Response:
         return json_response(tools_json(_tools_of(models), is_enabled=is_enabled))
 
-    @router.post("/v1/tools/decisions", openapi_extra=takes(DecisionBody, id="question", decision="once"))
+    @routes.post("/v1/tools/decisions", body=takes(DecisionBody, id="question", decision="once"))
     async def decide(http: HttpRequest) -> Response:
         body = await read_body(http, DecisionBody)
         decision = Decision(body.decision)
@@ -41,7 +40,7 @@ def tool_routes(models: Models, *, is_enabled: bool) -> APIRouter:
             raise NoSuchEntry("Nothing waits for this decision: the call was answered already, or given up.")
         return json_response({"object": "tool.decision", "id": body.id, "decision": decision})
 
-    return router
+    return routes
 
 
 def _tools_of(models: Models) -> list[ToolDesk]:

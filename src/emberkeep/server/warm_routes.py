@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from fastapi import APIRouter
 from pydantic import ConfigDict, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -17,7 +16,7 @@ from emberkeep.backend.capabilities import warm_prefix
 from emberkeep.backend.models import Models
 from emberkeep.errors import InvalidField
 from emberkeep.server.json_response import json_response
-from emberkeep.server.openapi import takes
+from emberkeep.server.routes import Routes, takes
 from emberkeep.server.stream import make_of_body, read_body, while_connected
 from emberkeep.types import Json, Request, Ttl, Warmed
 
@@ -52,17 +51,17 @@ class WarmBody(OwnerFields):
         return replace(base, prompt=self.text, is_prefix=True)
 
 
-def warm_routes(models: Models) -> APIRouter:
-    router = APIRouter()
+def warm_routes(models: Models) -> Routes:
+    routes = Routes()
 
-    @router.post("/v1/warm", openapi_extra=takes(WarmBody, messages=[_SYSTEM]))
+    @routes.post("/v1/warm", body=takes(WarmBody, messages=[_SYSTEM]))
     async def warm(http: HttpRequest) -> Response:
         body = await read_body(http, WarmBody)
         backend = models.find(body.model)
         request = await make_of_body(http, body.to_request)
         return json_response(warmed_json(await while_connected(http, warm_prefix(backend, request))))
 
-    return router
+    return routes
 
 
 def warmed_json(warmed: Warmed) -> dict[str, Json]:

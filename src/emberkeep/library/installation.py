@@ -1,0 +1,68 @@
+"""Is the model here, and what its engine needs? If not, it is fetched."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from emberkeep.config import DEFAULT_MODEL, Config
+from emberkeep.engine.extras import require_hf
+from emberkeep.errors import ModelNotFound
+
+if TYPE_CHECKING:
+    from emberkeep.models.reporter import Reporter
+
+
+def ensure_model(config: Config, reporter: Reporter | None = None) -> None:
+    """Make sure that the configured model is here, its draft model, and what their engine needs.
+
+    The default model is pulled, and so is a repository of the hub for the Hugging Face engine; any other must be
+    here. Blocks while it downloads. Raises ModelError, and EngineError where the engine is not installed.
+    """
+    from emberkeep.runtime import may_do_without_local, needs_local
+
+    if not needs_local(config):
+        return
+    if config.engine == "hf":
+        require_hf()
+    try:
+        for model in (config.model, *([config.draft_model] if config.draft_model else [])):
+            _ensure(model, config, reporter)
+    except ModelNotFound:
+        if not may_do_without_local(config):
+            raise
+
+
+def _ensure(model: str, config: Config, reporter: Reporter | None) -> None:
+    """Raises ModelNotFound for one that is not here and not pulled by itself."""
+    from emberkeep.models.library import ModelLibrary
+
+    library = ModelLibrary(config.data_dir / "models")
+    try:
+        if not library.resolve(model).is_folder:
+            _ensure_llamacpp(config, reporter)
+    except ModelNotFound:
+        spec = _pullable(model, config)
+        if spec is None:
+            raise
+        # Not before: it brings what downloads need, and most models are here.
+        from emberkeep.models.pull import pull
+        from emberkeep.models.reporter import Silent
+
+        _ensure_llamacpp(config, reporter)
+        pull(spec, library, reporter=reporter or Silent())
+
+
+def _ensure_llamacpp(config: Config, reporter: Reporter | None) -> None:
+    from emberkeep.models.llama_library import ensure_llama_library
+
+    if config.engine != "hf":
+        ensure_llama_library(config.llama_library, reporter)
+
+
+def _pullable(model: str, config: Config) -> str | None:
+    from emberkeep.models.library import is_repo
+
+    if model == DEFAULT_MODEL:
+        return DEFAULT_MODEL
+    # Only where the engine was asked for: else a mistyped path would ask the hub.
+    return f"hf:{model}" if config.engine == "hf" and is_repo(model) else None
