@@ -25,7 +25,8 @@ def main() -> None:
         backend = fake_backend(config, engine, template=TEMPLATE, name="scripted")
         engine.will_say(*texts)
         print(banner(config, backend, listener), file=sys.stderr, flush=True)
-        run_until_stopped(Server(create_app(Models(backend), config), config), backend, listener)
+        models = Models(backend)
+        run_until_stopped(Server(create_app(models, config), config), models, listener)
 
 
 if __name__ == "__main__":

@@ -61,13 +61,15 @@ def main(model: str, folder: str) -> dict[str, list[str]]:
     from emberkeep.config import Config
     from emberkeep.runtime import open_backend
     from emberkeep.server.app import create_app
-    from emberkeep.server.lifecycle import Server, run_until_stopped
+    from emberkeep.server.http_server import Server
+    from emberkeep.server.lifecycle import run_until_stopped
 
     config = Config(data_dir=Path(folder), model=model)
     backend = cast("LocalBackend", open_backend(config))
     listener = socket.create_server(("127.0.0.1", 0))
     ready = threading.Event()
-    server = Server(create_app(Models(backend), config), config, on_ready=ready.set)
+    models = Models(backend)
+    server = Server(create_app(models, config), config)
     turns: list[tuple[set[str], set[str]]] = []
 
     def talk() -> None:
@@ -85,7 +87,7 @@ def main(model: str, folder: str) -> dict[str, list[str]]:
             server.stop()
 
     threading.Thread(target=talk, daemon=True).start()
-    run_until_stopped(server, backend, listener)
+    run_until_stopped(server, models, listener, ready.set)
     # What ran for all of them: housekeeping comes now and then, and a busy machine may be further at times.
     first, last = (set.intersection(*sets) for sets in zip(*turns[1:], strict=True))
     return {"to_the_first_frame": sorted(first), "to_the_durable_chunk": sorted(last)}

@@ -48,7 +48,8 @@ def main() -> None:
     with bind(config.host, config.port) as listener:
         backend = fake_backend(config, engine)
         print(banner(config, backend, listener), file=sys.stderr, flush=True)
-        run_until_stopped(Server(create_app(Models(backend), config), config), backend, listener)
+        models = Models(backend)
+        run_until_stopped(Server(create_app(models, config), config), models, listener)
 
 
 def _options() -> argparse.Namespace:

@@ -65,12 +65,15 @@ def serving(config: Config, models: Models) -> Iterator[httpx.Client]:
     """Over HTTP, from a thread of its own; the models are closed at the end."""
     listener, ready = bind("127.0.0.1", 0), threading.Event()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = Server(create_app(models, config), config, on_ready=ready.set)
+    server = Server(create_app(models, config), config)
     loop = asyncio.new_event_loop()
 
     async def run() -> None:
         await models.start()
-        await server.serve(sockets=[listener])
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        await server.listening.wait()
+        ready.set()
+        await serving
         await models.close()
 
     def work() -> None:

@@ -116,7 +116,8 @@ config = Config(drain_s=60, log_level="info")
 backend = ScriptedBackend([TextDelta(0, "Hel"), HANG] if sys.argv[1] == "hang" else says("Hello"))
 with bind("127.0.0.1", 0) as listener:
     print("port", listener.getsockname()[1], flush=True)
-    run_until_stopped(Server(create_app(Models(backend), config), config), backend, listener)
+    models = Models(backend)
+    run_until_stopped(Server(create_app(models, config), config), models, listener)
 print("closed", backend.closed.is_set(), flush=True)
 """
 

@@ -11,7 +11,7 @@ from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.capabilities import cache_of
 from emberkeep.backend.on_demand import OnDemandBackend
 from emberkeep.errors import EmberkeepError, ModelNotFound, RequestError
-from emberkeep.types import ModelStatus, Removed
+from emberkeep.types import Loading, ModelStatus, Removed
 
 DEFAULT_NAME = "default"
 _NAMED = 32
@@ -146,7 +146,7 @@ class Models:
         """Returns when it is unloaded: after the requests that it answers now. Raises ModelNotFound, and
         RequestError for one that is served alone."""
         backend = self.find(name)
-        if not isinstance(backend, OnDemandBackend):
+        if not isinstance(backend, OnDemandBackend) or backend.stays:
             raise RequestError(
                 f"{backend.card.id} is the only model of this server, and stays: stop the server, or start it "
                 "with --models all.",
@@ -159,6 +159,16 @@ class Models:
         """Why one of them can never answer again, so that a new process is needed; None while all can."""
         failures = (backend.failure() for backend in (self.default, *self._others.opened()))
         return next((failure for failure in failures if failure), None)
+
+    @property
+    def starting(self) -> Loading | None:
+        """How far the default one is, while the server waits for it to be loaded for the first time."""
+        return self.default.starting if isinstance(self.default, OnDemandBackend) else None
+
+    async def ready(self) -> None:
+        """Returns when the default one has been loaded once."""
+        if isinstance(self.default, OnDemandBackend):
+            await self.default.ready()
 
     async def start(self) -> None:
         """Never raises."""

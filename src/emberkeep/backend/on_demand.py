@@ -28,7 +28,7 @@ from emberkeep.backend.deadline import with_deadline
 from emberkeep.backend.model_pool import ModelPool, Need
 from emberkeep.backend.on_demand_capabilities import CacheOnDemand, EmbedderOnDemand, TokenizerOnDemand
 from emberkeep.backend.server_tools import ToolDesk
-from emberkeep.errors import EmberkeepError, Overloaded
+from emberkeep.errors import EmberkeepError, EngineError, Overloaded
 from emberkeep.memory.memory import Memory
 from emberkeep.types import (
     Events,
@@ -51,6 +51,11 @@ _LEAST_S = 0.001
 _CLOSED = "The server is shutting down: try again in a moment."
 
 
+Report = Callable[[str, int, int | None], None]
+"""Is told, from any thread, what is being done and how many bytes of how many are done; None: of how many is not
+known."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """A model that can be loaded, any number of times."""
@@ -58,9 +63,8 @@ class ModelSource:
     name: str
     card: ModelCard
     """What is known of it without loading it."""
-    open: Callable[[Callable[[float], None]], Backend]
-    """Blocks. Calls its argument now and then, from any thread, with the part that is done. Raises
-    EmberkeepError."""
+    open: Callable[[Report], Backend]
+    """Blocks. Raises EmberkeepError."""
     needs: Callable[[], Need] | None = None
     """Blocks for less than a second. Raises EmberkeepError. None: it runs elsewhere and needs none."""
     memory: Callable[[], Memory | None] = lambda: None
@@ -72,6 +76,11 @@ class ModelSource:
     """Most requests that may wait until it is loaded."""
     deadline_s: float | None = None
     """For requests that do not say: how long they may take, with the time that they wait for it."""
+    give_up: Callable[[], None] | None = None
+    """What lets `open` raise at once, where the server is of no use without this model: it is loaded when the
+    server starts, and the server ends where that fails. None for all others."""
+    stays: bool = False
+    """It is never unloaded."""
 
 
 class OnDemandBackend:
@@ -94,7 +103,12 @@ class OnDemandBackend:
         self._unused.set()
         self._waiters: list[asyncio.Future[Backend]] = []
         self._loading: asyncio.Task[None] | None = None
-        self._fraction: float | None = None
+        self._done: tuple[str, float | None] = "", None
+        """What is being done to load it, and which part of it is done."""
+        self._has_loaded = asyncio.Event()
+        if opened is not None:
+            self._has_loaded.set()
+        self._failure: EmberkeepError | None = None
         self._leaving: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._keep_alive_s = source.keep_alive_s
@@ -128,7 +142,11 @@ class OnDemandBackend:
         while not entered.done():
             await asyncio.wait((entered,), timeout=_PROGRESS_S)
             if not entered.done():
-                yield Loading(self.name, self._fraction)
+                yield self._loading_event()
+
+    def _loading_event(self) -> Loading:
+        step, fraction = self._done
+        return Loading(self.name, fraction, step)
 
     def _enter(self) -> asyncio.Future[Backend]:
         """Resolves to the loaded backend, which stays until `_leave`. Raises Overloaded."""
@@ -176,7 +194,8 @@ class OnDemandBackend:
 
     def _expire(self) -> None:
         self._timer = None
-        if not self._running and self._backend is not None and self._leaving is None and not self.is_pinned:
+        is_free = not self.is_pinned and not self._source.stays
+        if not self._running and self._backend is not None and self._leaving is None and is_free:
             log.info("%s is unloaded: it was idle", self.name)
             self._start_leaving()
 
@@ -202,28 +221,40 @@ class OnDemandBackend:
             async with self._room():
                 self._backend = await self._open()
                 self._card = self._backend.card
+                if self._is_essential:
+                    self.name = self._card.id
                 self._error = ""
                 self._admit(self._backend)
+                self._has_loaded.set()
+                await self._look_up_needs()
         except Exception as error:
-            self._error = str(error)
-            self._needs = None  # its file may be another one the next time
-            log.warning("%s cannot be loaded: %s", self.name, error)
+            self._note_failure(error)
             self._refuse(error)
         finally:
-            self._loading = self._fraction = None
+            self._loading, self._done = None, ("", None)
         self._note_unused()
 
+    def _note_failure(self, error: Exception) -> None:
+        self._error = str(error)
+        self._needs = None  # its file may be another one the next time
+        if self.starting is not None:
+            self._failure = error if isinstance(error, EmberkeepError) else EngineError(f"{error!r}")
+        else:
+            log.warning("%s cannot be loaded: %s", self.name, error)
+
     def _room(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext() if self._source.needs is None else self._pool.room_for(self)
+        # The first of all finds room, or fails: what it needs is not known before it is here.
+        is_free = self._source.needs is None or self.starting is not None
+        return nullcontext() if is_free else self._pool.room_for(self)
 
     async def _open(self) -> Backend:
-        backend = await asyncio.to_thread(self._source.open, self._note_fraction)
+        backend = await asyncio.to_thread(self._source.open, self._note_progress)
         await backend.start()
         keep_warm(backend, self._prefixes)
         return backend
 
-    def _note_fraction(self, fraction: float) -> None:
-        self._fraction = fraction
+    def _note_progress(self, step: str, done: int, total: int | None) -> None:
+        self._done = step, done / total if total else None
 
     def _admit(self, backend: Backend) -> None:
         """All that wait use it from this moment on: it cannot be unloaded before they have."""
@@ -243,7 +274,10 @@ class OnDemandBackend:
     # ── unloading ──
 
     async def unload(self) -> None:
-        """When what runs has finished; requests that come meanwhile wait until it is loaded again."""
+        """When what runs has finished; requests that come meanwhile wait until it is loaded again. One that stays
+        does not leave."""
+        if self._source.stays:
+            return
         if self._loading is not None:
             await asyncio.wait((self._loading,))
         if self._backend is not None:
@@ -358,7 +392,24 @@ class OnDemandBackend:
         return {"backend": self._card.remote or "local", "model": self.name, "state": self._state, **error}
 
     def failure(self) -> EmberkeepError | None:
-        return self._backend.failure() if self._backend else None
+        return self._backend.failure() if self._backend else self._failure
+
+    @property
+    def starting(self) -> Loading | None:
+        """How far it is, while the server waits for it to be loaded for the first time."""
+        return self._loading_event() if self._is_essential and not self._has_loaded.is_set() else None
+
+    @property
+    def _is_essential(self) -> bool:
+        return self._source.give_up is not None
+
+    @property
+    def stays(self) -> bool:
+        return self._source.stays
+
+    async def ready(self) -> None:
+        """Returns when it has been loaded once."""
+        await self._has_loaded.wait()
 
     def speculation_stats(self) -> SpeculationStats | None:
         return self._backend.speculation_stats() if self._backend else None
@@ -367,14 +418,23 @@ class OnDemandBackend:
 
     async def start(self) -> None:
         self._pool.loop = asyncio.get_running_loop()
+        if self._is_essential and self._backend is None:
+            self._start_loading()
         if self._backend is not None:
             await self._backend.start()
-            if self._source.needs is not None:
-                with suppress(EmberkeepError, OSError):  # while its file is surely there
-                    await self.needs()
+            await self._look_up_needs()
+
+    async def _look_up_needs(self) -> None:
+        """While its file is surely there."""
+        if self._source.needs is not None:
+            with suppress(EmberkeepError, OSError):
+                await self.needs()
 
     async def close(self) -> None:
-        """Waits for a model that is being loaded, because it must be closed too."""
+        """Waits for a model that is being loaded, because it must be closed too. The one that the server waits for
+        is given up: the process ends."""
+        if self.starting is not None and self._source.give_up is not None:
+            self._source.give_up()
         self._is_closed = True
         self._cancel_timer()
         if self._leaving is not None and self._running:

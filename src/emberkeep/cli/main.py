@@ -25,7 +25,7 @@ from emberkeep.cli.launch import EXAMPLES as LAUNCH_EXAMPLES
 from emberkeep.cli.launch import launch
 from emberkeep.cli.mcp import app as mcp_app
 from emberkeep.cli.memory import app as memory_app
-from emberkeep.cli.model_setup import install_model
+from emberkeep.cli.model_setup import ensure, pull_reporter
 from emberkeep.cli.models import app as models_app
 from emberkeep.cli.ps import ps, stop
 from emberkeep.cli.tools import app as tools_app
@@ -127,7 +127,8 @@ def serve(config: Config) -> None:
     # Imported late, as in every command: `emberkeep --help` must not load a web framework.
     from emberkeep.server.lifecycle import serve as serve_until_stopped
 
-    serve_until_stopped(config, install=install_model)
+    with pull_reporter() as reporter:
+        serve_until_stopped(config, prepare=ensure, reporter=reporter)
 
 
 config_app = typer.Typer(help="Look at the settings.", no_args_is_help=True, rich_markup_mode=None)

@@ -1,28 +1,38 @@
-"""Pulls and loads the configured model, with a line or a progress bar for the user, on stderr."""
+"""Pulls and loads the configured model, and shows a person how far that is, on stderr."""
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from threading import Lock
+from time import monotonic
+from typing import TYPE_CHECKING, TextIO
 
-from emberkeep.cli.console import console
+from emberkeep.cli.console import console, printable
 from emberkeep.config import Config, readable_size
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress, ProgressColumn, TaskID
-
     from emberkeep.library.emberkeep import Emberkeep
     from emberkeep.models.reporter import Reporter
+
+_EVERY_S = 0.1
+_CLEARED = "\r\033[2K"
+"""Back to the beginning of the line, of which nothing is left."""
 
 
 def install_model(config: Config) -> None:
     """Pull the default model where it is configured and missing, and show it. Raises ModelError."""
+    with pull_reporter() as reporter:
+        ensure(config, reporter)
+
+
+def ensure(config: Config, reporter: Reporter) -> None:
+    """As `install_model`, shown by `reporter`."""
     from emberkeep.library.installation import ensure_model
 
-    with pull_reporter() as reporter:
-        ensure_model(config, reporter)
+    ensure_model(config, reporter)
 
 
 def open_model(config: Config) -> Emberkeep:
@@ -36,47 +46,24 @@ def open_model(config: Config) -> Emberkeep:
 
 
 @contextmanager
-def pull_reporter() -> Iterator[Reporter]:
-    """A bar on a terminal, one line per step elsewhere."""
-    reporter = _WhenNeeded()
+def pull_reporter() -> Iterator[Lines | StatusLine]:
+    """A line that changes on a terminal, one line per step elsewhere."""
+    reporter = StatusLine(sys.stderr) if sys.stderr.isatty() else Lines(sys.stderr)
     try:
         yield reporter
     finally:
         reporter.close()
 
 
-class _WhenNeeded:
-    """Looks at the terminal when there is something to tell: most models are here already."""
-
-    def __init__(self) -> None:
-        self._reporter: Lines | Bars | None = None
-
-    def say(self, sentence: str) -> None:
-        self._made().say(sentence)
-
-    def progress(self, step: str, done: int, total: int | None) -> None:
-        self._made().progress(step, done, total)
-
-    def close(self) -> None:
-        if self._reporter is not None:
-            self._reporter.close()
-
-    def _made(self) -> Lines | Bars:
-        if self._reporter is None:
-            output = console(stderr=True)
-            self._reporter = Bars(output) if output.is_terminal else Lines(output)
-        return self._reporter
-
-
 class Lines:
     """A step is mentioned when it begins."""
 
-    def __init__(self, output: Console) -> None:
+    def __init__(self, output: TextIO) -> None:
         self._output = output
         self._step = ""
 
     def say(self, sentence: str) -> None:
-        self._output.print(sentence, markup=False, soft_wrap=True)
+        print(printable(sentence), file=self._output, flush=True)
 
     def progress(self, step: str, done: int, total: int | None) -> None:
         if step != self._step:
@@ -87,47 +74,44 @@ class Lines:
         pass
 
 
-class Bars:
-    """One bar, for the current step; it pulses while it is not known how much there is to do."""
+class StatusLine:
+    """The current step and how far it is, in one line. Any thread may use it."""
 
-    def __init__(self, output: Console) -> None:
+    def __init__(self, output: TextIO) -> None:
         self._output = output
         self._step = ""
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
+        self._began = self._shown_at = 0.0
+        self._is_shown = False
+        self._lock = Lock()
 
     def say(self, sentence: str) -> None:
-        self.close()
-        self._output.print(sentence, markup=False)
+        with self._lock:
+            self._clear()
+            print(printable(sentence), file=self._output, flush=True)
 
     def progress(self, step: str, done: int, total: int | None) -> None:
-        if self._bar is None or self._task is None or step != self._step:
-            self.close()
-            self._bar, self._step = _bar(self._output, total), step
-            self._bar.start()
-            self._task = self._bar.add_task(step, total=total)
-        self._bar.update(self._task, completed=done, total=total)
+        with self._lock:
+            now = monotonic()
+            if step != self._step:
+                self._step, self._began, self._shown_at = step, now, 0.0
+            if now - self._shown_at >= _EVERY_S:
+                self._shown_at, self._is_shown = now, True
+                width = shutil.get_terminal_size().columns - 1
+                line = f"{printable(step)}{_told(done, total, now - self._began)}"[:width]
+                print(f"{_CLEARED}{line}", end="", file=self._output, flush=True)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        with self._lock:
+            self._clear()
+
+    def _clear(self) -> None:
+        if self._is_shown:
+            print(_CLEARED, end="", file=self._output, flush=True)
+            self._is_shown = False
 
 
-def _bar(output: Console, total: int | None) -> Progress:
-    from rich import progress
-    from rich.text import Text
-
-    class Speed(progress.ProgressColumn):
-        """rich's own column counts in powers of 1000, unlike everything else that Emberkeep prints."""
-
-        def render(self, task: progress.Task) -> Text:
-            speed = task.finished_speed or task.speed
-            return Text("?" if speed is None else f"{readable_size(speed)}/s", style="progress.data.speed")
-
-    columns: list[ProgressColumn] = [progress.TextColumn("{task.description}"), progress.BarColumn()]
-    if total is None:
-        columns += [progress.TimeElapsedColumn()]
-    else:
-        columns += [progress.DownloadColumn(binary_units=True), Speed(), progress.TimeRemainingColumn()]
-    return progress.Progress(*columns, console=output)
+def _told(done: int, total: int | None, seconds: float) -> str:
+    if not total:
+        return " ..."
+    speed = f", {readable_size(done / seconds)}/s" if done and seconds > 1 else ""
+    return f"  {done / total:4.0%} of {readable_size(total)}{speed}"

@@ -13,6 +13,11 @@ class Reporter(Protocol):
         """`done` of `total` bytes of the named step; None while the total is unknown. Called often."""
 
 
+class ClosingReporter(Reporter, Protocol):
+    def close(self) -> None:
+        """There is nothing more to tell."""
+
+
 class Silent:
     def say(self, sentence: str) -> None:
         pass

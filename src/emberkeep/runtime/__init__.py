@@ -6,12 +6,13 @@ from emberkeep.runtime.chain import backend_names, may_do_without_local, needs_l
 from emberkeep.runtime.local_model import assemble
 from emberkeep.runtime.memory import open_memory
 from emberkeep.runtime.parts import open_store
-from emberkeep.runtime.served_models import open_models
+from emberkeep.runtime.served_models import begin_models, open_models
 from emberkeep.runtime.tools import open_toolbox
 
 __all__ = [
     "assemble",
     "backend_names",
+    "begin_models",
     "may_do_without_local",
     "needs_local",
     "open_backend",

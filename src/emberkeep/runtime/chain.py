@@ -15,7 +15,7 @@ from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.config import DEFAULT_MODEL, OFF, Config
 from emberkeep.errors import ConfigError
 from emberkeep.models.remotes import Remotes
-from emberkeep.runtime.local_model import open_local
+from emberkeep.runtime.local_model import LoadReport, open_local
 from emberkeep.runtime.parts import Parts
 from emberkeep.runtime.remote import named_backends, open_remote
 from emberkeep.runtime.tools import server_tools
@@ -26,17 +26,17 @@ LOCAL = "local"
 _TRTLLM = "trtllm"
 
 
-def open_backend(config: Config, parts: Parts | None = None) -> Backend:
+def open_backend(config: Config, parts: Parts | None = None, report: LoadReport | None = None) -> Backend:
     """The first backend that can be opened, with the others behind it. Blocks while a model is loaded.
 
-    `parts`: those that they share with other models.
+    `parts`: those that they share with other models. `report`: as in `open_local`.
     Raises ConfigError, ModelError, EngineError, RemoteError.
     """
     chain = _chain(config)
     _check_drafts(config, runs_here=None in chain)
     # Where another one stands in at once, the first is not waited for.
     patient = config if len(chain) == 1 else replace(config, remote_retries=0)
-    links = [_link(patient, one, parts) for one in chain]
+    links = [_link(patient, one, parts, report) for one in chain]
     return links[0].open() if len(links) == 1 else FallbackBackend(links)
 
 
@@ -100,7 +100,7 @@ def _named(config: Config, remotes: Remotes, name: str) -> RemoteModel:
     raise ConfigError(f"There is no backend {name!r}: choose from {listed}, or add one with `emberkeep api add`.")
 
 
-def _link(config: Config, remote: RemoteModel | None, parts: Parts | None) -> Link:
+def _link(config: Config, remote: RemoteModel | None, parts: Parts | None, report: LoadReport | None) -> Link:
     if remote is None:
-        return Link(LOCAL, partial(open_local, config, parts))
+        return Link(LOCAL, partial(open_local, config, parts, report))
     return Link(remote.name, partial(open_remote, config, remote, server_tools, parts))

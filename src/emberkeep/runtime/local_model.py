@@ -89,6 +89,10 @@ _SHARE_OF_DRAFT = 0.1
 """Of a GPU's free memory, for the KV cells of a draft model."""
 
 
+LoadReport = Callable[[int, int | None], None]
+"""Is told, from any thread, how many bytes of how many are loaded; None: of how many is not known."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Opened:
     engine: Engine
@@ -101,25 +105,23 @@ class _Opened:
     """Where it computes, if that has memory of its own. Belongs to the engine's thread."""
 
 
-def open_local(
-    config: Config, parts: Parts | None = None, report: Callable[[float], None] | None = None
-) -> Backend:
+def open_local(config: Config, parts: Parts | None = None, report: LoadReport | None = None) -> Backend:
     """Load the configured model. Blocks for as long as that takes. Raises ModelError, EngineError.
 
-    `parts`: those that it shares with other models. `report` is told, from another thread, which part of a GGUF
-    model's weights is loaded.
+    `parts`: those that it shares with other models. `report` is told, from another thread, how much of the weights
+    is loaded.
     """
     library = ModelLibrary(config.data_dir / "models")
     model = library.resolve(config.model)
     embedding = embedding_profile(model)
     if embedding is not None:
         return open_embedding(config, model, embedding, library.digests)
-    open_engine = _open_hf if _uses_hf(config, model) else partial(_open_llamacpp, report=report)
+    open_engine = _open_hf if _uses_hf(config, model) else _open_llamacpp
     thread = EngineThread()
     # First the draft model: what it takes is counted, and what is planned for the other one has room beside it.
     draft = _open_draft(config, model, library, thread)
     try:
-        opened = thread.submit(lambda: open_engine(model, config, library.digests)).result()
+        opened = thread.submit(lambda: open_engine(model, config, library.digests, report=report)).result()
         if draft is not None:
             check_draft(opened.engine, draft.engine)
     except BaseException:
@@ -272,7 +274,7 @@ def _admission(config: Config, engine: Engine, store: KvStore, largest_slice: in
 
 
 def _open_llamacpp(
-    model: ModelFile, config: Config, digests: Path, *, report: Callable[[float], None] | None = None
+    model: ModelFile, config: Config, digests: Path, *, report: LoadReport | None = None
 ) -> _Opened:
     from emberkeep.engine.llamacpp import (
         Adapter,
@@ -295,7 +297,7 @@ def _open_llamacpp(
     context = _context(config, shape.context_length)
     digest = model_digest(model.path, digests)
     prove_model(model.path, digest)
-    facts = Facts(digest)
+    facts, size = Facts(digest), sum(part.stat().st_size for part in part_files(model.path))
     adapters = [Adapter(weights_digest(lora.path, digests), lora.scale, lora.path) for lora in config.lora]
     kv_bytes = live_kv_bytes(shape, config.kv_type)
     settings = LlamaSettings(
@@ -315,8 +317,9 @@ def _open_llamacpp(
         return LlamaEngine(loaded, tuned, digest, tuning, facts, owns_thread=True)
 
     def load(where: Placement) -> LlamaModel:
+        told = partial(_tell_part, report, size) if report is not None else None
         return LlamaModel(
-            model.path, placement=where, adapters=adapters, locks=config.mlock, report=report, facts=facts
+            model.path, placement=where, adapters=adapters, locks=config.mlock, report=told, facts=facts
         )
 
     is_planned = config.gpu_layers is None
@@ -338,6 +341,10 @@ def _open_llamacpp(
     }
     states = None if config.pooling == AUTO else open_own_states(config, loaded, digest)
     return _Opened(engine, loaded.chat_template, details, states)
+
+
+def _tell_part(report: LoadReport, size: int, fraction: float) -> None:
+    report(int(fraction * size), size)
 
 
 def _most_blocks(config: Config) -> int | None:
@@ -364,8 +371,12 @@ def _open_hf_draft(model: ModelFile, config: Config, digests: Path) -> _Opened:
     return _open_hf(model, config, digests, is_draft=True)
 
 
-def _open_hf(model: ModelFile, config: Config, digests: Path, *, is_draft: bool = False) -> _Opened:
+def _open_hf(
+    model: ModelFile, config: Config, digests: Path, *, is_draft: bool = False, report: LoadReport | None = None
+) -> _Opened:
     """A draft model leaves most of a GPU's memory to the other one."""
+    if report is not None:
+        report(0, None)  # importing torch takes seconds
     from emberkeep.engine.hf import HfSettings, affordable_batch, cells_of_share, load_model, open_engine
 
     blocks = None if is_draft else _most_blocks(config)

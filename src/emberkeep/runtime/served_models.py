@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from emberkeep.backend.base import ModelCard
+from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.model_pool import ModelPool, Need
 from emberkeep.backend.models import Models
-from emberkeep.backend.on_demand import ModelSource, OnDemandBackend
+from emberkeep.backend.on_demand import ModelSource, OnDemandBackend, Report
 from emberkeep.config import DEFAULT_MODEL, Config, placed_by_itself
-from emberkeep.errors import EmberkeepError
+from emberkeep.errors import EmberkeepError, Overloaded
 from emberkeep.models.library import InstalledModel, ModelFile, ModelLibrary, id_at
 from emberkeep.models.remotes import Remotes
-from emberkeep.runtime.chain import AUTO, needs_local, open_backend
+from emberkeep.models.reporter import Reporter
+from emberkeep.runtime.chain import AUTO, LOCAL, backend_names, needs_local, open_backend
 from emberkeep.runtime.local_model import open_local
 from emberkeep.runtime.model_memory import free_on_gpus, gpu_bytes, needed_memory, room_for_models, weight_bytes
 from emberkeep.runtime.parts import SharedParts
@@ -48,8 +50,96 @@ def open_models(config: Config) -> Models:
         raise
     pool = ModelPool(room_for_models(config, free_on_gpus))
     default = OnDemandBackend(_first_source(config, parts, first.card), pool, first)
-    others = ServedModels(config, parts, pool, default.name)
+    others = ServedModels(config, parts, pool, default)
     return Models(default, others, _aliases(config), accept_any=config.accept_any_model)
+
+
+def begin_models(config: Config, prepare: Callable[[Reporter], None], reporter: Reporter) -> Models:
+    """As `open_models`, without waiting for a model that runs here: a thread has begun to load it.
+
+    `prepare` is called by that thread first, and makes sure that the model is here. `reporter` is told how far it
+    is. Raises as `open_backend`.
+    """
+    if backend_names(config) != [LOCAL]:
+        prepare(reporter)
+        return open_models(config)
+    parts = SharedParts(config) if serves_others(config) else None
+    name = _first_name(config)
+
+    def open_first(report: Report) -> Backend:
+        told = _Told(reporter, report)
+        prepare(told)
+        return open_backend(config, parts, partial(told.progress, f"Loading {name}"))
+
+    card, opening = ModelCard(name, 0, 0), EarlyOpening(open_first)
+    pool = ModelPool(room_for_models(config, free_on_gpus))
+    if parts is None:
+        alone = ModelSource(name, card, opening, waiting=_most_waiting(config), deadline_s=config.deadline_s)
+        default = OnDemandBackend(replace(alone, give_up=opening.give_up, stays=True), pool)
+        return Models(default, aliases=_aliases(config), accept_any=config.accept_any_model)
+    first = _first_source(config, parts, card)
+    default = OnDemandBackend(replace(first, open=opening, give_up=opening.give_up), pool)
+    others = ServedModels(config, parts, pool, default)
+    return Models(default, others, _aliases(config), accept_any=config.accept_any_model)
+
+
+class EarlyOpening:
+    """Opens a backend; the first time it has begun to before it is asked."""
+
+    def __init__(self, open: Callable[[Report], Backend]) -> None:
+        self._open = open
+        self._report: Report = lambda *_: None
+        self._first: Future[Backend] | None = Future()
+        # A daemon: a process that is told to end does not wait for it.
+        threading.Thread(target=self._fulfil, args=(self._first,), name="loading", daemon=True).start()
+
+    def _fulfil(self, first: Future[Backend]) -> None:
+        with suppress(InvalidStateError):  # it was given up meanwhile
+            try:
+                first.set_result(self._open(self._tell))
+            except Exception as error:
+                first.set_exception(error)
+
+    def __call__(self, report: Report) -> Backend:
+        """Blocks. Raises what opening raises."""
+        first, self._report = self._first, report
+        if first is None:
+            return self._open(report)
+        try:
+            return first.result()
+        finally:
+            self._first = None
+
+    def give_up(self) -> None:
+        """Who waits for the first opening waits no longer."""
+        if self._first is not None:
+            with suppress(InvalidStateError):
+                self._first.set_exception(Overloaded("The server is shutting down: try again in a moment."))
+
+    def _tell(self, step: str, done: int, total: int | None) -> None:
+        self._report(step, done, total)
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A Reporter that tells another one and `report`."""
+
+    reporter: Reporter
+    report: Report
+
+    def say(self, sentence: str) -> None:
+        self.reporter.say(sentence)
+
+    def progress(self, step: str, done: int, total: int | None) -> None:
+        self.reporter.progress(step, done, total)
+        self.report(step, done, total)
+
+
+def _first_name(config: Config) -> str:
+    try:
+        return _library(config).resolve(config.model).id
+    except EmberkeepError:  # it has to be pulled first
+        return config.model
 
 
 def serves_others(config: Config) -> bool:
@@ -72,9 +162,13 @@ def _first_source(config: Config, parts: SharedParts, card: ModelCard) -> ModelS
         partial(_needed, config, config.model) if needs_local(config) else None,
         parts.memory,
         is_pinned=card.id in config.pinned,
-        waiting=config.queue + config.parallel,
+        waiting=_most_waiting(config),
         deadline_s=config.deadline_s,
     )
+
+
+def _most_waiting(config: Config) -> int:
+    return config.queue + config.parallel
 
 
 def _needed(config: Config, name: str) -> Need:
@@ -89,8 +183,8 @@ class ServedModels:
     """A Catalogue: installed models and registered remote ones. `list` may be called from any thread; the rest
     belongs to the event loop."""
 
-    def __init__(self, config: Config, parts: SharedParts, pool: ModelPool, default: str) -> None:
-        """`default`: the name of the one that is no other."""
+    def __init__(self, config: Config, parts: SharedParts, pool: ModelPool, default: OnDemandBackend) -> None:
+        """`default`: the one that is no other."""
         self._config = placed_by_itself(config)
         self._parts = parts
         self._pool = pool
@@ -98,23 +192,25 @@ class ServedModels:
         self._named = {_name_of(config, name): name for name in config.models if name != ALL}
         """Where each of them is."""
         self._takes_all = ALL in config.models or not config.models
-        self._waiting = config.queue + config.parallel
+        self._waiting = _most_waiting(config)
         self._adding = threading.Lock()
         self._found: dict[str, OnDemandBackend] = {}
         self._sweeping: asyncio.Task[None] | None = None
 
     def find(self, name: str) -> OnDemandBackend | None:
-        if name == self._default or not self._is_served(name):
+        if name == self._default.name or not self._is_served(name):
             return None
         return self._found.get(name) or self._add(name)
 
     def names(self) -> Sequence[str]:
         installed = _library(self._config).ids() if self._takes_all else ()
-        return sorted({*installed, *self._named, *(self._remotes() if self._takes_all else ())} - {self._default})
+        return sorted(
+            {*installed, *self._named, *(self._remotes() if self._takes_all else ())} - {self._default.name}
+        )
 
     def list(self) -> Sequence[OnDemandBackend]:
         installed = (model.id for model in _library(self._config).list()) if self._takes_all else ()
-        names = {*installed, *self._named, *(self._remotes() if self._takes_all else ())} - {self._default}
+        names = {*installed, *self._named, *(self._remotes() if self._takes_all else ())} - {self._default.name}
         found = (self.find(name) for name in sorted(names))
         return [backend for backend in found if backend]
 
@@ -185,7 +281,7 @@ class ServedModels:
         return ModelSource(
             name,
             ModelCard(name, int(model.path.stat().st_mtime), 0, details=_facts(model)),
-            partial(open_local, config, self._parts),
+            lambda report: open_local(config, self._parts, partial(report, f"Loading {name}")),
             partial(_needed, config, where),
             self._parts.memory,
             keep_alive_s=None if name in config.pinned else config.unload_after_s,

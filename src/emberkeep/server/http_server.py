@@ -61,17 +61,16 @@ def uvicorn_config(
 class Server(uvicorn.Server):
     """Still listens while it drains, so that new requests get a 503 instead of a closed port."""
 
-    def __init__(self, app: Starlette, config: Config, *, on_ready: Callable[[], None] = lambda: None) -> None:
-        """`on_ready` is called once requests are answered without delay."""
+    def __init__(self, app: Starlette, config: Config) -> None:
         metrics = app.state.metrics
         connections = Connections(app.state.limits, metrics.refused)
         super().__init__(uvicorn_config(AccessLog(app, metrics.observe), config, connections))
         self.hurry = asyncio.Event()
+        self.listening = asyncio.Event()
         self._drain: Drain = app.state.drain
         self._drain_s = config.drain_s
         self._deadline = 0.0
         self._app = app
-        self._on_ready = on_ready
         self._settings = config
         self._failure: Callable[[], EmberkeepError | None] = lambda: None
 
@@ -82,7 +81,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await warmup(self._app, self._settings)
         await super().startup(sockets)
-        self._on_ready()
+        self.listening.set()
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

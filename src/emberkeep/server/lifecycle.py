@@ -15,9 +15,8 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from contextvars import Context
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
-
-import uvicorn
 
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import keep_warm
@@ -25,16 +24,15 @@ from emberkeep.config import Config, check_exposure
 from emberkeep.errors import EmberkeepError
 from emberkeep.library.declared_prefixes import declared_prefixes
 from emberkeep.logs import begin_logging
-from emberkeep.runtime import open_models
-from emberkeep.server.app import create_app
-from emberkeep.server.http_server import Connections, Server, uvicorn_config
-from emberkeep.server.limits import Limits, affordable
-from emberkeep.server.middleware import BodyBounds, Drain, SecurityMiddleware
+from emberkeep.runtime import begin_models
 from emberkeep.server.presence import announce, reachable_url
 from emberkeep.signals import ending_signals
 
 if TYPE_CHECKING:
     from emberkeep.mcp.server import McpHost
+    from emberkeep.models.reporter import ClosingReporter, Reporter
+    from emberkeep.server.http_server import Server
+    from emberkeep.types import Loading
 
 log = logging.getLogger(__name__)
 
@@ -42,30 +40,44 @@ HURRY_S = 5.0
 """After the second signal: time for the backend to write what it has."""
 
 
-def serve(config: Config, *, install: Callable[[Config], None]) -> None:
+def serve(config: Config, *, prepare: Callable[[Config, Reporter], None], reporter: ClosingReporter) -> None:
     """Blocks until SIGINT, SIGTERM or SIGHUP. Raises EmberkeepError when it cannot start.
 
-    `install` makes sure that the model is here; it runs once the address is known to be ours.
+    `prepare` makes sure that the model is here; a thread calls it once the address is known to be ours, and loads
+    the model then. Meanwhile requests wait. `reporter` shows how far it is, and is closed when the model is there.
     """
     check_exposure(config)
     prefixes = declared_prefixes(config)
     begin_logging(config.log_level, is_server=True)
     with bind(config.host, config.port) as listener, ExitStack() as until_the_end:
-        install(config)
-        models = open_models(config)
+        models = begin_models(config, partial(prepare, config), reporter)
         keep_warm(models.default, prefixes)
+        # Imported while the model is being loaded.
+        from emberkeep.server.app import create_app
+        from emberkeep.server.http_server import Server
+
+        url = reachable_url(config.host, listener.getsockname()[1])
+        until_the_end.enter_context(announce(config.data_dir, url))
 
         def on_ready() -> None:
-            url = reachable_url(config.host, listener.getsockname()[1])
-            until_the_end.enter_context(announce(config.data_dir, url))
+            reporter.close()
             print(banner(config, models.default, listener), file=sys.stderr, flush=True)
 
-        run_until_stopped(Server(create_app(models, config), config, on_ready=on_ready), models, listener)
+        run_until_stopped(Server(create_app(models, config), config), models, listener, on_ready)
+        if models.starting is not None:
+            # Told to end before the model was there. Python would end under the feet of the thread that loads it.
+            until_the_end.close()
+            os._exit(0)
 
 
 def serve_mcp(host: McpHost, config: Config) -> None:
     """MCP over HTTP. Blocks until SIGINT, SIGTERM or SIGHUP. Raises EmberkeepError when it cannot start."""
-    from emberkeep.mcp.server import HTTP_PATH  # with the SDK, which `serve` does without
+    import uvicorn
+
+    from emberkeep.mcp.server import HTTP_PATH
+    from emberkeep.server.http_server import Connections, uvicorn_config
+    from emberkeep.server.limits import Limits, affordable
+    from emberkeep.server.middleware import BodyBounds, Drain, SecurityMiddleware
 
     check_exposure(config)
     limits = Limits(connections=affordable(config.connections))
@@ -112,7 +124,14 @@ def _why_not(error: OSError, host: str, port: int) -> str:
 
 
 class Answering(Protocol):
-    """A backend, or all models."""
+    """All models, or what stands in for them."""
+
+    @property
+    def starting(self) -> Loading | None:
+        """None once it can answer."""
+
+    async def ready(self) -> None:
+        """Returns when it can answer."""
 
     async def start(self) -> None: ...
 
@@ -121,13 +140,16 @@ class Answering(Protocol):
     async def close(self) -> None: ...
 
 
-def run_until_stopped(server: Server, backend: Answering, listener: socket.socket) -> None:
-    """Blocks until SIGINT, SIGTERM or SIGHUP, then drains and closes the backend. Call it in the main thread.
+def run_until_stopped(
+    server: Server, models: Answering, listener: socket.socket, on_ready: Callable[[], None] = lambda: None
+) -> None:
+    """Blocks until SIGINT, SIGTERM or SIGHUP, then drains and closes the models. Call it in the main thread.
 
-    Raises the failure of a backend that will never answer again, so that a supervisor starts the process anew.
+    `on_ready` is called once requests are answered without delay. Raises the failure of a model that will never
+    answer again, so that a supervisor starts the process anew.
     """
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_run(server, backend, listener))
+        runner.run(_run(server, models, listener, on_ready))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -138,30 +160,44 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-async def _run(server: Server, backend: Answering, listener: socket.socket) -> None:
-    with _signals(server.stop):
+async def _run(server: Server, models: Answering, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+    def stop() -> None:
+        server.stop()
+        if models.starting is not None:
+            server.stop()  # who waits for the model would wait too long
+
+    with _signals(stop):
         try:
-            await backend.start()
-            server.watch(backend.failure)
+            await models.start()
+            server.watch(models.failure)
             # A task of its own: nothing but it wakes up at uvicorn's ticks.
-            await asyncio.create_task(server.serve(sockets=[listener]))
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            telling = asyncio.create_task(_tell_when_ready(server, models, on_ready))
+            await serving
+            telling.cancel()
         finally:
-            if backend.failure() is not None:
+            if models.failure() is not None:
                 server.hurry.set()  # what is broken may not be able to close
-            await _close(backend, server.hurry)
-    if failure := backend.failure():
+            await _close(models, server.hurry)
+    if failure := models.failure():
         raise failure
 
 
-async def _close(backend: Answering, hurry: asyncio.Event) -> None:
-    closing = asyncio.ensure_future(backend.close())
+async def _tell_when_ready(server: Server, models: Answering, on_ready: Callable[[], None]) -> None:
+    await server.listening.wait()
+    await models.ready()
+    on_ready()
+
+
+async def _close(models: Answering, hurry: asyncio.Event) -> None:
+    closing = asyncio.ensure_future(models.close())
     hurried = asyncio.ensure_future(hurry.wait())
     await asyncio.wait((closing, hurried), return_when=asyncio.FIRST_COMPLETED)
     await asyncio.wait((closing,), timeout=HURRY_S)
     hurried.cancel()
     if not closing.done():
         # Stored state survives this as it survives a crash; waiting for engine threads may take for ever.
-        log.warning("%s", backend.failure() or "Stopped before everything was written.")
+        log.warning("%s", models.failure() or "Stopped before everything was written.")
         os._exit(1)
     closing.result()
 

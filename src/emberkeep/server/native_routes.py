@@ -22,7 +22,7 @@ from emberkeep.server.page_routes import page_response, wants_page
 from emberkeep.server.routes import HELLO, OfModel, Routes, of_model, takes
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import read_body
-from emberkeep.types import Json
+from emberkeep.types import Json, Loading
 
 MAX_CHARS = 4 << 20
 MAX_TOKENS = 500_000
@@ -62,13 +62,15 @@ def native_routes(models: Models, drain: Drain, side: SideWork, *, is_public: bo
             return await page_response(http)
         return json_response({"name": "Emberkeep", "version": __version__, "api": "/v1", "docs": "/openapi.json"})
 
-    @routes.get("/health", "/v1/health", errors={503: "The server is stopping, or its engine has failed."})
+    @routes.get("/health", "/v1/health", errors={503: "The model is loaded, the server stops, or it has failed."})
     async def health(_: HttpRequest) -> Response:
         health = backend.health()
         told = _without_reasons(health) if is_public else health
         told["backend_connected"] = models.failure() is None and _is_connected(health)
         if models.failure() is not None:
             return json_response({"status": "failed", **told}, 503)
+        if (starting := models.starting) is not None:
+            return json_response({"status": "loading", **told, **_progress(starting)}, 503)
         if drain.draining:
             return json_response({"status": "draining", **told}, 503)
         return json_response({"status": "ok", **told})
@@ -95,6 +97,12 @@ def native_routes(models: Models, drain: Drain, side: SideWork, *, is_public: bo
         return await side.run_on(_prompt, models.find(body.model), body)
 
     return routes
+
+
+def _progress(starting: Loading) -> dict[str, Json]:
+    """With the error by which llama-server's clients know that it loads."""
+    error = {"code": 503, "message": "Loading model", "type": "unavailable_error"}
+    return {"step": starting.step or f"Loading {starting.model}", "progress": starting.fraction, "error": error}
 
 
 def _is_connected(health: dict[str, Json]) -> bool:

@@ -326,6 +326,8 @@ class Loading:
     model: str
     fraction: float | None = None
     """How much of it is loaded; None: that is not known."""
+    step: str = ""
+    """What is being done, where that is known: it may have to be fetched first."""
 
 
 @dataclass(frozen=True, slots=True)
