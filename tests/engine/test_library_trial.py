@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.engine.llamacpp import c_api, shared_library, trial
+from emberkeep.engine.llamacpp import c_api, facts, shared_library, trial
 from emberkeep.engine.llamacpp.shared_library import LibraryFile, candidates, library_in_use, llama
 from emberkeep.engine.llamacpp.trial import write_specimen
 from emberkeep.errors import EngineError, ModelBroken
@@ -101,9 +101,9 @@ def test_what_works_is_tried_once_per_library_and_cpu(tmp_path, monkeypatch):
     for _ in range(3):
         trial.prove(library_in_use(), tmp_path)
     assert len(tries) == 1
-    monkeypatch.setattr(trial, "cpu_facts", lambda **_: ("another one",))
+    monkeypatch.setattr(facts, "cpu_facts", lambda **_: ("another one",))
     trial.prove(library_in_use(), tmp_path)
-    monkeypatch.setattr(trial, "digest", lambda library: "another one")
+    monkeypatch.setattr(facts, "digest", lambda library: "another one")
     trial.prove(library_in_use(), tmp_path)
     assert len(tries) == 3
 
@@ -114,7 +114,7 @@ def test_a_folder_that_cannot_be_written_costs_only_the_memory_of_it(tmp_path):
 
 
 def test_the_trial_of_a_good_library_passes():
-    assert trial._try(60, library_in_use().path) is None
+    assert trial._try(60, library_in_use().path, Path(), "library") is None
 
 
 def ends_like(monkeypatch, code: str) -> None:
@@ -141,7 +141,7 @@ def test_what_may_pass_is_not_blamed_on_the_library(code, monkeypatch, tmp_path)
 def test_nothing_is_imported_from_the_folder_it_was_started_in(tmp_path, monkeypatch):
     (tmp_path / "numpy.py").write_text("raise SystemExit('foreign code ran')")
     monkeypatch.chdir(tmp_path)
-    assert trial._try(60, library_in_use().path) is None
+    assert trial._try(60, library_in_use().path, Path(), "library") is None
 
 
 def test_a_model_that_ends_the_process_is_a_sentence(tmp_path):

@@ -285,17 +285,19 @@ def _open_llamacpp(
         choose_library,
         name_workers,
         prove_model,
+        try_together,
         tune,
     )
 
     name_workers()
-    choose_library(config.llama_library)
     _check_kv_bits(config)
     header = read_header(model.path)
     shape = profile(header)
     adapter_headers = [check_adapter(lora.path, header) for lora in config.lora]
     context = _context(config, shape.context_length)
     digest = model_digest(model.path, digests)
+    try_together(config.llama_library, model.path, digest)
+    choose_library(config.llama_library)
     prove_model(model.path, digest)
     facts, size = Facts(digest), sum(part.stat().st_size for part in part_files(model.path))
     adapters = [Adapter(weights_digest(lora.path, digests), lora.scale, lora.path) for lora in config.lora]

@@ -18,7 +18,13 @@ from emberkeep.engine.llamacpp.model import (
     share_layers,
 )
 from emberkeep.engine.llamacpp.shared_library import is_installed, system_info, version
-from emberkeep.engine.llamacpp.trial import choose_library, find_failures, prove_embedding, prove_model
+from emberkeep.engine.llamacpp.trial import (
+    choose_library,
+    find_failures,
+    prove_embedding,
+    prove_model,
+    try_together,
+)
 from emberkeep.engine.llamacpp.tuning import Subject, tune
 
 __all__ = [
@@ -47,6 +53,7 @@ __all__ = [
     "seen_devices",
     "share_layers",
     "system_info",
+    "try_together",
     "tune",
     "version",
 ]

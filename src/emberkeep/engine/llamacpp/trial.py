@@ -49,8 +49,8 @@ _LIBRARY_S, _MODEL_S = 120.0, 1800.0
 """How long a trial may take; weights may have to come from a slow disk."""
 _TRAPS = frozenset((signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT))
 """Signals that code ends its own process by. Others come from outside."""
-_WRITES, _NO_FLASH, _POOLS = "writes", "no flash", "pools "
-"""How a model is tried."""
+_LIBRARY, _WRITES, _NO_FLASH, _POOLS = "library", "writes", "no flash", "pools "
+"""What is tried: a library with a model that means nothing, or a model in one of several ways."""
 _REFUSED = 3
 """Status of a child that found out by itself, and says what on stderr."""
 _MEND = {
@@ -83,6 +83,34 @@ def choose_library(choice: str, verdicts: Path | None = None) -> LibraryFile:
     raise failures[0]
 
 
+def try_together(choice: str, path: Path, weights_digest: str, verdicts: Path | None = None) -> None:
+    """Try a library and a model in one child, which takes a third of the time, where several trials are due.
+
+    Never raises: what fails is tried again by itself, by the function that explains it.
+    """
+    try:
+        library = candidates(choice)[0]
+        due = {
+            _LIBRARY: _verdict(verdicts, library),
+            _WRITES: _verdict(verdicts, library, weights_digest),
+            _NO_FLASH: _verdict(verdicts, library, weights_digest, _NO_FLASH),
+        }
+        due = {how: verdict for how, verdict in due.items() if not verdict.exists()}
+        if len(due) > 1 and not _is_known_to_fail(due.get(_NO_FLASH)):
+            for how in _try_all(_MODEL_S, library.path, path, *due)[0]:
+                _remember(due[how], path.name)
+    except EngineError as error:
+        log.debug("%s", error)
+
+
+def _is_known_to_fail(verdict: Path | None) -> bool:
+    return verdict is not None and _failure_of(verdict).exists()
+
+
+def _failure_of(verdict: Path) -> Path:
+    return verdict.with_suffix(".fails")
+
+
 def find_failures(choice: str, verdicts: Path | None = None) -> list[EngineError]:
     """What is wrong with those libraries of `choice` that do not run here. Blocks as `choose_library`."""
     failures: list[EngineError] = []
@@ -98,7 +126,7 @@ def prove(library: LibraryFile, verdicts: Path | None = None) -> None:
     """Raises EngineError unless `library` runs here. Only that it does is remembered: a failure may be mended."""
     verdict = _verdict(verdicts, library)
     if not verdict.exists():
-        reason = _try(_LIBRARY_S, library.path)
+        reason = _try(_LIBRARY_S, library.path, Path(), _LIBRARY)
         if reason is not None:
             mend = _MEND.get(library.kind, _MEND_OTHERS)
             raise _DoesNotRun(f"llama.cpp ({library}) does not run on this CPU, it {reason}: {mend}.")
@@ -136,7 +164,7 @@ def survives_without_flash(path: Path, weights_digest: str, verdicts: Path | Non
     Tried once, as by `prove_model`, and blocks as that does. A failure is remembered too: no one has to mend it.
     """
     verdict = _verdict(verdicts, library_in_use(), weights_digest, _NO_FLASH)
-    failure = verdict.with_suffix(".fails")
+    failure = _failure_of(verdict)
     if not verdict.exists() and not failure.exists():
         try:
             reason = _try(_MODEL_S, library_in_use().path, path, _NO_FLASH)
@@ -159,10 +187,15 @@ def _remember(verdict: Path, what: str) -> None:
         log.debug("that %s works is not remembered: %s", what, error)
 
 
-def _try(seconds: float, library: Path, *model: Path | str) -> str | None:
+def _try(seconds: float, library: Path, model: Path, how: str) -> str | None:
     """What became of a process that ran it; None if all went well. Raises EngineError where that says nothing."""
+    return _try_all(seconds, library, model, how)[1]
+
+
+def _try_all(seconds: float, library: Path, model: Path, *ways: str) -> tuple[list[str], str | None]:
+    """Those of `ways` that went well, one after the other, and what became of the process then."""
     # -P: the folder that a command was started in is no place to import from.
-    program = [sys.executable, "-P", "-c", f"from {__name__} import main; main()", str(library), *map(str, model)]
+    program = [sys.executable, "-P", "-c", f"from {__name__} import main; main()", str(library), str(model), *ways]
     # Two threads find what threads get wrong; more would only wait for each other.
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     try:
@@ -173,31 +206,39 @@ def _try(seconds: float, library: Path, *model: Path | str) -> str | None:
         raise EngineError(f"llama.cpp could not be tried within {seconds:.0f} s: try again.") from None
     except OSError as error:
         raise EngineError(f"llama.cpp could not be tried ({error.strerror}): try again.") from error
+    passed = done.stdout.decode().splitlines()
     if done.returncode == 0:
-        return None
+        return passed, None
     if -done.returncode in _TRAPS:
-        return f"was ended by {signal.Signals(-done.returncode).name}"
+        return passed, f"was ended by {signal.Signals(-done.returncode).name}"
     lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
     said = lines[-1].rstrip(".") if lines else f"status {done.returncode}"
     if done.returncode == _REFUSED:
-        return f"failed ({said})"
+        return passed, f"failed ({said})"
     raise EngineError(f"llama.cpp could not be tried ({said}): try again.")
 
 
 def main() -> None:
-    """The child's: its arguments are the path of a library, that of a model if one is to be tried, and how."""
-    library, *model = sys.argv[1:]
+    """The child's: its arguments are the path of a library, that of a model, and what is tried of them. It prints
+    what went well."""
+    library, model, *ways = sys.argv[1:]
     try:
         use_library(candidates(library)[0])
-        if model and model[1].startswith(_POOLS):
-            _run_embedding(Path(model[0]), Pooling(model[1].removeprefix(_POOLS)))
-        elif model:
-            _run_model(Path(model[0]), flash=_NO_FLASH not in model)
-        else:
-            _run_specimen()
+        for how in ways:
+            _run(Path(model), how)
+            print(how, flush=True)
     except (EngineError, ModelError) as error:
         print(error, file=sys.stderr)
         sys.exit(_REFUSED)
+
+
+def _run(model: Path, how: str) -> None:
+    if how == _LIBRARY:
+        _run_specimen()
+    elif how.startswith(_POOLS):
+        _run_embedding(model, Pooling(how.removeprefix(_POOLS)))
+    else:
+        _run_model(model, flash=how != _NO_FLASH)
 
 
 def _run_specimen() -> None:
