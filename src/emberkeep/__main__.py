@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import sys
 
-from emberkeep.large_pages import ask_for_large_pages
+from emberkeep import __version__
 
 _COMPUTE = ("serve", "chat", "bench")
 
 
 def main() -> None:
+    if sys.argv[1:] == ["--version"]:  # asked by scripts, which need not wait for all that commands need
+        print(f"emberkeep {__version__}")
+        return
     if _command(sys.argv[1:]) in _COMPUTE:
+        from emberkeep.large_pages import ask_for_large_pages
+
         ask_for_large_pages()
     # Not before: the process may have been started anew.
     from emberkeep.cli.main import main as command

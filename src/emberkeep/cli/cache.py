@@ -56,6 +56,7 @@ app = typer.Typer(
     help="Look at stored prompt state, pin it, remove it, ask why it was not used.",
     epilog=EXAMPLES,
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode=None,
 )
 

@@ -27,6 +27,7 @@ from emberkeep.cli.chat_history import (
     with_its_model,
 )
 from emberkeep.cli.chat_session import ChatSession, Terminal
+from emberkeep.cli.commands import one_command
 from emberkeep.cli.console import complain
 from emberkeep.cli.flags import setting_help, with_settings
 from emberkeep.cli.model_setup import install_model, open_model
@@ -280,3 +281,6 @@ def _keys() -> KeyBindings:
         event.current_buffer.insert_text("\n")
 
     return keys
+
+
+app = one_command(chat, cls=ChatCommand, epilog=EXAMPLES)

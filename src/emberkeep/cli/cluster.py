@@ -33,7 +33,11 @@ _DEPLOYED = (
     *("cluster_backends", "cluster_address", "routing", "config"),
 )
 app = typer.Typer(
-    help="Several servers as one, on Ray Serve.", epilog=EXAMPLES, no_args_is_help=True, rich_markup_mode=None
+    help="Several servers as one, on Ray Serve.",
+    epilog=EXAMPLES,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
 )
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from emberkeep.cli.commands import one_command
 from emberkeep.cli.console import show_table
 from emberkeep.cli.flags import JsonFlag, with_settings
 from emberkeep.config import Config, free_ram, readable_size, total_ram
@@ -127,3 +128,6 @@ def _json(cpu: Cpu, views: Sequence[View], uses: Uses, notes: Sequence[str]) -> 
         "used_for": {kind: list(used) for kind, used in zip(("gguf", "hf"), uses.values(), strict=True)},
         "notes": list(notes),
     }
+
+
+app = one_command(devices)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from emberkeep import large_pages
+from emberkeep.cli.commands import one_command
 from emberkeep.cli.console import console
 from emberkeep.cli.devices import describe, describe_cpu, llamacpp_view, torch_view
 from emberkeep.cli.flags import with_settings
@@ -406,3 +407,6 @@ CHECKS: dict[str, Callable[[Config], Finding]] = {
     "port": _port,
     "access": _exposure,
 }
+
+
+app = one_command(doctor)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from emberkeep.cli.clients import CLIENTS, Client, Service, Setup
+from emberkeep.cli.commands import one_command
 from emberkeep.cli.console import complain
 from emberkeep.cli.flags import with_settings
 from emberkeep.config import Config
@@ -106,3 +107,6 @@ def _shown(client: Client, setup: Setup, folder: Path, key: str | None, argument
     for name, value in setup.variables.items():
         yield f"export {name}={without_key(value)}"
     yield " ".join(map(without_key, (client.program, *setup.arguments, *arguments)))
+
+
+app = one_command(launch, epilog=EXAMPLES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -11,28 +10,11 @@ from typing import Annotated, NoReturn
 import typer
 
 from emberkeep import __version__
-from emberkeep.cli.api import app as api_app
-from emberkeep.cli.bench import app as bench_app
-from emberkeep.cli.cache import app as cache_app
-from emberkeep.cli.chat import EXAMPLES as CHAT_EXAMPLES
-from emberkeep.cli.chat import ChatCommand, chat
-from emberkeep.cli.cluster import app as cluster_app
+from emberkeep.cli.commands import Home, lazy_group
 from emberkeep.cli.console import complain
-from emberkeep.cli.devices import devices
-from emberkeep.cli.doctor import doctor
-from emberkeep.cli.flags import ConfigFlag, JsonFlag, LogLevelFlag, VerboseFlag, logged, settle, with_settings
-from emberkeep.cli.launch import EXAMPLES as LAUNCH_EXAMPLES
-from emberkeep.cli.launch import launch
-from emberkeep.cli.mcp import app as mcp_app
-from emberkeep.cli.memory import app as memory_app
-from emberkeep.cli.model_setup import ensure, pull_reporter
-from emberkeep.cli.models import app as models_app
-from emberkeep.cli.ps import ps, stop
-from emberkeep.cli.tools import app as tools_app
-from emberkeep.config import Config, LoadedConfig, public_values, show_value
+from emberkeep.cli.flags import LogLevelFlag, VerboseFlag
 from emberkeep.errors import EmberkeepError
 from emberkeep.signals import Leaving, ending_signals
-from emberkeep.types import Json
 
 EXAMPLES = """\b
 Examples:
@@ -58,17 +40,52 @@ Examples:
 Settings can also be variables (EMBERKEEP_PORT=9000) and keys in emberkeep.toml (port = 9000).
 """
 
-SERVE_EXAMPLES = """\b
-Examples:
-  emberkeep serve --model mine --port 9000     a model that was pulled before
-  emberkeep serve --warm system.txt            with this system prompt ready before the first request
-  emberkeep serve --server-tools --enable-tools memory,read_file
-  emberkeep serve --model mine --models all    loads all others when they are asked for, too
-  emberkeep serve --backend gpt,local          a model of `emberkeep api list`, the one here if it is down
-"""
+COMMANDS = {
+    "serve": Home("emberkeep.cli.serve", "app", "Answer OpenAI-compatible requests over HTTP until stopped."),
+    "chat": Home(
+        "emberkeep.cli.chat", "app", "Talk to a model in this terminal; /help lists what can be done there."
+    ),
+    "launch": Home(
+        "emberkeep.cli.launch", "app", "Start a client that is installed, set up for the server that runs here."
+    ),
+    "ps": Home("emberkeep.cli.ps", "ps_app", "Which models the running server has loaded, and for how long."),
+    "stop": Home(
+        "emberkeep.cli.ps",
+        "stop_app",
+        "Unload a model, when the requests that it answers are done; or stop the server.",
+    ),
+    "devices": Home(
+        "emberkeep.cli.devices",
+        "app",
+        "What can compute on this machine: its CPU and its GPUs, as llama.cpp and PyTorch see them.",
+    ),
+    "doctor": Home(
+        "emberkeep.cli.doctor",
+        "app",
+        "Check this machine and say what to do about what is missing. Exit status 1 only for a failure.",
+    ),
+    "models": Home("emberkeep.cli.models", "app", "List, pull, show and remove models."),
+    "cache": Home(
+        "emberkeep.cli.cache", "app", "Look at stored prompt state, pin it, remove it, ask why it was not used."
+    ),
+    "memory": Home(
+        "emberkeep.cli.memory", "app", "Search what has left a conversation, keep facts, export, import, forget."
+    ),
+    "api": Home("emberkeep.cli.api", "app", "Register models that run somewhere else."),
+    "tools": Home("emberkeep.cli.tools", "app", "List the tools that models can call, show one, run one."),
+    "mcp": Home("emberkeep.cli.mcp", "app", "Use the tools of MCP servers, and be one."),
+    "cluster": Home("emberkeep.cli.cluster", "app", "Several servers as one, on Ray Serve."),
+    "config": Home("emberkeep.cli.config", "app", "Look at the settings."),
+    "bench": Home(
+        "emberkeep.cli.bench",
+        "app",
+        "Measure this machine: restarts, turns, sharing, load, drafts, another server. Leave it alone meanwhile.",
+    ),
+}
 
 app = typer.Typer(
     name="emberkeep",
+    cls=lazy_group(COMMANDS),
     help="A local LLM runtime that never evaluates a token twice.",
     epilog=EXAMPLES,
     no_args_is_help=True,
@@ -94,90 +111,6 @@ def emberkeep(
     log_level: LogLevelFlag = None,
 ) -> None:
     pass
-
-
-@app.command(epilog=SERVE_EXAMPLES)
-@with_settings(
-    *("model", "models", "aliases", "accept_any_model", "pinned", "unload_after_s", "model_memory"),
-    *("host", "port", "data_dir", "ctx", "parallel", "ram_budget", "disk_budget", "remote"),
-    *("kv_bits", "approximate", "exact", "api_key", "threads", "lora", "kv_type", "flash_attention"),
-    *("mlock",),
-    *("gpu_layers", "cpu_moe", "tensor_split", "engine", "device", "dtype", "quantization", "attention", "warm"),
-    *("residency", "keep_first", "keep_last", "gpu_memory"),
-    *("max_tokens", "max_concurrent_per_user", "speculation", "draft_model", "draft_max"),
-    *(
-        "planning",
-        "auto_truncate",
-        "evict",
-        "recall",
-        "pooling",
-        "truncate_dimensions",
-        "server_tools",
-        "ask_permission",
-        "enable_tools",
-        "disable_tools",
-    ),
-    *("tools_from", "tools_root", "notools", "reasoning", "backend", "base_url", "config"),
-)
-def serve(config: Config) -> None:
-    """Answer OpenAI-compatible requests over HTTP until stopped.
-
-    The default model is pulled first when it is missing.
-    """
-    # Imported late, as in every command: `emberkeep --help` must not load a web framework.
-    from emberkeep.server.lifecycle import serve as serve_until_stopped
-
-    with pull_reporter() as reporter:
-        serve_until_stopped(config, prepare=ensure, reporter=reporter)
-
-
-config_app = typer.Typer(help="Look at the settings.", no_args_is_help=True, rich_markup_mode=None)
-
-
-@config_app.callback()
-def settings() -> None:
-    # Without a callback Typer would make its only command the whole sub-app.
-    pass
-
-
-@config_app.command("show")
-@logged
-def show_config(config: ConfigFlag = None, as_json: JsonFlag = False) -> None:
-    """Every setting, its value and where the value came from. Secrets are masked."""
-    loaded = settle(config=config)
-    if as_json:
-        print(json.dumps(_settings_json(loaded), indent=2))
-    else:
-        _print_settings(loaded)
-
-
-def _settings_json(loaded: LoadedConfig) -> dict[str, Json]:
-    values = public_values(loaded.config)
-    return {key: {"value": value, "from": loaded.origins[key]} for key, value in values.items()}
-
-
-def _print_settings(loaded: LoadedConfig) -> None:
-    table = [(key, show_value(loaded.config, key), origin) for key, origin in loaded.origins.items()]
-    widths = [max(len(row[column]) for row in table) for column in range(2)]
-    for key, value, origin in table:
-        print(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
-
-
-app.command(cls=ChatCommand, epilog=CHAT_EXAMPLES)(chat)
-app.command(epilog=LAUNCH_EXAMPLES)(launch)
-app.add_typer(models_app, name="models")
-app.add_typer(cache_app, name="cache")
-app.add_typer(memory_app, name="memory")
-app.add_typer(api_app, name="api")
-app.add_typer(tools_app, name="tools")
-app.add_typer(mcp_app, name="mcp")
-app.add_typer(cluster_app, name="cluster")
-app.command()(ps)
-app.command()(stop)
-app.command()(devices)
-app.command()(doctor)
-app.add_typer(config_app, name="config")
-app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:

@@ -49,6 +49,7 @@ app = typer.Typer(
     help="Use the tools of MCP servers, and be one.",
     epilog=EXAMPLES,
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode=None,
 )
 

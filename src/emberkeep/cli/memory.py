@@ -52,6 +52,7 @@ app = typer.Typer(
     help="Search what has left a conversation, keep facts, export, import, forget.",
     epilog=EXAMPLES,
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode=None,
 )
 

@@ -24,7 +24,9 @@ from emberkeep.types import Json
 
 TEMPLATE_LINES = 5
 
-app = typer.Typer(help="List, pull, show and remove models.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="List, pull, show and remove models.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+)
 
 
 @app.command("list")

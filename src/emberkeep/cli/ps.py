@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from emberkeep.cli.commands import one_command
 from emberkeep.cli.console import ago, show_table, span
 from emberkeep.cli.flags import JsonFlag, with_settings
 from emberkeep.config import Config, readable_size
@@ -102,3 +103,7 @@ def _until(status: Json) -> str:
     if status["pinned"]:
         return "pinned"
     return "its memory is needed" if status["expires_s"] is None else f"in {span(max(status['expires_s'], 0))}"
+
+
+ps_app = one_command(ps)
+stop_app = one_command(stop)

@@ -41,6 +41,7 @@ app = typer.Typer(
     help="List the tools that models can call, show one, run one.",
     epilog=EXAMPLES,
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode=None,
 )
 

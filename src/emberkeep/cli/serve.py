@@ -1,0 +1,54 @@
+"""`emberkeep serve`: the server."""
+
+from __future__ import annotations
+
+from emberkeep.cli.commands import one_command
+from emberkeep.cli.flags import with_settings
+from emberkeep.cli.model_setup import ensure, pull_reporter
+from emberkeep.config import Config
+
+EXAMPLES = """\b
+Examples:
+  emberkeep serve --model mine --port 9000     a model that was pulled before
+  emberkeep serve --warm system.txt            with this system prompt ready before the first request
+  emberkeep serve --server-tools --enable-tools memory,read_file
+  emberkeep serve --model mine --models all    loads all others when they are asked for, too
+  emberkeep serve --backend gpt,local          a model of `emberkeep api list`, the one here if it is down
+"""
+
+
+@with_settings(
+    *("model", "models", "aliases", "accept_any_model", "pinned", "unload_after_s", "model_memory"),
+    *("host", "port", "data_dir", "ctx", "parallel", "ram_budget", "disk_budget", "remote"),
+    *("kv_bits", "approximate", "exact", "api_key", "threads", "lora", "kv_type", "flash_attention"),
+    *("mlock",),
+    *("gpu_layers", "cpu_moe", "tensor_split", "engine", "device", "dtype", "quantization", "attention", "warm"),
+    *("residency", "keep_first", "keep_last", "gpu_memory"),
+    *("max_tokens", "max_concurrent_per_user", "speculation", "draft_model", "draft_max"),
+    *(
+        "planning",
+        "auto_truncate",
+        "evict",
+        "recall",
+        "pooling",
+        "truncate_dimensions",
+        "server_tools",
+        "ask_permission",
+        "enable_tools",
+        "disable_tools",
+    ),
+    *("tools_from", "tools_root", "notools", "reasoning", "backend", "base_url", "config"),
+)
+def serve(config: Config) -> None:
+    """Answer OpenAI-compatible requests over HTTP until stopped.
+
+    The default model is pulled first when it is missing.
+    """
+    # Imported late, as in every command: `emberkeep serve --help` must not load a web framework.
+    from emberkeep.server.lifecycle import serve as serve_until_stopped
+
+    with pull_reporter() as reporter:
+        serve_until_stopped(config, prepare=ensure, reporter=reporter)
+
+
+app = one_command(serve, epilog=EXAMPLES)
