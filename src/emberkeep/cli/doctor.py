@@ -25,6 +25,7 @@ from emberkeep.cli.flags import with_settings
 from emberkeep.config import (
     DEFAULT_MODEL,
     Config,
+    McpServer,
     check_exposure,
     forsaken_memory,
     free_ram,
@@ -376,10 +377,16 @@ def _mcp(config: Config) -> Finding:
     """Programs that are not there; nothing is started."""
     if not config.mcp:
         return Finding(Level.OK, "no MCP servers: [mcp.servers.NAME] in the configuration adds one")
-    lost = [server for server in config.mcp if server.command and shutil.which(server.command[0]) is None]
+    lost = [server for server in config.mcp if server.command and not _is_there(server)]
     if lost:
         return Finding(Level.WARN, f"{lost[0].name} cannot start: there is no program {lost[0].command[0]}.")
     return Finding(Level.OK, ", ".join(server.name for server in config.mcp))
+
+
+def _is_there(server: McpServer) -> bool:
+    """Its program is found from where it is started."""
+    program = server.command[0]
+    return shutil.which(str((server.cwd or Path()) / program) if "/" in program else program) is not None
 
 
 CHECKS: dict[str, Callable[[Config], Finding]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -17,10 +16,11 @@ from emberkeep.cli.cache import app as cache_app
 from emberkeep.cli.chat import EXAMPLES as CHAT_EXAMPLES
 from emberkeep.cli.chat import ChatCommand, chat
 from emberkeep.cli.cluster import app as cluster_app
+from emberkeep.cli.config import app as config_app
 from emberkeep.cli.console import complain
 from emberkeep.cli.devices import devices
 from emberkeep.cli.doctor import doctor
-from emberkeep.cli.flags import ConfigFlag, JsonFlag, LogLevelFlag, VerboseFlag, logged, settle, with_settings
+from emberkeep.cli.flags import LogLevelFlag, VerboseFlag, with_settings
 from emberkeep.cli.launch import EXAMPLES as LAUNCH_EXAMPLES
 from emberkeep.cli.launch import launch
 from emberkeep.cli.mcp import app as mcp_app
@@ -29,10 +29,9 @@ from emberkeep.cli.model_setup import install_model
 from emberkeep.cli.models import app as models_app
 from emberkeep.cli.ps import ps, stop
 from emberkeep.cli.tools import app as tools_app
-from emberkeep.config import Config, LoadedConfig, public_values, show_value
+from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.signals import Leaving, ending_signals
-from emberkeep.types import Json
 
 EXAMPLES = """\b
 Examples:
@@ -53,6 +52,7 @@ Examples:
   emberkeep devices                            CPU and GPUs, and which of them a model would be put on
   emberkeep doctor                             is everything in place?
   emberkeep config show                        every setting and where its value came from
+  emberkeep config trust                       use all that the emberkeep.toml of this folder says
 
 \b
 Settings can also be variables (EMBERKEEP_PORT=9000) and keys in emberkeep.toml (port = 9000).
@@ -128,38 +128,6 @@ def serve(config: Config) -> None:
     from emberkeep.server.lifecycle import serve as serve_until_stopped
 
     serve_until_stopped(config, install=install_model)
-
-
-config_app = typer.Typer(help="Look at the settings.", no_args_is_help=True, rich_markup_mode=None)
-
-
-@config_app.callback()
-def settings() -> None:
-    # Without a callback Typer would make its only command the whole sub-app.
-    pass
-
-
-@config_app.command("show")
-@logged
-def show_config(config: ConfigFlag = None, as_json: JsonFlag = False) -> None:
-    """Every setting, its value and where the value came from. Secrets are masked."""
-    loaded = settle(config=config)
-    if as_json:
-        print(json.dumps(_settings_json(loaded), indent=2))
-    else:
-        _print_settings(loaded)
-
-
-def _settings_json(loaded: LoadedConfig) -> dict[str, Json]:
-    values = public_values(loaded.config)
-    return {key: {"value": value, "from": loaded.origins[key]} for key, value in values.items()}
-
-
-def _print_settings(loaded: LoadedConfig) -> None:
-    table = [(key, show_value(loaded.config, key), origin) for key, origin in loaded.origins.items()]
-    widths = [max(len(row[column]) for row in table) for column in range(2)]
-    for key, value, origin in table:
-        print(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
 
 
 app.command(cls=ChatCommand, epilog=CHAT_EXAMPLES)(chat)
