@@ -55,7 +55,7 @@ Examples:
   emberkeep config trust                       use all that the emberkeep.toml of this folder says
 
 \b
-Settings can also be variables (EMBERKEEP_PORT=9000) and keys in emberkeep.toml (port = 9000).
+Settings can also be variables (EMBERKEEP_CTX=8192) and keys in emberkeep.toml (ctx = 8192).
 """
 
 SERVE_EXAMPLES = """\b

@@ -210,7 +210,7 @@ class ModelLibrary:
             return next((model for model in self.list() if model.record.source == f"hf:{name}"), None)
         is_path = "/" in name or name.startswith(".")
         entry = None if is_path else self._dropped().get(id_from(name))
-        return entry and _usable(self._read_dropped(id_from(name), entry))
+        return _usable(self._read_dropped(id_from(name), entry)) if entry else None
 
     def _missing(self, name: str) -> InstalledModel:
         with suppress(OSError):  # no file can be called so
