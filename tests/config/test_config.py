@@ -39,7 +39,7 @@ def refusal(cwd: Path, flags: dict[str, object] | None = None, env: dict[str, st
 
 def test_without_any_source_every_value_is_the_default(tmp_path: Path) -> None:
     loaded = load_config({}, env={}, cwd=tmp_path)
-    assert (loaded.config.model, loaded.config.port, loaded.config.ctx) == ("smollm2-135m", 8080, None)
+    assert (loaded.config.local_model, loaded.config.port, loaded.config.ctx) == ("smollm2-135m", 8080, None)
     assert loaded.config.ram_budget == total_ram() // 4
     assert set(loaded.origins.values()) == {"default"}
 

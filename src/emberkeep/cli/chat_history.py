@@ -221,7 +221,7 @@ def is_same_model(config: Config, saved: SavedConversation) -> bool:
 def _lasting_name(config: Config) -> str:
     from emberkeep.models.library import ModelLibrary
 
-    return ModelLibrary(config.data_dir / "models").lasting_name(config.model)
+    return ModelLibrary(config.data_dir / "models").lasting_name(config.local_model)
 
 
 def recap(turns: Sequence[Message]) -> str:

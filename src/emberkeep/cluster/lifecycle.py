@@ -136,7 +136,7 @@ def _with_lasting_names(config: Config) -> Config:
     name = ModelLibrary(config.data_dir / "models").lasting_name
     return replace(
         config,
-        model=name(config.model),
+        model=config.model and name(config.model),
         models=tuple(map(name, config.models)),
         draft_model=config.draft_model and name(config.draft_model),
     )

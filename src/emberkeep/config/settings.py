@@ -94,17 +94,18 @@ def is_model_name(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Config:
-    model: str = _setting(
-        DEFAULT_MODEL,
-        TEXT,
-        "Model to load: an installed name, a .gguf file, or a folder of safetensors.",
+    model: str | None = _setting(
+        None,
+        or_word(TEXT, "auto"),
+        f"Model to load: an installed name, a .gguf file, or a folder of safetensors; auto: {DEFAULT_MODEL} here, "
+        "and elsewhere what a backend takes by itself.",
         harmless=is_model_name,
     )
     models: tuple[str, ...] = _setting(
         (),
         OTHERS,
         "Other models that a server answers for, loaded when they are asked for; auto: all, unless model or "
-        "backend says another than the default.",
+        "backend names one.",
     )
     aliases: tuple[Alias, ...] = _setting((), ALIASES, "Other names by which clients may ask for models.")
     accept_any_model: bool = _harmless(
@@ -471,6 +472,11 @@ class Config:
         one_of(AUTO, "debug", "info", "warning", "error"),
         "How much is logged; auto: info in servers, and warnings in other commands.",
     )
+
+    @property
+    def local_model(self) -> str:
+        """The model that is loaded where one runs here; `model` says whether it was named."""
+        return self.model or DEFAULT_MODEL
 
     def __repr__(self) -> str:
         values = ", ".join(f"{key}={value!r}" for key, value in public_values(self).items())

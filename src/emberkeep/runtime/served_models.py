@@ -15,7 +15,7 @@ from emberkeep.backend.base import ModelCard
 from emberkeep.backend.model_pool import ModelPool, Need
 from emberkeep.backend.models import Models
 from emberkeep.backend.on_demand import ModelSource, OnDemandBackend
-from emberkeep.config import DEFAULT_MODEL, Config, placed_by_itself
+from emberkeep.config import Config, placed_by_itself
 from emberkeep.errors import EmberkeepError
 from emberkeep.models.library import InstalledModel, ModelFile, ModelLibrary, id_at
 from emberkeep.models.remotes import Remotes
@@ -56,7 +56,7 @@ def serves_others(config: Config) -> bool:
     """Whether more models than one answer. Who names a model or a backend, and no others, wants that one."""
     if config.models:
         return config.models != (NONE,)
-    return config.model == DEFAULT_MODEL and config.backend == AUTO
+    return config.model is None and config.backend == AUTO
 
 
 def _aliases(config: Config) -> Mapping[str, str]:
@@ -69,7 +69,7 @@ def _first_source(config: Config, parts: SharedParts, card: ModelCard) -> ModelS
         card.id,
         card,
         lambda report: open_backend(config, parts),
-        partial(_needed, config, config.model) if needs_local(config) else None,
+        partial(_needed, config, config.local_model) if needs_local(config) else None,
         parts.memory,
         is_pinned=card.id in config.pinned,
         waiting=config.queue + config.parallel,
