@@ -78,8 +78,14 @@ def test_a_list_says_which_of_two_variables_is_used(monkeypatch: pytest.MonkeyPa
     assert "GEMINI_API_KEY is set" in ok("list")
 
 
+def users_own_file(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "config" / "emberkeep" / "emberkeep.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text(content)
+
+
 def test_models_of_the_configuration_are_listed_too(tmp_path: Path) -> None:
-    (tmp_path / "emberkeep.toml").write_text('[backends.gpt]\nbackend = "openai"\nmodel = "gpt-6-sol"\n')
+    users_own_file(tmp_path, '[backends.gpt]\nbackend = "openai"\nmodel = "gpt-6-sol"\n')
     ok(*CLAUDE)
     assert [row["name"] for row in json.loads(ok("list", "--json"))] == ["claude", "gpt"]
     assert "[backends.gpt]" in refused("remove", "gpt")
@@ -93,8 +99,7 @@ def test_a_key_that_was_pasted_is_refused_and_not_repeated(tmp_path: Path) -> No
 
 
 def test_a_pasted_key_in_the_configuration_is_refused_and_not_repeated(tmp_path: Path) -> None:
-    content = f'[backends.gpt]\nbackend = "openai"\napi_key_env = "{KEY}"\n'
-    (tmp_path / "emberkeep.toml").write_text(content)
+    users_own_file(tmp_path, f'[backends.gpt]\nbackend = "openai"\napi_key_env = "{KEY}"\n')
     assert KEY not in refused("list")
 
 
@@ -110,7 +115,7 @@ def test_a_model_that_could_never_be_asked_is_not_added() -> None:
 
 
 def test_a_model_whose_backend_is_no_longer_installed_is_still_listed(tmp_path: Path) -> None:
-    (tmp_path / "emberkeep.toml").write_text('[backends.old]\nbackend = "parrot"\n')
+    users_own_file(tmp_path, '[backends.old]\nbackend = "parrot"\n')
     assert "not installed" in ok("list")
 
 

@@ -106,7 +106,7 @@ def test_every_turn_of_a_chat_is_saved(backend: ScriptedBackend, data_dir: Path)
     ok("--system", "Be kind.", input="one\ntwo\n")
     (conversation,) = saved(data_dir)
     assert conversation.messages == (Message("system", "Be kind."), *said("one", "two"))
-    assert conversation.model == Config().model
+    assert conversation.model == Config().local_model
     assert {request.conversation_id for request in backend.requests} == {conversation.id}
 
 
@@ -279,7 +279,7 @@ def test_a_conversation_goes_on_with_its_model(
     assert "was with mine; it goes on with another model" in ok("other", "--continue", input="three\n").stderr
     gone.add("other")
     assert "was with other; it goes on with another model" in ok("--continue", input="four\n").stderr
-    assert [config.model for config in loaded] == ["mine", "mine", "other", Config().model]
+    assert [config.local_model for config in loaded] == ["mine", "mine", "other", Config().local_model]
 
 
 def test_a_model_that_is_a_file_is_found_from_any_folder(

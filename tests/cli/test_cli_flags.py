@@ -122,7 +122,7 @@ def test_an_unknown_level_is_explained() -> None:
 
 
 def test_a_command_logs_as_its_settings_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "emberkeep.toml").write_text('log_level = "info"\n')
-    Harbour("ctx").moor("ark")
+    (tmp_path / "mine.toml").write_text('log_level = "info"\n')
+    Harbour("config").moor("ark", "--config", "mine.toml")
     logging.getLogger("emberkeep.kv").info("a move")
     assert capsys.readouterr().err.endswith(" INFO a move\n")

@@ -186,6 +186,7 @@ def test_serve_refuses_a_model_that_is_not_here() -> None:
 
 def test_config_show_tells_where_each_value_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "emberkeep.toml").write_text('port = 9000\napi_key = "canary"\nram_budget = "1GiB"\n')
+    monkeypatch.setenv("EMBERKEEP_CONFIG", "emberkeep.toml")
     monkeypatch.setenv("EMBERKEEP_QUEUE", "3")
     lines = {line.split()[0]: line.split(None, 1)[1] for line in run("config", "show").output.splitlines()}
     assert lines["port"].split() == ["9000", "file", str(tmp_path / "emberkeep.toml")]

@@ -80,8 +80,9 @@ def test_tools_are_chosen_by_flags_that_take_lists() -> None:
     assert not everything["read_file"]["chat"] and not everything["json_parse"]["chat"]
 
 
-def test_the_configuration_chooses_too(folder: Path) -> None:
+def test_the_configuration_chooses_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "emberkeep.toml").write_text('enable_tools = ["json"]\ntools_from = ["mine.py"]\n')
+    monkeypatch.setenv("EMBERKEEP_CONFIG", "emberkeep.toml")
     assert {row["group"] for row in listed().values()} == {"json"}
     assert "berth" in listed("--all")
 

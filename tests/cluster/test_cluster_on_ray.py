@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, chdir, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -40,6 +40,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.serial]
 STEP_S = 0.005
 REPLICAS = 3
 PER_USER = 8
+SHADOWED = "colorsys"
+"""A module of Python's own that nothing else imports."""
 RULES = "You keep the harbour's book, and write down every ship with its cargo, its pier and its captain. " * 8
 
 
@@ -79,9 +81,21 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         log_level="warning",
     )
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    with started_ray(config), httpx.Client(timeout=60, verify=False) as http:
+    theirs = tmp_path_factory.mktemp("theirs")
+    (theirs / f"{SHADOWED}.py").touch()
+    with ExitStack() as running:
+        with chdir(theirs):
+            running.enter_context(started_ray(config))
+        http = running.enter_context(httpx.Client(timeout=60, verify=False))
         yield Cluster(deploy(config, slow_models(STEP_S)), config, http)
         end()
+
+
+def test_no_process_imports_what_lies_in_the_folder_where_the_cluster_was_started(cluster: Cluster) -> None:
+    import ray
+
+    found = ray.get(ray.remote(lambda name: __import__(name).__file__).remote(SHADOWED))
+    assert Path(found).parent == Path(os.__file__).parent
 
 
 def say(role: str, text: str) -> Json:

@@ -16,6 +16,7 @@ from emberkeep.config import (
     show_value,
     total_ram,
 )
+from emberkeep.config.sources import file_in
 from emberkeep.errors import ConfigError
 
 
@@ -25,7 +26,9 @@ def no_user_config(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest
 
 
 def load(cwd: Path, flags: dict[str, object] | None = None, env: dict[str, str] | None = None) -> Config:
-    return load_config(flags or {}, env=env or {}, cwd=cwd).config
+    """With the file that stands there, if there is one, as if it were named."""
+    env = {"EMBERKEEP_CONFIG": str(file), **(env or {})} if (file := file_in(cwd)) else env or {}
+    return load_config(flags or {}, env=env, cwd=cwd).config
 
 
 def refusal(cwd: Path, flags: dict[str, object] | None = None, env: dict[str, str] | None = None) -> str:
@@ -36,7 +39,7 @@ def refusal(cwd: Path, flags: dict[str, object] | None = None, env: dict[str, st
 
 def test_without_any_source_every_value_is_the_default(tmp_path: Path) -> None:
     loaded = load_config({}, env={}, cwd=tmp_path)
-    assert (loaded.config.model, loaded.config.port, loaded.config.ctx) == ("smollm2-135m", 8080, None)
+    assert (loaded.config.local_model, loaded.config.port, loaded.config.ctx) == ("smollm2-135m", 8080, None)
     assert loaded.config.ram_budget == total_ram() // 4
     assert set(loaded.origins.values()) == {"default"}
 
@@ -45,7 +48,7 @@ def test_a_flag_beats_a_variable_beats_the_file(tmp_path: Path) -> None:
     path = tmp_path / "emberkeep.toml"
     path.write_text('port = 1\nqueue = 2\nparallel = 3\nmodel = "tiny"\n')
     env = {"EMBERKEEP_PORT": "11", "EMBERKEEP_QUEUE": "12"}
-    loaded = load_config({"port": "21", "threads": None}, env=env, cwd=tmp_path)
+    loaded = load_config({"config": path, "port": "21", "threads": None}, env=env, cwd=tmp_path)
     assert (loaded.config.port, loaded.config.queue, loaded.config.parallel) == (21, 12, 3)
     assert loaded.origins["port"] == "flag --port"
     assert loaded.origins["queue"] == "env EMBERKEEP_QUEUE"
@@ -92,15 +95,16 @@ def test_a_named_file_is_read_instead_of_the_usual_ones(tmp_path: Path) -> None:
     assert load(tmp_path, {"config": Path("flag.toml")}, env).port == 2
 
 
-def test_the_users_own_file_counts_where_the_folder_has_none(
+def test_the_users_own_file_counts_where_that_of_the_folder_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "home" / "emberkeep").mkdir(parents=True)
     (tmp_path / "home" / "emberkeep" / "emberkeep.toml").write_text("port = 7")
     monkeypatch.setattr("platformdirs.user_config_path", lambda *_, **__: tmp_path / "home" / "emberkeep")
-    assert load(tmp_path).port == 7
-    (tmp_path / "emberkeep.toml").write_text("port = 8")
-    assert load(tmp_path).port == 8
+    assert load_config({}, env={}, cwd=tmp_path).config.port == 7
+    (tmp_path / "emberkeep.toml").write_text("parallel = 8")
+    both = load_config({}, env={}, cwd=tmp_path)
+    assert (both.config.port, both.config.parallel, both.warning) == (7, 8, "")
 
 
 def test_a_relative_data_dir_starts_where_it_is_written(tmp_path: Path) -> None:
@@ -349,7 +353,7 @@ def test_a_table_of_models_holds_the_others_and_aliases(tmp_path: Path) -> None:
     file.write_text(
         '[aliases]\na = "x"\nb = "y"\n[models]\nothers = ["x", "y"]\n[models.aliases]\nb = "y"\nc = "x"\n'
     )
-    loaded = load_config({}, env={}, cwd=tmp_path)
+    loaded = load_config({"config": file}, env={}, cwd=tmp_path)
     assert loaded.config.models == ("x", "y")
     assert public_values(loaded.config)["aliases"] == {"a": "x", "b": "y", "c": "x"}
     assert loaded.origins["models"] == loaded.origins["aliases"] == f"file {file}"

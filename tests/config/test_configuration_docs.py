@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from emberkeep.cli.main import COMMANDS
-from emberkeep.config import Config, accepts, default_of, help_for, public_values
+from emberkeep.config import FIELDS, Config, accepts, default_of, help_for, public_values
+from emberkeep.config.settings import is_harmless
 
 pytestmark = pytest.mark.slow
 
@@ -22,6 +24,12 @@ def commands_with(key: str) -> str:
 def row(key: str) -> str:
     default = DIFFERS_BETWEEN_MACHINES.get(key) or default_of(key)
     return f"| `{key}` | {commands_with(key)} | {default} | {accepts(key)} | {help_for(key)} |"
+
+
+def test_the_page_lists_what_a_file_of_the_current_folder_may_say() -> None:
+    section = PAGE.read_text(encoding="utf-8").partition("### A file of the current folder\n")[2]
+    listed = re.findall(r"`(\w+)`", section.partition("Everything else")[0].partition("computed:")[2])
+    assert sorted(listed) == sorted(key for key in FIELDS if is_harmless(key, default_of(key)))
 
 
 def test_the_page_lists_every_setting_as_the_code_has_it() -> None:

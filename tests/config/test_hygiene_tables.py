@@ -23,7 +23,7 @@ from emberkeep.types.hygiene import (
 
 def rules(text: str, folder: Path) -> tuple[HygieneRule, ...]:
     (folder / "emberkeep.toml").write_text(text)
-    return load_config({}, env={}, cwd=folder).config.hygiene
+    return load_config({"config": "emberkeep.toml"}, env={}, cwd=folder).config.hygiene
 
 
 def test_a_rule_of_ones_own_is_read(tmp_path):
@@ -63,7 +63,7 @@ def test_a_rule_that_is_on_can_be_switched_off_or_changed(tmp_path):
 
 def test_they_are_shown(tmp_path):
     (tmp_path / "emberkeep.toml").write_text('[[hygiene]]\nname = "ids"\n')
-    shown = public_values(load_config({}, env={}, cwd=tmp_path).config)["hygiene"]
+    shown = public_values(load_config({"config": "emberkeep.toml"}, env={}, cwd=tmp_path).config)["hygiene"]
     assert shown[0]["name"] == "ids" and shown[0]["action"] == "move"
 
 

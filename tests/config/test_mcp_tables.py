@@ -12,7 +12,7 @@ from emberkeep.errors import ConfigError
 
 def servers(text: str, folder: Path) -> tuple[McpServer, ...]:
     (folder / "emberkeep.toml").write_text(text)
-    return load_config({}, env={}, cwd=folder).config.mcp
+    return load_config({"config": "emberkeep.toml"}, env={}, cwd=folder).config.mcp
 
 
 def test_a_program_and_an_address_are_read(tmp_path):

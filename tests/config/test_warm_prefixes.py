@@ -20,7 +20,7 @@ def prefixes(*given: object, cwd: Path) -> tuple[WarmPrefix, ...]:
 def from_file(text: str, folder: Path) -> tuple[WarmPrefix, ...]:
     path = folder / "emberkeep.toml"
     path.write_text(text)
-    return load_config({}, env={}, cwd=folder).config.warm
+    return load_config({"config": path}, env={}, cwd=folder).config.warm
 
 
 def test_a_text_is_a_system_message_and_so_is_a_files(tmp_path):

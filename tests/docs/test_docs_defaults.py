@@ -115,7 +115,7 @@ SENTENCES = [
     ("docs/http-api.md", f'base_url="http://{DEFAULTS.host}:{DEFAULTS.port}/v1"'),
     ("docs/architecture.md", f"the state of up to {DEFAULTS.chunk_size} tokens (`chunk_size`)"),
     ("docs/remote-tier.md", f"blocks of {DEFAULTS.chunk_size} (so `chunk_size` stays as it is)"),
-    ("README.md", DEFAULTS.model),
+    ("README.md", DEFAULTS.local_model),
 ]
 """Defaults that pages tell in words. Who changes one changes the page."""
 

@@ -51,7 +51,7 @@ def load_fake_engines(patch: pytest.MonkeyPatch) -> list[LocalBackend]:
     def open_fake(
         config: Config, parts: Parts | None = None, report: Callable[[float], None] | None = None
     ) -> LocalBackend:
-        name = ModelLibrary(config.data_dir / "models").resolve(config.model).id
+        name = ModelLibrary(config.data_dir / "models").resolve(config.local_model).id
         loaded.append(fake_backend(config, FakeEngine(weights=name), name=name, parts=parts))
         return loaded[-1]
 

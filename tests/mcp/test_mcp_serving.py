@@ -265,10 +265,11 @@ def test_memory_is_that_of_one_user(remembered, tmp_path):
 def test_other_servers_are_passed_on_only_when_asked(tmp_path):
     pids = tmp_path / "pids"
     table = {"inner": {"command": [sys.executable, str(HOSTILE)], "env": {"PIDS": str(pids)}, "trusted": True}}
-    (tmp_path / "emberkeep.json").write_text(json.dumps({"mcp": {"servers": table}}))
+    config = tmp_path / "emberkeep.json"
+    config.write_text(json.dumps({"mcp": {"servers": table}}))
 
     async def names(*flags):
-        server = ours(tmp_path, *flags, cwd=tmp_path)
+        server = ours(tmp_path, *flags, "--config", str(config))
         async with connected(tmp_path, server) as clients:
             return {tool.name for tool in clients.tools("ours")}
 

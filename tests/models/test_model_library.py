@@ -20,6 +20,11 @@ def _install(library: ModelLibrary, id: str, record: ModelRecord = RECORD) -> In
     return library.install(id, tiny_llama(library.workspace(id) / "w.gguf"), record)
 
 
+def _model_in(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return tiny_llama(folder / "w.gguf")
+
+
 def test_an_empty_library_lists_nothing(library: ModelLibrary) -> None:
     assert list(library.list()) == []
 
@@ -112,6 +117,48 @@ def test_a_path_works_without_pulling(library: ModelLibrary, tmp_path: Path) -> 
     path = tiny_llama(tmp_path / "My Model.Q4_0.gguf")
     found = library.resolve(str(path))
     assert (found.id, found.path) == ("my-model.q4_0", path)
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "mine", "Mine"])
+def test_a_name_means_no_folder_that_somebody_has_called_so(
+    library: ModelLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = _model_in(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFound, match=f"for the folder of this name write ./{name}"):
+        library.resolve(name)
+    assert library.resolve(f"./{name}").path.samefile(path)
+    if name != "smollm2-135m":
+        with pytest.raises(ModelNotFound, match=f"{name} cannot be pulled"):
+            parse(name)
+
+
+def test_what_is_installed_comes_before_what_lies_in_the_current_folder(
+    library: ModelLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = _install(library, "repo", replace(RECORD, source="hf:owner/repo"))
+    dropped = tiny_llama(library.get("repo").path.parents[1] / "mine.gguf")
+    _model_in(tmp_path / "here" / "owner" / "repo")
+    tiny_llama(tmp_path / "here" / "mine.gguf")
+    monkeypatch.chdir(tmp_path / "here")
+    assert library.resolve("owner/repo") == hub
+    assert library.resolve("mine.gguf").path == dropped
+    assert library.resolve("./mine.gguf").path.samefile(tmp_path / "here" / "mine.gguf")
+
+
+def test_a_lasting_name_means_the_same_model_in_any_folder(
+    library: ModelLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(library, "mine")
+    for name in ("mine", "gone"):
+        _model_in(tmp_path / name)
+    tiny_llama(tmp_path / "file.gguf")
+    monkeypatch.chdir(tmp_path)
+    names = ("mine", "gone", "all", "no/where", "file.gguf", "./gone")
+    assert [library.lasting_name(name) for name in names] == [
+        *("mine", "gone", "all", "no/where"),
+        *(str(tmp_path / name) for name in ("file.gguf", "gone")),
+    ]
 
 
 @pytest.mark.parametrize("name", ["none.gguf", "some/where", "/no/such/file.gguf"])

@@ -65,7 +65,7 @@ def decode_seconds(engine: Engine, prompts: Sequence[Tokens], lengths: Sequence[
 def decode_seconds_elsewhere(model: Path, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> float:
     """`decode_seconds` in a process of its own; loading the model is not counted. Raises EmberkeepError."""
     work = json.dumps({"model": str(model), "prompts": [list(p) for p in prompts], "lengths": list(lengths)})
-    program = with_default_signals([sys.executable, "-m", __name__])
+    program = with_default_signals([sys.executable, "-P", "-m", __name__])
     done = subprocess.run(program, input=work, capture_output=True, text=True)
     if done.returncode:
         raise EmberkeepError(f"The bare loop failed: {done.stderr.strip()}")

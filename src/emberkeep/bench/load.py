@@ -149,7 +149,7 @@ async def _mixed_ttfts(stage: Stage, plan: Workload, client: Client, seed: objec
 
 @contextmanager
 def _page_open(port: int) -> Iterator[None]:
-    command = [sys.executable, "-m", "emberkeep.bench.watcher", str(port)]
+    command = [sys.executable, "-P", "-m", "emberkeep.bench.watcher", str(port)]
     with subprocess.Popen(with_default_signals(command), stdout=subprocess.PIPE) as watcher:
         try:
             assert watcher.stdout is not None

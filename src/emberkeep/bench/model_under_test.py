@@ -60,7 +60,7 @@ async def open_under_test(config: Config) -> AsyncIterator[ModelUnderTest]:
     backend = open_backend(config)
     try:
         if not isinstance(backend, LocalBackend):
-            raise EmberkeepError(f"{config.model} gives no text: choose another --model.")
+            raise EmberkeepError(f"{config.local_model} gives no text: choose another --model.")
         if config.ctx is not None and backend.card.context < config.ctx:
             raise EmberkeepError(
                 f"This needs {config.ctx:,} tokens of context and the model has {backend.card.context:,}: "

@@ -109,7 +109,7 @@ class ServerProcess(ServerUnderTest):
             settings["ctx"] = ctx
         file = data_dir / "serve.json"
         file.write_text(json.dumps(settings))
-        command = [sys.executable, "-m", "emberkeep", "serve", "--config", str(file)]
+        command = [sys.executable, "-P", "-m", "emberkeep", "serve", "--config", str(file)]
         super().__init__(command, data_dir / "serve.log", ENV_PREFIX)
 
 

@@ -168,7 +168,7 @@ while monotonic() < end:
 def busy_process() -> Iterator[None]:
     """One core has something else to do, for a minute at most: threads that spin for each other on one core may
     need much longer than that for a few tokens."""
-    process = subprocess.Popen(with_default_signals([sys.executable, "-c", _BUSY]))
+    process = subprocess.Popen(with_default_signals([sys.executable, "-P", "-c", _BUSY]))
     try:
         yield
     finally:

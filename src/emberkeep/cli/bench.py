@@ -486,7 +486,7 @@ def _model_file(flags: Flags) -> Path:
 
     settled = load_config(model=flags.model, config=flags.config)
     install_model(settled)
-    return ModelLibrary(settled.data_dir / "models").resolve(settled.model).path
+    return ModelLibrary(settled.data_dir / "models").resolve(settled.local_model).path
 
 
 def _with_model_files(flags: Flags) -> Flags:

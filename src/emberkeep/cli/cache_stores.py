@@ -129,7 +129,7 @@ def text_of(config: Config, listed: Listed, chars: int) -> tuple[str, int]:
     store = listed.store
     if isinstance(store, ServedStore):
         return store.text(listed.entry.id, chars)
-    model = config.model if is_called(store.model, config.model) else store.model
+    model = config.local_model if is_called(store.model, config.local_model) else store.model
     with _load_model(replace(config, model=model)) as reader:
         return reader.text(listed.entry.id, chars)
 

@@ -163,7 +163,7 @@ def open_journal(llm: Emberkeep, config: Config, *, is_saving: bool) -> Journal:
     except MemoryOff:
         memory = None
     # What runs elsewhere is no model to load when the conversation goes on.
-    model = _loadable_name(config.model) if needs_local(config) else ""
+    model = _lasting_name(config) if needs_local(config) else ""
     return Journal(memory, model, is_saving=is_saving)
 
 
@@ -215,7 +215,13 @@ def with_its_model(config: Config, saved: SavedConversation) -> Config:
 
 
 def is_same_model(config: Config, saved: SavedConversation) -> bool:
-    return saved.model in ("", _loadable_name(config.model))
+    return saved.model in ("", _lasting_name(config))
+
+
+def _lasting_name(config: Config) -> str:
+    from emberkeep.models.library import ModelLibrary
+
+    return ModelLibrary(config.data_dir / "models").lasting_name(config.local_model)
 
 
 def recap(turns: Sequence[Message]) -> str:
@@ -236,12 +242,6 @@ def _full_id(known: Sequence[SavedConversation], wanted: str) -> str:
     if len(found) > 1:
         raise EmberkeepError(f"{len(found)} conversations begin with {wanted!r}: give more of the id.")
     return found[0]
-
-
-def _loadable_name(model: str) -> str:
-    """A name that means the same model in any folder."""
-    path = Path(model)
-    return str(path.absolute()) if path.exists() else model
 
 
 def _print_table(listed: Sequence[SavedConversation]) -> None:

@@ -1,22 +1,47 @@
-"""`emberkeep config`: the settings, and where they come from."""
+"""`emberkeep config`: every setting and where it comes from, and which files of other folders are trusted."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from emberkeep.cli.flags import ConfigFlag, JsonFlag, logged, settle
-from emberkeep.config import LoadedConfig, public_values, show_value
+from emberkeep.cli.console import ask_first, plural, printable
+from emberkeep.cli.flags import ConfigFlag, JsonFlag, YesFlag, logged, settle
+from emberkeep.config import LoadedConfig, McpServer, help_for, public_url, public_values, show_value
+from emberkeep.config.sources import FILE_NAMES, ConfigFile, file_in, read_config_file
+from emberkeep.config.trust import is_trusted, trust, withdraw
+from emberkeep.errors import ConfigError
 from emberkeep.types import Json
 
-app = typer.Typer(help="Look at the settings.", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+app = typer.Typer(
+    help="Look at the settings, and trust a file that sets some.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
 
+Where = Annotated[Path, typer.Argument(metavar="[PATH]", help="The file, or its folder. [default: this folder]")]
 
-@app.callback()
-def settings() -> None:
-    # Without a callback Typer would make its only command the whole sub-app.
-    pass
+_EFFECTS = {
+    "mcp": "starts these programs, or connects to these addresses, for what tools they have",
+    "tools_from": "runs these Python files",
+    "llama_library": "runs the code of this library",
+    "backend": "sends conversations to this service",
+    "backends": "lets conversations be sent to these services, with your keys for them",
+    "base_url": "sends conversations, and your key, to this address",
+    "remote": "sends the state of conversations to this server, and loads from it",
+    "cluster_address": "runs on this Ray, and gives it the settings",
+    "warm": "puts these texts or files into prompts",
+}
+"""What is not plain from the help text of the setting."""
 
 
 @app.command("show")
@@ -40,3 +65,87 @@ def _print_settings(loaded: LoadedConfig) -> None:
     widths = [max(len(row[column]) for row in table) for column in range(2)]
     for key, value, origin in table:
         print(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
+
+
+@app.command("trust", epilog="Examples: emberkeep config trust, emberkeep config trust ~/src/mine/emberkeep.toml")
+@logged
+def trust_config(path: Where = Path(), yes: YesFlag = False) -> None:
+    """Show what the configuration file of a folder would do, and let it, as long as it stays as it is.
+
+    Your own file and one that is named with --config need no trust.
+    """
+    file = read_config_file(_file_at(path).resolve())
+    if not file.risky:
+        print(printable(f"{file.path} needs no trust: nothing that it sets could do harm."))
+        return
+    for line in _consequences(file):
+        print(printable(line.replace("\n", "\\n")))  # so that no value can look like another line
+    if not yes:
+        ask_first(printable(f"Trust {file.path} with {plural(len(file.risky), 'such setting', 'such settings')}?"))
+    trust(file.path, file.digest)
+    print("It is trusted until it changes, or `emberkeep config untrust`.")
+
+
+@app.command("untrust", epilog="Example: emberkeep config untrust")
+@logged
+def untrust_config(path: Where = Path()) -> None:
+    """Take back what `emberkeep config trust` has allowed to a file, also to one that is gone."""
+    files = [path / name for name in FILE_NAMES] if path.is_dir() else [path]
+    if not [file for file in files if withdraw(file.resolve())]:
+        raise ConfigError(f"No configuration file at {path.resolve()} is trusted: there is nothing to take back.")
+    print("It is trusted no longer.")
+
+
+def _file_at(path: Path) -> Path:
+    found = file_in(path) if path.is_dir() else path
+    if found is None:
+        raise ConfigError(f"There is no {' or '.join(FILE_NAMES)} in {path.resolve()}: name the file to trust.")
+    return found
+
+
+# ── what a file would do, for the person who decides ──
+
+
+def _consequences(file: ConfigFile) -> Iterator[str]:
+    state = "is trusted already" if is_trusted(file.path, file.digest) else "is not trusted"
+    yield f"{file.path} {state}. It sets what could do harm:"
+    for key in file.risky:
+        yield f"  {key}: {_EFFECTS.get(key) or help_for(key)}"
+        yield from (f"    {line}" for line in _values(file, key))
+    yield f"Relative paths in it start at {file.path.parent}. What they lead to may change without a question."
+    about = file.path.stat()
+    if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        yield "Other users of this machine can change this file."
+
+
+def _values(file: ConfigFile, key: str) -> list[str]:
+    """Everything that it says of `key`, secrets masked, a line for each entry of a table."""
+    if key == "mcp":
+        return [_server(server) for server in file.parsed(key)]
+    value = file.public(key)
+    if isinstance(value, list):
+        return [_entry(item) for item in value]
+    return [_entry(value)]
+
+
+def _entry(value: Json) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_entry(item)}" for key, item in value.items() if item not in (None, "", [], {}))
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _server(server: McpServer) -> str:
+    if server.url is not None:
+        does, values = f"connects to {public_url(server.url)}", server.headers
+    else:
+        does, values = f"starts `{shlex.join(server.command)}`", server.env
+    place = f" in {server.cwd}" if server.cwd else ""
+    trusted = "; its tools run without asking" if server.trusted else ""
+    return f"{server.name}: {does}{place}{_with(values)}{trusted}"
+
+
+def _with(values: Mapping[str, str]) -> str:
+    """Names of variables or headers; of their values only which variables of the user are put into them."""
+    taken = {name: re.findall(r"\$\{?(\w+)", value) for name, value in values.items()}
+    shown = [f"{name} (with your {', '.join(found)})" if found else name for name, found in taken.items()]
+    return f", with {', '.join(shown)}" if shown else ""

@@ -26,6 +26,7 @@ from emberkeep.cli.flags import with_settings
 from emberkeep.config import (
     DEFAULT_MODEL,
     Config,
+    McpServer,
     check_exposure,
     forsaken_memory,
     free_ram,
@@ -177,7 +178,7 @@ def _model_folders(config: Config) -> list[ModelFile]:
 
     library = ModelLibrary(config.data_dir / "models")
     found: dict[Path, ModelFile] = {}
-    for name in (config.model, config.draft_model, *(model.id for model in library.list())):
+    for name in (config.local_model, config.draft_model, *(model.id for model in library.list())):
         with suppress(ModelError):
             model = library.resolve(name) if name else None
             if model is not None and model.is_folder and embedding_profile(model) is None:
@@ -261,11 +262,11 @@ def _model(config: Config) -> Finding:
 
     try:
         library = ModelLibrary(config.data_dir / "models")
-        found = library.resolve(config.model)
+        found = library.resolve(config.local_model)
         adapters = _adapters(config, found)
         draft = f", drafts by {library.resolve(config.draft_model).id}" if config.draft_model else ""
     except ModelNotFound as error:
-        if config.model == DEFAULT_MODEL and not config.lora and not config.draft_model:
+        if config.local_model == DEFAULT_MODEL and not config.lora and not config.draft_model:
             return Finding(Level.WARN, f"{DEFAULT_MODEL} is not here yet: `emberkeep serve` pulls it.")
         return Finding(Level.FAIL, str(error))
     except ModelError as error:
@@ -284,7 +285,7 @@ def _attention(config: Config) -> Finding:
     try:
         choose_library(config.llama_library)
         library = ModelLibrary(config.data_dir / "models")
-        model = library.resolve(config.model)
+        model = library.resolve(config.local_model)
         digest = None if model.is_folder else known_digest(model.path, library.digests)
         is_measured = digest is not None and Subject(digest, config.threads, config.kv_type).is_measured()
     except (EngineError, ModelError):
@@ -377,10 +378,16 @@ def _mcp(config: Config) -> Finding:
     """Programs that are not there; nothing is started."""
     if not config.mcp:
         return Finding(Level.OK, "no MCP servers: [mcp.servers.NAME] in the configuration adds one")
-    lost = [server for server in config.mcp if server.command and shutil.which(server.command[0]) is None]
+    lost = [server for server in config.mcp if server.command and not _is_there(server)]
     if lost:
         return Finding(Level.WARN, f"{lost[0].name} cannot start: there is no program {lost[0].command[0]}.")
     return Finding(Level.OK, ", ".join(server.name for server in config.mcp))
+
+
+def _is_there(server: McpServer) -> bool:
+    """Its program is found from where it is started."""
+    program = server.command[0]
+    return shutil.which(str((server.cwd or Path()) / program) if "/" in program else program) is not None
 
 
 CHECKS: dict[str, Callable[[Config], Finding]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -13,6 +14,7 @@ import typer
 from typer.models import OptionInfo
 
 from emberkeep import config as settings
+from emberkeep.cli.console import complain
 from emberkeep.config import Config, default_of, help_for, is_list, type_of
 from emberkeep.logs import begin_logging
 
@@ -130,8 +132,16 @@ def settle(**flags: object) -> settings.LoadedConfig:
     """The same, with where each value came from."""
     given = {key: None if value == [] else value for key, value in flags.items()}
     loaded = settings.load_config({"log_level": _log_level.get(), **given})
+    if loaded.warning:
+        _warn_once(loaded.warning)
     begin_logging(loaded.config.log_level)
     return loaded
+
+
+@cache
+def _warn_once(sentence: str) -> None:
+    """A command may load its settings several times."""
+    complain(sentence)
 
 
 ModelFlag = Annotated[str | None, setting("model")]

@@ -35,9 +35,10 @@ Examples:
   emberkeep devices                            CPU and GPUs, and which of them a model would be put on
   emberkeep doctor                             is everything in place?
   emberkeep config show                        every setting and where its value came from
+  emberkeep config trust                       use all that the emberkeep.toml of this folder says
 
 \b
-Settings can also be variables (EMBERKEEP_PORT=9000) and keys in emberkeep.toml (port = 9000).
+Settings can also be variables (EMBERKEEP_CTX=8192) and keys in emberkeep.toml (ctx = 8192).
 """
 
 COMMANDS = {
@@ -75,7 +76,7 @@ COMMANDS = {
     "tools": Home("emberkeep.cli.tools", "app", "List the tools that models can call, show one, run one."),
     "mcp": Home("emberkeep.cli.mcp", "app", "Use the tools of MCP servers, and be one."),
     "cluster": Home("emberkeep.cli.cluster", "app", "Several servers as one, on Ray Serve."),
-    "config": Home("emberkeep.cli.config", "app", "Look at the settings."),
+    "config": Home("emberkeep.cli.config", "app", "Look at the settings, and trust a file that sets some."),
     "bench": Home(
         "emberkeep.cli.bench",
         "app",

@@ -41,7 +41,7 @@ def open_model(config: Config) -> Emberkeep:
     from emberkeep.runtime import backend_names
 
     first = backend_names(config)[0]
-    with console(stderr=True).status(f"Loading {config.model if first == 'local' else first} ..."):
+    with console(stderr=True).status(f"Loading {config.local_model if first == 'local' else first} ..."):
         return Emberkeep.open(config)
 
 

@@ -10,8 +10,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import chdir, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -34,6 +34,7 @@ from emberkeep.cluster.replica import Opening
 from emberkeep.config import Config, check_exposure
 from emberkeep.errors import EmberkeepError
 from emberkeep.library.declared_prefixes import declared_prefixes
+from emberkeep.models.library import ModelLibrary
 from emberkeep.runtime import open_models
 from emberkeep.server.lifecycle import bind
 from emberkeep.server.presence import announce
@@ -121,12 +122,24 @@ def banner(config: Config, url: str) -> str:
 def deploy(config: Config, opening: Opening = open_models) -> str:
     """Replaces what these settings change, one replica after the other, and leaves the rest as it is. Blocks until
     every replica answers. The gateway's URL. Raises EmberkeepError."""
+    config = _with_lasting_names(config)
     serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
     if {about["version"] for about in _replicas()} != {version_of_replicas(config)}:
         _run(REPLICAS_APP, replicas_app(config, opening))
     if _gateway().get("version") != version_of_gateway(config):
         _run(GATEWAY_APP, gateway_app(config))
     return _gateway()["url"]
+
+
+def _with_lasting_names(config: Config) -> Config:
+    """Models that are named by paths are found from any folder: replicas do not start in this one."""
+    name = ModelLibrary(config.data_dir / "models").lasting_name
+    return replace(
+        config,
+        model=config.model and name(config.model),
+        models=tuple(map(name, config.models)),
+        draft_model=config.draft_model and name(config.draft_model),
+    )
 
 
 def status() -> Status:
@@ -211,13 +224,10 @@ def started_ray(config: Config) -> Iterator[None]:
         return
     with alone_on(config.data_dir):
         prepare_start(config)
-        ray.init(
+        _init_ray(
             address="local",
-            namespace=_NAMESPACE,
             include_dashboard=False,
             object_store_memory=_OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
             _node_ip_address=_LOOPBACK,
         )
         try:
@@ -244,13 +254,19 @@ def joined_ray(config: Config) -> Iterator[None]:
 @contextmanager
 def _connected(address: str) -> Iterator[None]:
     try:
-        ray.init(address=address, namespace=_NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        _init_ray(address=address)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise EmberkeepError(f"No Ray answers at {address}: start it, or correct --cluster-address.") from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _init_ray(**options: Any) -> None:
+    # Ray lets its processes import from the current folder, before all else: anybody may have filled it.
+    with chdir("/"):
+        ray.init(namespace=_NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **options)
 
 
 def _wait_for_end() -> None:

@@ -129,6 +129,15 @@ PATHS = Kind(
 )
 
 
+def path_or(*words: str) -> Kind:
+    """One of `words`, or the path of a file."""
+
+    def settle(value: str, base: Path) -> str:
+        return value if value in words else str(base / Path(value).expanduser())
+
+    return replace(TEXT, settle=settle)
+
+
 def one_of(*words: str) -> Kind:
     def parse(value: object) -> str:
         if value not in words:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from emberkeep.config.kinds import (
     one_number_of,
     one_of,
     or_word,
+    path_or,
     pattern,
     seconds,
     share,
@@ -68,27 +69,46 @@ def _user_data_dir() -> Path:
     return platformdirs.user_data_path("emberkeep", appauthor=False)
 
 
-def _setting(default: object, kind: Kind, help: str) -> Any:
-    """A field of Config. A `default` that can be called makes one when it is needed."""
-    about = {"kind": kind, "help": help}
+def _setting(default: object, kind: Kind, help: str, *, harmless: Callable[[object], bool] | None = None) -> Any:
+    """A field of Config. A `default` that can be called makes one when it is needed.
+
+    `harmless`: which values, as they are written, a file may hold that its user has not agreed to.
+    """
+    about = {"kind": kind, "help": help, "harmless": harmless}
     if callable(default):
         return field(default_factory=default, metadata=about)
     return field(default=default, metadata=about)
 
 
+def _harmless(default: object, kind: Kind, help: str) -> Any:
+    """A setting that such a file may hold with any value: it shapes answers, or how they are computed. It cannot
+    run, read, send or redirect anything, fill the disk, take away a limit or a protection, or hide a warning."""
+    return _setting(default, kind, help, harmless=lambda value: True)
+
+
+def is_model_name(value: object) -> bool:
+    """It names an installed model, and none by where its files are, whatever lies in the current folder."""
+    name = value.strip() if isinstance(value, str) else "."
+    return not ("/" in name or name.startswith(".") or name.endswith(".gguf"))
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Config:
-    model: str = _setting(
-        DEFAULT_MODEL, TEXT, "Model to load: an installed name, a .gguf file, or a folder of safetensors."
+    model: str | None = _setting(
+        None,
+        or_word(TEXT, "auto"),
+        f"Model to load: an installed name, a .gguf file, or a folder of safetensors; auto: {DEFAULT_MODEL} here, "
+        "and elsewhere what a backend takes by itself.",
+        harmless=is_model_name,
     )
     models: tuple[str, ...] = _setting(
         (),
         OTHERS,
         "Other models that a server answers for, loaded when they are asked for; auto: all, unless model or "
-        "backend says another than the default.",
+        "backend names one.",
     )
     aliases: tuple[Alias, ...] = _setting((), ALIASES, "Other names by which clients may ask for models.")
-    accept_any_model: bool = _setting(
+    accept_any_model: bool = _harmless(
         False, SWITCH, "Where one model is served, take any name in a request for it, instead of refusing it."
     )
     pinned: tuple[str, ...] = _setting(
@@ -110,22 +130,22 @@ class Config:
         None, SECRET, "Key that clients must send; required when listening beyond this machine."
     )
     data_dir: Path = _setting(_user_data_dir, PATH, "Folder for models, stored state and chat history.")
-    ctx: int | None = _setting(
+    ctx: int | None = _harmless(
         None,
         or_word(whole(128, 1 << 24), "auto"),
         "Longest conversation in tokens; auto takes the model's own length, capped.",
     )
-    parallel: int = _setting(4, whole(1, 256), "Requests that are generated at the same time.")
-    threads: int | None = _setting(None, or_word(whole(1, 1024), "auto"), "CPU threads; auto takes every core.")
+    parallel: int = _harmless(4, whole(1, 256), "Requests that are generated at the same time.")
+    threads: int | None = _harmless(None, or_word(whole(1, 1024), "auto"), "CPU threads; auto takes every core.")
     lora: tuple[LoraFile, ...] = _setting(
         (), LORAS, "LoRA adapters (GGUF) to apply to a GGUF model, and how strongly; 1 unless told."
     )
-    kv_type: str = _setting(
+    kv_type: str = _harmless(
         "f16",
         one_of("f16", "q8_0", "q4_0"),
         "Numbers in which a GGUF model's state is held and stored: q8_0 takes half the room, q4_0 a quarter.",
     )
-    flash_attention: str = _setting(
+    flash_attention: str = _harmless(
         "auto",
         one_of("auto", "on", "off"),
         "Whether llama.cpp computes attention in one pass; auto changes to what is quicker for the work at hand.",
@@ -135,55 +155,55 @@ class Config:
         SWITCH,
         "Lock weights in RAM, so that they are never swapped out, where the limit of the system allows it.",
     )
-    gpu_layers: int | None = _setting(
+    gpu_layers: int | None = _harmless(
         None,
         or_word(layers(), "auto"),
         "Layers of a GGUF model to put on GPUs that llama.cpp can use (all: every one); auto: as many as fit.",
     )
-    cpu_moe: int = _setting(
+    cpu_moe: int = _harmless(
         0, layers(), "Layers, from the first on, whose experts stay in RAM when the rest of them is on a GPU."
     )
-    tensor_split: tuple[float, ...] | None = _setting(
+    tensor_split: tuple[float, ...] | None = _harmless(
         None, or_word(SHARES, "auto"), "How layers are shared out among several GPUs; auto: by their free memory."
     )
     llama_library: str = _setting(
         "auto",
-        TEXT,
+        path_or("auto", "native", "ready-made"),
         "Which llama.cpp is used: native (compiled here), ready-made, or the path of a libllama; "
         "auto takes the first of them that runs on this CPU.",
     )
-    engine: str = _setting(
+    engine: str = _harmless(
         "auto",
         one_of("auto", "llamacpp", "hf"),
         "What runs the model; auto takes llamacpp for GGUF, hf for safetensors.",
     )
-    device: str = _setting(
+    device: str = _harmless(
         "auto",
         pattern(r"auto|cpu|mps|cuda(:\d{1,3})?", "one of auto, cpu, mps, cuda, cuda:1 and so on"),
         "Where the hf engine computes; auto takes a GPU if there is one.",
     )
-    dtype: str = _setting(
+    dtype: str = _harmless(
         "auto",
         one_of("auto", "float32", "bfloat16", "float16"),
         "Numbers the hf engine computes with; auto takes the model's own, and float32 on a CPU.",
     )
-    quantization: str = _setting(
+    quantization: str = _harmless(
         str(Quantization.NONE),
         one_of(*Quantization),
         "Bits that the hf engine rounds the weights of a model's layers to when it loads them.",
     )
-    attention: str = _setting(
+    attention: str = _harmless(
         "auto", one_of("auto", *AttentionTier), "How the hf engine computes attention; auto takes the fastest."
     )
-    residency: str = _setting(
+    residency: str = _harmless(
         str(Residency.AUTO),
         one_of(*Residency),
         "Which weights the hf engine keeps on a GPU; others wait in RAM and pass through it; auto: what fits.",
     )
-    keep_first: int | None = _setting(
+    keep_first: int | None = _harmless(
         None, or_word(layers(), "auto"), "So many of the first layers stay on the GPU; auto: as many as fit."
     )
-    keep_last: int | None = _setting(
+    keep_last: int | None = _harmless(
         None, or_word(layers(), "auto"), "So many of the last layers stay on the GPU; auto: as many as fit."
     )
     gpu_memory: int | None = _setting(
@@ -195,7 +215,7 @@ class Config:
         "Most blocks of 32 tokens in which the hf engine holds state; auto: as many as parallel contexts fill, or "
         "as memory has room for.",
     )
-    prefill_slice: int | None = _setting(
+    prefill_slice: int | None = _harmless(
         None,
         or_word(whole(1, 1 << 16), "auto"),
         "Most prompt tokens evaluated in one step, so that others do not wait; auto: 512, on a GPU up to 4096.",
@@ -227,12 +247,12 @@ class Config:
         0.5, seconds(0.01, 60), "How long a request waits for an answer of that server before it goes on without."
     )
     remote_writes_per_s: int = _setting(256 << 20, BYTES, "Bytes a second that are written there.")
-    kv_bits: int = _setting(
+    kv_bits: int = _harmless(
         16,
         one_number_of(16, 8, 4),
         "Bits in which prompt state is stored: 8 halves it and 4 halves it again, and is no longer exact.",
     )
-    approximate: str = _setting(
+    approximate: str = _harmless(
         OFF,
         one_of(OFF, *Repair),
         "How state that was stored at another position is repaired and reused, unless a request says; "
@@ -241,7 +261,7 @@ class Config:
     exact: bool = _setting(
         False, SWITCH, "Turn every approximation off, also where a request or another setting asks for one."
     )
-    speculation: str = _setting(
+    speculation: str = _harmless(
         "auto",
         one_of("auto", OFF),
         "Whether tokens are drafted before the model computes them; auto: where that is faster.",
@@ -250,13 +270,14 @@ class Config:
         None,
         or_word(TEXT, "none"),
         "A small model with the same vocabulary that drafts, too: an installed name, a file or a folder.",
+        harmless=is_model_name,
     )
-    draft_max: int = _setting(24, whole(1, 64), "Most tokens that are drafted for one answer in one step.")
+    draft_max: int = _harmless(24, whole(1, 64), "Most tokens that are drafted for one answer in one step.")
     planning: bool = _setting(True, SWITCH, "Predict the memory of every request, and refuse one that cannot fit.")
     memory_margin: float = _setting(
         0.1, share(0, 10), "Share of the predicted memory that is kept free besides, in case it becomes more."
     )
-    auto_truncate: bool = _setting(
+    auto_truncate: bool = _harmless(
         False, SWITCH, "Leave the oldest part out of a prompt that does not fit, instead of refusing it."
     )
     max_tokens: int | None = _setting(
@@ -275,10 +296,10 @@ class Config:
         whole(1, 100_000),
         "Connections that may be open; never more than half of the files the process may open.",
     )
-    evict: bool = _setting(
+    evict: bool = _harmless(
         True, SWITCH, "Let the oldest messages leave a conversation that is too long; otherwise it is an error."
     )
-    low_water: float = _setting(
+    low_water: float = _harmless(
         0.5, share(0.1, 0.9), "Share of the context that is still filled after messages have left."
     )
     memory: bool = _setting(True, SWITCH, "Archive what leaves a context, so that it can be found again.")
@@ -301,12 +322,12 @@ class Config:
     embeddings: bool = _setting(
         False, SWITCH, "Search memory by meaning too; needs the extra emberkeep[embeddings]."
     )
-    pooling: str = _setting(
+    pooling: str = _harmless(
         "auto",
         one_of("auto", "mean", "cls", "last"),
         "How states become one vector for embeddings; auto: as the model says, and a chat model gives none.",
     )
-    truncate_dimensions: bool = _setting(
+    truncate_dimensions: bool = _harmless(
         False, SWITCH, "Let requests shorten vectors of models that do not say they were trained for it."
     )
     vector_budget: int = _setting(
@@ -342,7 +363,7 @@ class Config:
     notools: bool = _setting(
         False, SWITCH, "Tell models of no tools, also where clients send some, and leave what they write as it is."
     )
-    reasoning: str = _setting(
+    reasoning: str = _harmless(
         "separate",
         one_of("separate", "strip", "inline"),
         "Where reasoning goes, unless a request says: a field of its own, nowhere, or into the text.",
@@ -363,7 +384,7 @@ class Config:
     consult_depth: int = _setting(
         1, whole(0, 8), "How many models may ask one another in a chain; 0: none asks another."
     )
-    show_consulted: bool = _setting(
+    show_consulted: bool = _harmless(
         False, SWITCH, "Show in a chat what a model answered that another one asked, and not only who it was."
     )
     remote_retries: int = _setting(
@@ -452,6 +473,11 @@ class Config:
         "How much is logged; auto: info in servers, and warnings in other commands.",
     )
 
+    @property
+    def local_model(self) -> str:
+        """The model that is loaded where one runs here; `model` says whether it was named."""
+        return self.model or DEFAULT_MODEL
+
     def __repr__(self) -> str:
         values = ", ".join(f"{key}={value!r}" for key, value in public_values(self).items())
         return f"Config({values})"
@@ -499,6 +525,12 @@ def forsaken_memory(config: Config) -> Path | None:
     usual = memory_in(config.data_dir)
     is_used = usual.resolve() == memory_file(config).resolve()
     return usual.resolve() if usual.is_file() and not is_used else None
+
+
+def is_harmless(key: str, value: object) -> bool:
+    """A file of the current folder may say it, whoever wrote it; `value` as it is written there."""
+    harmless: Callable[[object], bool] | None = FIELDS[key].metadata["harmless"]
+    return harmless is not None and harmless(value)
 
 
 def help_for(key: str) -> str:

@@ -1,30 +1,36 @@
-"""Where a value comes from: a flag, else a variable, else the file, else the default.
+"""Where a value comes from: a flag, else a variable, else a file, else the default.
 
-Nothing is dropped silently: an unknown key is an error that names the nearest known one.
+Nothing is dropped silently: an unknown key is an error that names the nearest known one, and what a file of the
+current folder says is left out with a warning where it could do harm and the user has not agreed to it.
 """
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import platformdirs
 
-from emberkeep.config.settings import FIELDS, Config, kind_of
+from emberkeep.config.kinds import readable_size
+from emberkeep.config.settings import FIELDS, Config, is_harmless, kind_of
 from emberkeep.config.tables import spread_models
+from emberkeep.config.trust import is_trusted
 from emberkeep.errors import ConfigError
+from emberkeep.types import Json
 
 ENV_PREFIX = "EMBERKEEP_"
 ENV_FILE = "EMBERKEEP_CONFIG"
 ENV_TEST_PREFIX = "EMBERKEEP_TEST"
 ARGUMENT = "argument"
 FILE_NAMES = ("emberkeep.toml", "emberkeep.json")
+_LARGEST_FILE = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,35 @@ class LoadedConfig:
     config: Config
     origins: Mapping[str, str]
     """Where each value came from: `default`, `file PATH`, `env NAME`, `flag --NAME` or `argument`."""
+    warning: str = ""
+    """What a file says that is not trusted, and was left out; empty where there is no such thing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """What a file says, and the digest of the very bytes that say it."""
+
+    path: Path
+    settings: Mapping[str, object]
+    digest: str
+    left_out: tuple[str, ...] = ()
+    """Its keys that do not count, because the user has not agreed to them."""
+
+    @property
+    def risky(self) -> tuple[str, ...]:
+        """The keys that need the user's consent where the file was only found in the current folder."""
+        return tuple(key for key, value in self.settings.items() if not is_harmless(key, value))
+
+    def parsed(self, key: str) -> Any:
+        """Relative paths and files in it are as they are written. Raises ConfigError."""
+        return _parse(self.given(key))
+
+    def public(self, key: str) -> Json:
+        """The same as JSON, secrets masked. Raises ConfigError."""
+        return kind_of(key).public(self.parsed(key))
+
+    def given(self, key: str) -> _Given:
+        return _Given(key, self.settings[key], f"file {self.path}", self.path.parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,51 +86,90 @@ def load_config(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> LoadedConfig:
-    """Settle every setting. Reads one file at most.
+    """Settle every setting. Reads the file that is named, else the user's own and that of the current folder.
 
     A flag whose value is None was not given; the flag `config` names the file. `as_arguments`: they are those of
     a Python call, and errors do not speak of flags. Raises ConfigError.
     """
     env = os.environ if env is None else env
     cwd = Path.cwd() if cwd is None else cwd
-    path = _config_file(flags.get("config"), env, cwd)
+    files = _config_files(flags.get("config"), env, cwd)
     values: dict[str, Any] = {}
     origins = dict.fromkeys(FIELDS, "default")
-    layers = (_from_file(path) if path else [], _from_env(env, cwd), _from_flags(flags, as_arguments, cwd))
+    layers = (*map(_from_file, files), _from_env(env, cwd), _from_flags(flags, as_arguments, cwd))
     for given in (given for layer in layers for given in layer):
-        values[given.key] = _parse(given)
+        values[given.key] = kind_of(given.key).settle(_parse(given), given.base)
         origins[given.key] = given.origin
-    return LoadedConfig(Config(**values), origins)
+    for file in files:
+        origins |= {key: f"{origins[key]} (that of {file.path} is not trusted)" for key in file.left_out}
+    return LoadedConfig(Config(**values), origins, " ".join(_warning(file) for file in files if file.left_out))
 
 
-def _config_file(flag: object, env: Mapping[str, str], cwd: Path) -> Path | None:
+def _warning(file: ConfigFile) -> str:
+    return (
+        f"{file.path} is not trusted, and what it says of {', '.join(file.left_out)} is left out: "
+        "`emberkeep config trust` shows what it would do, and asks you."
+    )
+
+
+def _config_files(flag: object, env: Mapping[str, str], cwd: Path) -> list[ConfigFile]:
+    """The one that is named; else the user's own, and over it the one that the user only stands beside."""
     named = flag or env.get(ENV_FILE)
     if named:
-        return cwd / Path(str(named)).expanduser()
-    folders = (cwd, platformdirs.user_config_path("emberkeep", appauthor=False))
-    candidates = (folder / name for folder in folders for name in FILE_NAMES)
-    return next((path for path in candidates if path.is_file()), None)
+        return [read_config_file(cwd / Path(str(named)).expanduser())]
+    own, here = file_in(platformdirs.user_config_path("emberkeep", appauthor=False)), file_in(cwd)
+    files = [read_config_file(own)] if own else []
+    if here and not (own and own.samefile(here)):
+        files.append(_read_found(here))
+    return files
 
 
-def _from_file(path: Path) -> Iterable[_Given]:
-    for key, value in spread_models(_read_file(path)).items():
+def _read_found(path: Path) -> ConfigFile:
+    """Without links: relative paths start where the file really is, and trust is in that one."""
+    file = read_config_file(path.resolve())
+    return file if is_trusted(file.path, file.digest) else replace(file, left_out=file.risky)
+
+
+def file_in(folder: Path) -> Path | None:
+    """The configuration file of a folder."""
+    return next((path for name in FILE_NAMES if (path := folder / name).is_file()), None)
+
+
+def read_config_file(path: Path) -> ConfigFile:
+    """Raises ConfigError."""
+    data = _read(path)
+    settings = spread_models(_parse_file(path, data))
+    for key in settings:
         if key not in FIELDS:
             raise ConfigError(f"Unknown key {key!r} in {path}{_nearest(key)}")
-        yield _Given(key, value, f"file {path}", path.parent)
+    return ConfigFile(path, settings, hashlib.sha256(data).hexdigest())
 
 
-def _read_file(path: Path) -> Mapping[str, object]:
-    readers = {".toml": tomllib.loads, ".json": json.loads}
-    reader = readers.get(path.suffix)
-    if reader is None:
-        raise ConfigError(f"{path} is not a configuration file: give one that ends in .toml or .json.")
+def _from_file(file: ConfigFile) -> Iterable[_Given]:
+    return (file.given(key) for key in file.settings if key not in file.left_out)
+
+
+def _read(path: Path) -> bytes:
     try:
-        content = reader(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            data = file.read(_LARGEST_FILE + 1)
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(
             f"Cannot read {path} ({reason}): name another file with --config or {ENV_FILE}."
         ) from error
+    if len(data) > _LARGEST_FILE:
+        raise ConfigError(f"{path} is larger than {readable_size(_LARGEST_FILE)}: that is no configuration file.")
+    return data
+
+
+def _parse_file(path: Path, data: bytes) -> Mapping[str, object]:
+    readers = {".toml": tomllib.loads, ".json": json.loads}
+    reader = readers.get(path.suffix)
+    if reader is None:
+        raise ConfigError(f"{path} is not a configuration file: give one that ends in .toml or .json.")
+    try:
+        content = reader(data.decode())
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid {path.suffix[1:].upper()}: {error}.") from error
     if not isinstance(content, dict):
@@ -137,9 +211,8 @@ def _nearest(key: str, write: Callable[[str], str] = str) -> str:
 def _parse(given: _Given) -> Any:
     kind = kind_of(given.key)
     try:
-        value = kind.parse(given.value)
+        return kind.parse(given.value)
     except (ValueError, OverflowError) as error:
         shown = "***" if kind.hides else str(given.value) if isinstance(given.value, Path) else given.value
         where = "" if given.origin == ARGUMENT else f" ({given.origin})"
         raise ConfigError(f"{given.key} = {shown!r}{where} is not {kind.accepts}.") from error
-    return kind.settle(value, given.base)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
@@ -39,6 +40,7 @@ class McpServer:
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Sent with every request; `$NAME` as in `env`."""
     cwd: Path | None = None
+    """None: the current folder."""
     timeout_s: float = 60.0
     """Longest time one call may take, or the start."""
     trusted: bool | tuple[str, ...] = False
@@ -51,7 +53,11 @@ class McpServer:
         return self.trusted if isinstance(self.trusted, bool) else tool in self.trusted
 
     def settle(self, base: Path) -> McpServer:
-        return self if self.cwd is None else replace(self, cwd=base / self.cwd.expanduser())
+        """A program starts in `base` unless `cwd` says otherwise, and not where the user stands: `npx`,
+        `python -m` and others run what they find in the current folder. `$NAME` in `cwd` is a variable's value."""
+        if self.url is not None:
+            return self
+        return replace(self, cwd=base / Path(os.path.expandvars(self.cwd or "")).expanduser())
 
 
 def check_name(name: str) -> str:
@@ -412,7 +418,9 @@ def _parse_prefix(item: object) -> WarmPrefix:
 
 
 def _shown_prefix(prefix: WarmPrefix) -> str:
-    text = prefix.system or prefix.prompt or f"{len(prefix.messages)} messages, {len(prefix.tools)} tools"
+    unread = prefix.text_or_file or (prefix.file and f"the file {prefix.file}")
+    sizes = f"{len(prefix.messages)} messages, {len(prefix.tools)} tools"
+    text = prefix.system or prefix.prompt or unread or sizes
     return shorten(" ".join(text.split()), _SHOWN_CHARS)
 
 

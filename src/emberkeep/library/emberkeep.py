@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,8 @@ from emberkeep.library.verify_report import CANDIDATES, VerifiedPrompt, VerifyRe
 from emberkeep.text import shorten
 from emberkeep.types import SHARED, AttentionTier, ExpertStats, Json, Request, SpeculationStats, Verified
 
+log = logging.getLogger("emberkeep")
+
 _SHOWN_CHARS = 60
 
 if TYPE_CHECKING:
@@ -69,9 +72,11 @@ class Emberkeep:
         configuration file. The default model is pulled when it is missing. Raises ConfigError, ModelError,
         EngineError.
         """
-        config = load_config({"model": model, **settings}, as_arguments=True).config
-        ensure_model(config)
-        return cls.open(config)
+        loaded = load_config({"model": model, **settings}, as_arguments=True)
+        if loaded.warning:
+            log.warning("%s", loaded.warning)
+        ensure_model(loaded.config)
+        return cls.open(loaded.config)
 
     @classmethod
     def from_pretrained(cls, model: str | Path, **settings: object) -> Emberkeep:

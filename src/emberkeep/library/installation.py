@@ -25,7 +25,7 @@ def ensure_model(config: Config, reporter: Reporter | None = None) -> None:
     if config.engine == "hf":
         require_hf()
     try:
-        for model in (config.model, *([config.draft_model] if config.draft_model else [])):
+        for model in (config.local_model, *([config.draft_model] if config.draft_model else [])):
             _ensure(model, config, reporter)
     except ModelNotFound:
         if not may_do_without_local(config):

@@ -18,10 +18,11 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from emberkeep.config import DEFAULT_MODEL
+from emberkeep.config import DEFAULT_MODEL, is_model_name
 from emberkeep.errors import ModelBroken, ModelError, ModelNotFound
 from emberkeep.files import private_folder, replace_file, sync
 from emberkeep.models import dropped
@@ -108,11 +109,14 @@ class ModelLibrary:
     def resolve(self, name_or_path: str) -> ModelFile:
         """An installed model by its id or its repository on the hub, or any file or folder of one by its path.
 
-        Raises ModelNotFound or ModelBroken.
+        A path has a / in it, or ends in .gguf: what lies in the current folder never takes the place of an
+        installed model, nor of one that is missing. Raises ModelNotFound or ModelBroken.
         """
         path = Path(name_or_path)
-        if self.holds(name_or_path):
-            return self.get(name_or_path)
+        if installed := self._installed(name_or_path):
+            return installed
+        if is_model_name(name_or_path):
+            return self._missing(name_or_path)
         found = weights_at(path)
         if found is not None:
             return ModelFile(id_at(path), part_files(found)[0])
@@ -123,12 +127,19 @@ class ModelLibrary:
                 f"{path} holds no model: a GGUF file is needed there, or config.json and *.safetensors."
             )
         if is_repo(name_or_path):
-            return self._from_hub(name_or_path)
-        if path.name == name_or_path and (entry := self._dropped().get(id_from(name_or_path))):
-            return _usable(self._read_dropped(id_from(name_or_path), entry))
-        if path.suffix == ".gguf" or path.name != name_or_path:
-            raise ModelNotFound(f"There is no file at {path}; `emberkeep models list` shows the models here.")
-        return self.get(name_or_path)
+            raise ModelNotFound(
+                f"There is no file at {path}; if it is a repository on the Hugging Face hub, "
+                f"`emberkeep models pull hf:{path}` fetches it."
+            )
+        raise ModelNotFound(f"There is no file at {path}; `emberkeep models list` shows the models here.")
+
+    def lasting_name(self, name_or_path: str) -> str:
+        """A name that means the same model in any folder."""
+        try:
+            is_path = not isinstance(self.resolve(name_or_path), InstalledModel)
+        except ModelError:
+            is_path = not is_model_name(name_or_path) and Path(name_or_path).exists()
+        return str(Path(name_or_path).absolute()) if is_path else name_or_path
 
     def remove(self, id: str) -> None:
         """Delete a model, also a damaged one. Raises ModelNotFound."""
@@ -191,14 +202,21 @@ class ModelLibrary:
         key = hashlib.sha256(source.encode("utf-8", "surrogateescape")).hexdigest()[:32]
         return private_folder(private_folder(private_folder(self._root) / ".pulls") / key)
 
-    def _from_hub(self, repo: str) -> InstalledModel:
-        found = next((model for model in self.list() if model.record.source == f"hf:{repo}"), None)
-        if found is None:
-            raise ModelNotFound(
-                f"There is no file at {repo}; if it is a repository on the Hugging Face hub, "
-                f"`emberkeep models pull hf:{repo}` fetches it."
-            )
-        return found
+    def _installed(self, name: str) -> InstalledModel | None:
+        """By its id, its repository or its file's name. Raises ModelBroken."""
+        if self.holds(name):
+            return self.get(name)
+        if is_repo(name):
+            return next((model for model in self.list() if model.record.source == f"hf:{name}"), None)
+        is_path = "/" in name or name.startswith(".")
+        entry = None if is_path else self._dropped().get(id_from(name))
+        return _usable(self._read_dropped(id_from(name), entry)) if entry else None
+
+    def _missing(self, name: str) -> InstalledModel:
+        with suppress(OSError):  # no file can be called so
+            if Path(name).is_dir():
+                raise ModelNotFound(f"No model called {name}; for the folder of this name write ./{name}.")
+        return self.get(name)
 
     def _entry(self, id: str) -> Path | None:
         """What was put here by hand as model `id`; None where it was installed. Raises ModelNotFound."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from emberkeep.config import DEFAULT_MODEL
+from emberkeep.config import DEFAULT_MODEL, is_model_name
 from emberkeep.errors import ModelNotFound
 from emberkeep.models.library import id_from, is_repo, weights_at
 from emberkeep.models.parts import part_files, part_name, whole_name
@@ -131,11 +131,12 @@ def parse(spec: str) -> tuple[str, Source]:
         return _parse_repo(repo)
     if spec.startswith(("http://", "https://")):
         return _parse_url(spec)
-    if (weights := weights_at(Path(spec))) is not None:
+    is_path = not is_model_name(spec)
+    if is_path and (weights := weights_at(Path(spec))) is not None:
         return id_from(weights.name), LocalFile(_resolve(weights))
-    if is_model_folder(path := Path(spec)):
+    if is_path and is_model_folder(path := Path(spec)):
         return id_from(path.resolve().name), LocalFolder(path.resolve())
-    is_path = not spec.startswith("hf:") and (path.suffix == ".gguf" or path.name != spec)
+    is_path = is_path and not spec.startswith("hf:")
     problem = f"There is no file at {spec}" if is_path else f"{spec} cannot be pulled"
     raise ModelNotFound(
         f"{problem}: give {DEFAULT_MODEL}, hf:owner/repo/file.gguf, hf:owner/repo:Q4_K_M, hf:owner/repo, "

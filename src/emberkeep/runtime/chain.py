@@ -12,7 +12,7 @@ from functools import partial
 
 from emberkeep.backend.base import Backend
 from emberkeep.backend.fallback import FallbackBackend, Link
-from emberkeep.config import DEFAULT_MODEL, OFF, Config
+from emberkeep.config import OFF, Config
 from emberkeep.errors import ConfigError
 from emberkeep.models.remotes import Remotes
 from emberkeep.runtime.local_model import LoadReport, open_local
@@ -94,8 +94,7 @@ def _named(config: Config, remotes: Remotes, name: str) -> RemoteModel:
     if name in known:
         return known[name]
     if name in vendor_names():
-        model = "" if config.model == DEFAULT_MODEL else config.model
-        return RemoteModel(name, name, model, config.base_url, ctx=config.ctx)
+        return RemoteModel(name, name, config.model or "", config.base_url, ctx=config.ctx)
     listed = ", ".join(["local", *known, *vendor_names()])
     raise ConfigError(f"There is no backend {name!r}: choose from {listed}, or add one with `emberkeep api add`.")
 

@@ -112,7 +112,7 @@ def open_local(config: Config, parts: Parts | None = None, report: LoadReport | 
     is loaded.
     """
     library = ModelLibrary(config.data_dir / "models")
-    model = library.resolve(config.model)
+    model = library.resolve(config.local_model)
     embedding = embedding_profile(model)
     if embedding is not None:
         return open_embedding(config, model, embedding, library.digests)

@@ -16,7 +16,7 @@ from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.model_pool import ModelPool, Need
 from emberkeep.backend.models import Models
 from emberkeep.backend.on_demand import ModelSource, OnDemandBackend, Report
-from emberkeep.config import DEFAULT_MODEL, Config, placed_by_itself
+from emberkeep.config import Config, placed_by_itself
 from emberkeep.errors import EmberkeepError, Overloaded
 from emberkeep.models.library import InstalledModel, ModelFile, ModelLibrary, id_at
 from emberkeep.models.remotes import Remotes
@@ -137,16 +137,16 @@ class _Told:
 
 def _first_name(config: Config) -> str:
     try:
-        return _library(config).resolve(config.model).id
+        return _library(config).resolve(config.local_model).id
     except EmberkeepError:  # it has to be pulled first
-        return config.model
+        return config.local_model
 
 
 def serves_others(config: Config) -> bool:
     """Whether more models than one answer. Who names a model or a backend, and no others, wants that one."""
     if config.models:
         return config.models != (NONE,)
-    return config.model == DEFAULT_MODEL and config.backend == AUTO
+    return config.model is None and config.backend == AUTO
 
 
 def _aliases(config: Config) -> Mapping[str, str]:
@@ -159,7 +159,7 @@ def _first_source(config: Config, parts: SharedParts, card: ModelCard) -> ModelS
         card.id,
         card,
         lambda report: open_backend(config, parts),
-        partial(_needed, config, config.model) if needs_local(config) else None,
+        partial(_needed, config, config.local_model) if needs_local(config) else None,
         parts.memory,
         is_pinned=card.id in config.pinned,
         waiting=_most_waiting(config),
