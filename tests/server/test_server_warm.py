@@ -72,6 +72,17 @@ def test_a_conversation_so_far_is_warmed_under_its_name(sea: Served) -> None:
     assert goes_on["usage"]["prompt_tokens_details"]["cached_tokens"] == warmed["tokens"]
 
 
+@pytest.mark.parametrize("more", [{}, {"tools": [tool("tides")]}])
+def test_the_beginning_of_a_conversation_is_warmed_under_its_name(sea: Served, more: Json) -> None:
+    name = f"shore-{len(more)}"
+    warmed = sea.post("/v1/warm", messages=[SYSTEM], conversation_id=name, user_id="l", **more)
+    entry = sea.entry_of(name)
+    assert (entry["id"], entry["kind"], warmed["ttl"]) == (warmed["entry_id"], "conversation", "long")
+    goes_on = sea.chat(SYSTEM, user("When is high tide?"), conversation_id=name, user_id="l", **more)
+    assert goes_on["usage"]["prompt_tokens_details"]["cached_tokens"] == warmed["tokens"]
+    assert sea.entry_of(name)["id"] == entry["id"]
+
+
 def test_a_text_is_warmed_as_it_is(sea: Served) -> None:
     text = "The tide tables of this coast are kept in the harbour office. "
     warmed = sea.post("/v1/warm", text=text, user_id="f")

@@ -501,11 +501,11 @@ def splice_between(longer: Prompt, shorter: Prompt, *, may_shift: bool) -> Splic
 def label_of(request: Request) -> Label:
     """What the state that `request` leaves behind is called."""
     keys = cache_keys(request)
-    if request.is_prefix and request.prompt is None and keys.stable and _is_stable(request):
+    is_prefix = request.is_prefix and not request.conversation_id
+    if is_prefix and request.prompt is None and keys.stable and _is_stable(request):
         return _stable_label(request, keys.stable)
-    kind = EntryKind.PREFIX if request.is_prefix and not request.conversation_id else EntryKind.CONVERSATION
     return Label(
-        kind=kind,
+        kind=EntryKind.PREFIX if is_prefix else EntryKind.CONVERSATION,
         key=keys.entry,
         head=head_of(request),
         ttl=request.ttl,
