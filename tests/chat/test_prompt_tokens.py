@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from emberkeep.chat.prompt import PromptTokenizer, _Fragments
@@ -16,6 +16,8 @@ TEXTS = st.lists(st.one_of(PARTS, st.text(max_size=5)), max_size=12).map("".join
 
 
 @given(TEXTS)
+@example("\ufdd0")
+@example("\ufdd1<|im_end|>\ufdd0")
 def test_fragments_give_what_tokenising_the_whole_gives(text: str) -> None:
     vocab = TinyVocab(SPECIALS)
     ids = PromptTokenizer(vocab).encode(text)
