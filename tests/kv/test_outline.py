@@ -194,7 +194,7 @@ def runs_token_by_token(chunks: Iterable[Chunk]) -> Counter[tuple[int, int]]:
     return found
 
 
-@examples(300)
+@examples(100)
 @given(forests())
 def test_runs_are_those_found_token_by_token_and_every_limit_keeps_the_sums(forest) -> None:
     chunks, limit = forest
