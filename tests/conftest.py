@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
 from platformdirs import user_cache_path
 
 from emberkeep.config import DEFAULT_MODEL
@@ -24,6 +23,7 @@ from emberkeep.logs import LINES
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.llama_library import ensure_llama_library
 from emberkeep.models.pull import pull
+from helpers.chance import load_profile
 
 if TYPE_CHECKING:
     from emberkeep.memory.memory import Memory
@@ -40,9 +40,8 @@ if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and sys.platform == "linux"
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 
-# A busy machine is no failure.
-settings.register_profile("emberkeep", deadline=None)
-settings.load_profile("emberkeep")
+_TORTURE = load_profile()
+"""How to repeat this run, if it is one of its own."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,6 +59,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """llama.cpp is fetched before there are workers, which would all do it."""
     if not hasattr(session.config, "workerinput"):
         ensure_llama_library(os.environ.get("EMBERKEEP_LLAMA_LIBRARY", "auto"))
+        if _TORTURE:
+            session.config.get_terminal_writer().line(f"To repeat this run: {_TORTURE}")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,10 +15,11 @@ from emberkeep.types import Event, Loading, ReasoningDelta, TextDelta
 from helpers.scripted_server import COMPLETED
 
 ENVELOPE = Envelope("id", 5, 'mo"del', "fp", None)
+ODD_NAMES = ('mo"del', "\0", '"\0"', "\\u0000")
 TEXT = st.text(min_size=1)
 
 
-def payload(frame: bytes) -> dict[str, object]:
+def payload(frame: bytes) -> dict[str, Any]:
     assert frame.startswith(b"data: ")
     assert frame.endswith(b"\n\n")
     assert frame.count(b"\n") == 2
@@ -45,6 +47,15 @@ def test_a_text_chunk_holds_the_text(text: str, index: int) -> None:
     frame = TextFrames(ENVELOPE, include_usage=False).frame(TextDelta(index, text))
     choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
     assert payload(frame) == ENVELOPE.head("text_completion") | {"choices": [choice]}
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+@pytest.mark.parametrize("kind", [ChatFrames, TextFrames])
+def test_a_model_may_have_any_name(kind: type[ChatFrames | TextFrames], name: str) -> None:
+    frames = kind(replace(ENVELOPE, model=name), include_usage=True)
+    first, later = (payload(frames.frame(TextDelta(0, "\0"))) for _ in range(2))
+    assert first["model"] == later["model"] == name
+    assert [choice.get("text") or choice["delta"]["content"] for choice in later["choices"]] == ["\0"]
 
 
 @pytest.mark.parametrize("kind", [ChatFrames, TextFrames])

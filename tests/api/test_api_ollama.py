@@ -297,6 +297,12 @@ def lines(envelope: OllamaEnvelope, *events: Event) -> list[dict[str, Any]]:
     return [json.loads(line) for line in written.splitlines()]
 
 
+@pytest.mark.parametrize("name", ["\0", '"\0"', "\\u0000"])
+def test_a_model_is_called_what_its_client_calls_it(name: str) -> None:
+    told = lines(OllamaEnvelope(name, Request()), TextDelta(0, "\0"), _END, COMPLETED)
+    assert [(line["model"], line["message"]["content"]) for line in told] == [(name, "\0"), (name, "")]
+
+
 def test_a_stream_of_a_chat_has_a_line_per_piece_and_its_cost_in_the_last() -> None:
     told = lines(OllamaEnvelope("m", Request()), TextDelta(0, "Hel"), TextDelta(0, "lo"), _END, COMPLETED)
     assert [line["message"] for line in told] == [

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.chat.dialects.table import REASONING
 from emberkeep.types import Tool
 from helpers.answers import Answer, read_text
 from helpers.byte_vocab import TinyVocab
+from helpers.chance import examples
 
 Output = dict[str, Any]
 
@@ -62,14 +63,14 @@ def test_one_character_at_a_time_it_is_the_same(output: Output) -> None:
     assert outcome(answered(output, list(text))) == outcome(answered(output, [text]))
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.sampled_from(CORPUS), st.lists(st.integers(0, 10_000), max_size=12))
 def test_in_any_pieces_it_is_the_same(output: Output, places: list[int]) -> None:
     text = output["text"]
     assert outcome(answered(output, cut(text, places))) == outcome(answered(output, [text]))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.sampled_from(CORPUS), st.integers(0, 10_000), st.lists(st.integers(0, 10_000), max_size=6))
 def test_so_is_what_breaks_off_or_goes_wrong(output: Output, place: int, places: list[int]) -> None:
     text = output["text"]
@@ -99,7 +100,7 @@ FRAGMENTS = [
 ]
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=16).map("".join), st.lists(st.integers(0, 400), max_size=6))
 def test_whatever_is_written_the_pieces_do_not_matter(text: str, places: list[int]) -> None:
     output = {"tools": {"f": {}}}
@@ -132,7 +133,7 @@ def tag(arguments: dict[str, Any], quote: str, is_closed: bool) -> str:
     return f"<f{attributes}></f>" if is_closed else f"<f{attributes}/>"
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     st.lists(_ARGUMENTS, min_size=1, max_size=3),
     st.sampled_from("\"'"),

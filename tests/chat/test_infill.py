@@ -6,6 +6,7 @@ import pytest
 
 from emberkeep.chat.infill import infill_text, infill_tokens
 from emberkeep.chat.prompt import PromptBuilder
+from emberkeep.chat.seams import SeamedText
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.errors import InvalidField
 from emberkeep.types import EXACT, Infill, Request, SourceFile
@@ -14,19 +15,15 @@ from helpers.byte_vocab import TinyVocab
 QWEN = TinyVocab(("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>", "<|endoftext|>"))
 
 
-def plain(text: str) -> str:
-    return text
-
-
 def test_the_parts_stand_between_the_tokens_of_the_vocabulary() -> None:
-    assert infill_text(QWEN, "a = ", Infill("\nprint(a)"), plain) == (
+    assert infill_text(QWEN, "a = ", Infill("\nprint(a)"), SeamedText).text == (
         "<|fim_prefix|>a = <|fim_suffix|>\nprint(a)<|fim_middle|>"
     )
 
 
 def test_files_come_first_and_what_is_begun_last() -> None:
     infill = Infill("end", files=(SourceFile("a.py", "x = 1"),), begun="be")
-    assert infill_text(QWEN, "start", infill, plain) == (
+    assert infill_text(QWEN, "start", infill, SeamedText).text == (
         "<|file_sep|>a.py\nx = 1\n<|file_sep|><|fim_prefix|>start<|fim_suffix|>end<|fim_middle|>be"
     )
 
@@ -43,13 +40,13 @@ def test_files_come_first_and_what_is_begun_last() -> None:
     ],
 )
 def test_vocabularies_have_their_own_tokens(specials: tuple[str, ...], text: str) -> None:
-    assert infill_text(TinyVocab(specials), "a", Infill("b"), plain) == text
+    assert infill_text(TinyVocab(specials), "a", Infill("b"), SeamedText).text == text
 
 
 def test_a_model_that_was_not_trained_to_fill_in_refuses_by_the_clients_word() -> None:
     assert infill_tokens(TinyVocab()) is None
     with pytest.raises(InvalidField, match="input_suffix: this model has no tokens for filling in"):
-        infill_text(TinyVocab(), "a", Infill("b", param="input_suffix"), plain)
+        infill_text(TinyVocab(), "a", Infill("b", param="input_suffix"), SeamedText)
 
 
 class Nothing:

@@ -3,12 +3,13 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from emberkeep.chat.prompt import PromptTokenizer, _Fragments
 from emberkeep.types import Vocab
 from helpers.byte_vocab import TinyVocab
+from helpers.chance import examples
 
 SPECIALS = ("<|im_start|>", "<|im_start|>x", "<|im_end|>")
 PARTS = st.sampled_from([*SPECIALS, "<|im_", "|>", "x", "Hello", "ST", "OP", " é", "\n", "🔥"])
@@ -16,6 +17,8 @@ TEXTS = st.lists(st.one_of(PARTS, st.text(max_size=5)), max_size=12).map("".join
 
 
 @given(TEXTS)
+@example("\ufdd0")
+@example("\ufdd1<|im_end|>\ufdd0")
 def test_fragments_give_what_tokenising_the_whole_gives(text: str) -> None:
     vocab = TinyVocab(SPECIALS)
     ids = PromptTokenizer(vocab).encode(text)
@@ -23,7 +26,7 @@ def test_fragments_give_what_tokenising_the_whole_gives(text: str) -> None:
     assert vocab.text(ids) == text
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(TEXTS, st.booleans())
 def test_no_text_has_fewer_tokens_than_the_fewest(text: str, is_long: bool) -> None:
     tokenizer = PromptTokenizer(TinyVocab(SPECIALS))

@@ -11,6 +11,7 @@ from emberkeep.chat.traits import TAGGED_JSON, CallWriting
 from emberkeep.types import Message, Request, Tool, ToolChoice
 from helpers.answers import read_text
 from helpers.byte_vocab import TinyVocab
+from helpers.chance import seed, times
 from helpers.masked_walk import walk
 
 _FRAME = """
@@ -68,8 +69,8 @@ def test_required_calls_are_as_the_model_writes_them(calls: str, specials: tuple
     request = Request(prompt="", tools=tools, tool_choice=ToolChoice("required"))
     constraint = Grammars(vocab, template(calls).writing).constraint_for(request)
     assert constraint is not None
-    for seed in range(5):
-        ids = walk(vocab, constraint.matcher(), random.Random(seed).randrange(99))
+    for number in range(times(5)):
+        ids = walk(vocab, constraint.matcher(), random.Random(seed(number)).randrange(99))
         answer = read_text(vocab, [vocab.pieces[token].decode() for token in ids], tools=tools)
         assert answer.names
         assert all(name == "weather" and arguments["city"] in ("Bern", "Rome") for name, arguments in answer.calls)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from emberkeep.engine.hf.pool import BLOCK, BlockPool, BlockTable, Copy, KvMemory, LayerShape, StreamShape
+from helpers.chance import examples
 
 pytestmark = pytest.mark.slow
 
@@ -129,7 +129,7 @@ class Sharing(RuleBasedStateMachine):
         assert self.pool.free == BLOCKS
 
 
-Sharing.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+Sharing.TestCase.settings = examples(40, stateful_step_count=30)
 TestSharing = Sharing.TestCase
 
 

@@ -15,6 +15,7 @@ from emberkeep.engine.base import Engine, Outcome, Piece, Rows
 from emberkeep.engine.hf.side_stream import SideStream
 from emberkeep.engine.hf.transfer import HEAD
 from emberkeep.errors import EngineError
+from helpers.chance import seed, times
 from helpers.engines import TOKENS, broken_payloads, evaluate, exported
 
 pytestmark = pytest.mark.slow
@@ -48,15 +49,15 @@ def test_whatever_is_done_to_a_payload_it_is_refused_or_data(engine, bits):
     before = exported(engine, 0, 0, START)
     (payload,) = engine.export_kv(0, (START, END), bits).payloads()
     assert engine.import_kv(1, 0, START, [before], 0) is Outcome.DONE
-    random, size = np.random.default_rng(1), len(payload)
+    random, size = np.random.default_rng(seed(1)), len(payload)
     for broken in broken_payloads(payload):
         refuses(engine, broken)
-    for length in random.integers(size, size=30).tolist():
+    for length in random.integers(size, size=times(30)).tolist():
         refuses(engine, payload[:length])
     refuses(engine, memoryview(bytes(payload) + random.bytes(40)))
     refuses(engine, memoryview(random.bytes(size)))
     assert exported(engine, 1, 0, START) == before
-    for offset in {*range(40), *range(size - 20, size), *random.integers(size, size=20).tolist()}:
+    for offset in {*range(40), *range(size - 20, size), *random.integers(size, size=times(20)).tolist()}:
         with suppress(EngineError):
             engine.import_kv(1, START, END, [changed(payload, offset, int(random.integers(1, 256)))], START)
             engine.trim(1, START)

@@ -13,6 +13,7 @@ from emberkeep.engine.base import KvUnit, Outcome, Rows
 from emberkeep.engine.hf import HfEngine, HfWholeEngine
 from emberkeep.errors import EngineError
 from helpers import tiny_hf
+from helpers.chance import seed, times
 from helpers.engines import TOKENS, close, evaluate
 from helpers.scheduling import Rig
 
@@ -64,14 +65,18 @@ def test_whatever_is_done_to_a_snapshot_it_is_refused_or_data(open_hf, family):
     engine = open_hf(family, cells=256, sequences=2)
     evaluate(engine, 0, 0, 20)
     payload = bytes(engine.export_snapshot(0))
-    random, size = np.random.default_rng(1), len(payload)
-    broken = [payload[:length] for length in random.integers(size - 64, size=20).tolist()]
+    random, size = np.random.default_rng(seed(1)), len(payload)
+    broken = [payload[:length] for length in random.integers(size - 64, size=times(20)).tolist()]
     for data in (*broken, random.bytes(size), b"", payload[16:]):
         with pytest.raises(EngineError):
             engine.import_snapshot(1, 20, memoryview(data))
         engine.trim(1, 0)
     described = 16 + int.from_bytes(payload[8:12], "little")
-    for offset in (*range(16), *random.integers(16, described, 60), *random.integers(described, size, 8)):
+    for offset in (
+        *range(16),
+        *random.integers(16, described, times(60)),
+        *random.integers(described, size, times(8)),
+    ):
         data = bytearray(payload)
         data[offset] ^= int(random.integers(1, 256))
         with suppress(EngineError):

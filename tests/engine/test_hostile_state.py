@@ -13,6 +13,7 @@ from emberkeep.engine.base import Outcome
 from emberkeep.engine.llamacpp import LlamaEngine
 from emberkeep.engine.llamacpp.kv_state import cell_count
 from emberkeep.errors import EngineError
+from helpers.chance import seed, times
 from helpers.engines import KINDS, SNAPSHOT_KINDS, TOKENS, evaluate, exported
 
 pytestmark = pytest.mark.slow
@@ -113,15 +114,15 @@ def test_a_flipped_byte_in_the_skeleton_is_refused(engine):
 
 def test_bytes_at_random_are_refused_or_data(engine):
     """Nothing that can be done to a payload makes llama.cpp stop the process or read beyond it."""
-    random = np.random.default_rng(1)
+    random = np.random.default_rng(seed(1))
     for case in cases(engine):
         data = bytes(case.payload)
-        broken = [data[: random.integers(len(data))] for _ in range(40)]
-        broken += [data + random.bytes(random.integers(1, 200)) for _ in range(10)]
+        broken = [data[: random.integers(len(data))] for _ in range(times(40))]
+        broken += [data + random.bytes(random.integers(1, 200)) for _ in range(times(10))]
         broken += [random.bytes(len(data)), data[8:], data[:8] + data[16:], data[:8] + data]
         for piece in broken:
             case.refuses(memoryview(piece))
-        for offset in random.integers(len(data), size=60).tolist():
+        for offset in random.integers(len(data), size=times(60)).tolist():
             case.prepare()
             with suppress(EngineError):
                 case.bring_in(changed(case.payload, offset, int(random.integers(1, 256))))

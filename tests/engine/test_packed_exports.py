@@ -11,6 +11,7 @@ from emberkeep.engine.base import Engine, KvUnit, Outcome
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.engine.llamacpp import LlamaEngine
 from emberkeep.errors import EngineError
+from helpers.chance import seed, times
 from helpers.engines import KINDS, RANGE_KINDS, TOKENS, broken_payloads, evaluate, exported
 
 pytestmark = pytest.mark.slow
@@ -109,9 +110,9 @@ def test_flipped_bytes_in_a_packed_payload_are_refused_or_data(llama):
     """llama.cpp never gets to see a size, a position or a type that it did not write itself."""
     evaluate(llama, 0, 0, 20)
     payload = packed(llama, 0, 20, 8)
-    random = np.random.default_rng(1)
+    random = np.random.default_rng(seed(1))
     beside = range(max(len(payload) - 2000, 0), len(payload))
-    for offset in {*random.integers(len(payload), size=200).tolist(), *range(64), *beside}:
+    for offset in {*random.integers(len(payload), size=times(200)).tolist(), *range(64), *beside}:
         data = np.frombuffer(payload, np.uint8).copy()
         data[offset] ^= int(random.integers(1, 256))
         with suppress(EngineError):

@@ -6,12 +6,13 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from emberkeep.engine.packing import Group, Packed, Streams, is_packed, pack
 from emberkeep.errors import EngineError
+from helpers.chance import examples
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +59,7 @@ def rows_of(dtype: type, limit: float) -> st.SearchStrategy[np.ndarray]:
     is_key=KINDS,
     bits=st.sampled_from(BITS),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_no_value_is_further_away_than_half_a_step(rows, is_key, bits):
     group = group_of(rows, is_key)
     back = packed_and_back(group, bits)
@@ -68,7 +69,7 @@ def test_no_value_is_further_away_than_half_a_step(rows, is_key, bits):
 
 
 @given(value=st.floats(-65504, 65504, width=16), is_key=KINDS, bits=st.sampled_from(BITS))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_what_is_constant_is_exact(value, is_key, bits):
     rows = np.full((2, 5, 64), value, np.float16)
     assert np.array_equal(packed_and_back(group_of(rows, is_key), bits), rows)
@@ -77,7 +78,7 @@ def test_what_is_constant_is_exact(value, is_key, bits):
 @given(
     rows=hnp.arrays(np.float16, (2, 4, 8), elements=st.floats(width=16)), is_key=KINDS, bits=st.sampled_from(BITS)
 )
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_what_is_no_number_is_not_packed(rows, is_key, bits):
     if np.isfinite(rows).all():
         assert np.isfinite(packed_and_back(group_of(rows, is_key), bits)).all()

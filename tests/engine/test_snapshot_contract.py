@@ -12,6 +12,7 @@ import pytest
 from emberkeep.engine.base import Engine, KvUnit, Outcome, Rows
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
+from helpers.chance import seed, times
 from helpers.engines import SNAPSHOT_KINDS, TOKENS, broken_payloads, evaluate, exported, few_with_flash
 from helpers.engines import same as nearly_same
 
@@ -324,10 +325,10 @@ def test_an_import_without_room_says_so_and_stays_as_it_is(make):
 
 def test_conversations_that_come_and_go_are_answered_as_alone(make):
     """A long random history of evaluating, copying, saving, forgetting and restoring in few cells."""
-    engine, random = make(cells=1024), np.random.default_rng(5)
+    engine, random = make(cells=1024), np.random.default_rng(seed(5))
     known: dict[int, np.ndarray] = {}
     saves: list[tuple[np.ndarray, tuple[list[int], list[memoryview], memoryview]]] = []
-    for _ in range(60):
+    for _ in range(times(60)):
         slot = int(random.integers(4))
         tokens = known.get(slot, TOKENS[:0])
         move = random.choice(["go on", "go on", "save", "forget", "restore", "copy"])

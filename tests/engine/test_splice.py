@@ -14,6 +14,7 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings
 from emberkeep.errors import EngineError, StepFailed
 from helpers import tiny_gguf
+from helpers.chance import is_torture, seed, times
 from helpers.engines import NOISE, TOKENS, evaluate, exported, same
 
 INSERT = TOKENS[500:510]
@@ -229,10 +230,10 @@ def test_a_branch_of_a_spliced_sequence_is_spliced_alone(make_shallow):
 
 def test_sequences_that_come_and_go_are_what_their_tokens_give(make_shallow):
     """A long random history of evaluating, copying, splicing and forgetting in few cells."""
-    engine, random = make_shallow(cells=512), np.random.default_rng(7)
+    engine, random = make_shallow(cells=512), np.random.default_rng(seed(7))
     known: dict[int, np.ndarray] = {}
     spliced = refused = 0
-    for _ in range(120):
+    for _ in range(times(120)):
         slot = int(random.integers(4))
         tokens = known.get(slot, TOKENS[:0])
         move = random.choice(["go on", "go on", "go on", "copy", "copy", "splice", "splice", "forget"])
@@ -254,8 +255,7 @@ def test_sequences_that_come_and_go_are_what_their_tokens_give(make_shallow):
         elif move == "forget":
             engine.trim(slot, 0)
             known.pop(slot, None)
-    assert spliced > 15
-    assert refused
+    assert is_torture() or (spliced > 15 and refused)
     for slot, tokens in known.items():
         last = len(tokens) - 1
         engine.trim(slot, last)

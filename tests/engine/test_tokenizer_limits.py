@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from gguf import GGUFWriter, TokenType
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.engine.llamacpp.vocab import CALLER_CHARS, LlamaVocab, run_on_large_stack
 from emberkeep.engine.text_splitter import MAX_MATCH, MAX_SPECIALS
 from emberkeep.errors import EngineError, ModelBroken
+from helpers.chance import examples
 from helpers.long_texts import COMMON, SHAPES
 from helpers.tiny_vocab import OTHER_TOKENIZERS, PRE_TOKENIZERS, REFUSED, load, read
 
@@ -82,7 +83,7 @@ def test_no_long_text_ends_the_process(tmp_path: Path, names: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize("name", ["gpt2:tekken", "gpt2:gpt-2", "gpt2:bloom", "llama"])
-@settings(max_examples=20)
+@examples(20)
 @given(text=TEXTS, times=st.integers(1, 40))
 def test_an_ordinary_text_has_the_ids_of_one_call(vocab_of: Load, name: str, text: str, times: int) -> None:
     vocab = vocab_of(name)

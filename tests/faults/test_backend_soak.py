@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,12 @@ from emberkeep.config import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.kv.entries import Ghosts
 from emberkeep.types import Completed, Message, Request, Sampling, private_namespace
+from helpers.chance import times
 from helpers.fake_backend import fake_backend
 from helpers.growth import descriptors, sizes_below, threads
 from helpers.waiting import eventually
 
-USERS = int(os.environ.get("EMBERKEEP_TEST_REQUESTS", "160"))
+USERS = times(160)
 REMEMBERED = USERS // 8
 
 

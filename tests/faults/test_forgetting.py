@@ -17,11 +17,12 @@ from emberkeep.kv import chunkfile
 from emberkeep.kv.store import KvStore
 from emberkeep.types import Lineage
 from helpers.canaries import TOKENS, Canary, found_in
+from helpers.chance import seed, times
 from helpers.kv_building import chunk_files, chunks_of, load, new_store, reopened
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 
-HISTORIES = int(os.environ.get("EMBERKEEP_TEST_HISTORIES", "12"))
+HISTORIES = times(12)
 STEPS = 40
 ANN, BOB = Canary(0), Canary(1)
 
@@ -377,12 +378,12 @@ class History:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(HISTORIES))
+@pytest.mark.parametrize("number", range(HISTORIES))
 def test_whatever_happened_before_nothing_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     monkeypatch.setattr("emberkeep.kv.transfers._PAUSE_S", 0.01)
-    history = History(tmp_path, seed, monkeypatch)
+    history = History(tmp_path, seed(number), monkeypatch)
     for _ in range(STEPS):
         history.step()
     for user in history.users[:3]:

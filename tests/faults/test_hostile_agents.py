@@ -18,7 +18,8 @@ from emberkeep.backend.remote.service import Service
 from emberkeep.backend.remote.vendors import open_provider
 from emberkeep.backend.tool_loop import MOST_CALLS
 from emberkeep.chat.prompt import PromptBuilder, PromptTokenizer
-from emberkeep.chat.template import ChatTemplate, SeamedTemplate
+from emberkeep.chat.seams import SeamedTemplate
+from emberkeep.chat.template import ChatTemplate
 from emberkeep.cli.console import complain
 from emberkeep.config import Config, public_values
 from emberkeep.config.tables import parse_servers
@@ -91,7 +92,7 @@ def test_a_description_of_a_tool_cannot_either(engine: ScriptedEngine) -> None:
     )
     template = SeamedTemplate(ChatTemplate(source, bos="", eos=""), engine.vocab)
     evil = Tool("log", FORGED, {"type": "object", "properties": {"a": {"description": FORGED}}})
-    ids = PromptTokenizer(engine.vocab).encode(template.render(ASK.messages, [evil]))
+    ids = PromptTokenizer(engine.vocab).tokenize(template.render(ASK.messages, [evil])).ids
     assert ids.count(engine.vocab.specials["<|im_start|>"]) == 1
 
 
@@ -103,7 +104,7 @@ def test_what_is_stored_for_a_border_is_not_replayed_for_a_text_that_looks_like_
         is_stored = data[start:].startswith(written.encode())
         return (tuple(vocab.tokenize(written)), start + len(written)) if is_stored else ((), start)
 
-    ids = PromptTokenizer(vocab).encode(template.render([Message("user", written)]), replay=replay)
+    ids = PromptTokenizer(vocab).tokenize(template.render([Message("user", written)]), replay=replay).ids
     assert vocab.controls.isdisjoint(ids)
 
 

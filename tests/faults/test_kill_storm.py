@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -10,11 +9,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from helpers.chance import seed, times
 from helpers.fake_reference import said
 from helpers.stored_chats import cold, start
 from helpers.storm import Client, Tally, ask
 
-KILLS = int(os.environ.get("EMBERKEEP_TEST_KILLS", "10"))
+KILLS = times(10)
 CLIENTS = 4
 
 
@@ -49,8 +49,8 @@ def live_and_die(data_dir: Path, clients: list[Client], chance: random.Random, *
 @pytest.mark.slow
 @pytest.mark.timeout(300 + 30 * KILLS)
 def test_answers_stay_right_and_state_stays_useful_however_often_the_server_is_killed(tmp_path: Path) -> None:
-    chance, tally = random.Random(20), Tally()
-    clients = [Client(seed, tally) for seed in range(CLIENTS)]
+    chance, tally = random.Random(seed(20)), Tally()
+    clients = [Client(seed(number), tally) for number in range(CLIENTS)]
     damaged = sum(live_and_die(tmp_path, clients, chance, by_itself=life % 2 == 1) for life in range(KILLS))
     conversations = [conversation for client in clients for conversation in client.conversations]
     questions = [[*conversation, said("user", "And now?")] for conversation in conversations]

@@ -14,6 +14,7 @@ import pytest
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
 from emberkeep.types import Message, Note, NoteKind
+from helpers.chance import seed, times
 from helpers.remembering import PLENTY, turn
 
 pytestmark = pytest.mark.slow
@@ -141,9 +142,9 @@ def use_everything(memory: Memory) -> None:
 def test_a_damaged_file_is_called_damaged_and_nothing_else_happens(tmp_path: Path) -> None:
     path = tmp_path / "memory.sqlite"
     filled(path).close()
-    good, chance = path.read_bytes(), random.Random(3)
+    good, chance = path.read_bytes(), random.Random(seed(3))
     failures = 0
-    for _ in range(30):
+    for _ in range(times(30)):
         bad, at = bytearray(good), chance.randrange(100, len(good) - 4096)
         bad[at : at + 2000] = chance.randbytes(2000)
         path.write_bytes(bad)
@@ -158,7 +159,7 @@ def test_a_damaged_file_is_called_damaged_and_nothing_else_happens(tmp_path: Pat
             assert str(path) in str(failed)
         for suffix in ("-wal", "-shm"):
             path.with_name(path.name + suffix).unlink(missing_ok=True)
-    assert failures > 10
+    assert failures > times(10)
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 4096, 20_000])

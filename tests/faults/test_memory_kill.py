@@ -13,8 +13,9 @@ import apsw
 import pytest
 
 from emberkeep.memory.memory import Memory
+from helpers.chance import seed, times
 
-KILLS = int(os.environ.get("EMBERKEEP_KILLS", "40"))
+KILLS = times(40)
 SCRIPT = Path(__file__).with_name("remember_forever.py")
 
 
@@ -60,9 +61,9 @@ def check(path: Path, last: dict[str, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(times(3600))
 def test_every_acknowledged_turn_is_there_once_however_often_the_writers_are_killed(tmp_path: Path) -> None:
-    chance = random.Random(7)
+    chance = random.Random(seed(7))
     kills = 0
     while kills < KILLS:
         path = tmp_path / f"memory-{kills // 50}.sqlite"

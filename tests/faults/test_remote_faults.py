@@ -14,6 +14,7 @@ from time import sleep
 import pytest
 
 from helpers import serve_fake
+from helpers.chance import seed
 from helpers.faulty_proxy import FAULTS, FaultyProxy, faulty_proxy
 from helpers.server_process import ServerProcess
 from helpers.storm import Client, Tally
@@ -66,8 +67,8 @@ def test_whatever_becomes_of_the_shared_server_answers_are_right(tmp_path: Path)
         def remote(name: str) -> list[object]:
             return [server.stats()["store"]["remote"][name] for server in servers]
 
-        def talk(seed: int) -> None:
-            client, chance = Client(seed, tally), random.Random(seed)
+        def talk(number: int) -> None:
+            client, chance = Client(seed(number), tally), random.Random(seed(number))
             while not is_over.is_set():
                 client.one_turn(chance.choice(servers), lambda: None)
 
@@ -79,7 +80,7 @@ def test_whatever_becomes_of_the_shared_server_answers_are_right(tmp_path: Path)
             return tally.answers >= before + ANSWERS or any(each.done() for each in talking)
 
         with ThreadPoolExecutor(CLIENTS) as threads:
-            talking = [threads.submit(talk, seed) for seed in range(CLIENTS)]
+            talking = [threads.submit(talk, number) for number in range(CLIENTS)]
             try:
                 for begin, end in faults(valkey, proxy):
                     assert eventually(is_all_well)

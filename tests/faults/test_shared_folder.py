@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.chance import seed, times
 from helpers.server_process import ServerProcess
 from helpers.stored_chats import ask, cold, is_all_reused, start
 from helpers.storm import Client, Tally
@@ -48,10 +49,13 @@ def talk(client: Client, servers: list[ServerProcess], turns: int, seed: int) ->
 @pytest.mark.slow
 def test_conversations_may_hop_between_servers(tmp_path: Path) -> None:
     tally = Tally()
-    clients = [Client(seed, tally) for seed in range(4)]
+    clients = [Client(seed(number), tally) for number in range(4)]
     with start(tmp_path, "--ram-budget", "65536") as first, start(tmp_path, "--ram-budget", "65536") as second:
         with ThreadPoolExecutor(len(clients)) as pool:
-            talks = [pool.submit(talk, client, [first, second], 12, seed) for seed, client in enumerate(clients)]
+            talks = [
+                pool.submit(talk, client, [first, second], times(12), seed(number))
+                for number, client in enumerate(clients)
+            ]
             for done in talks:
                 done.result()
         assert cold(first)["damaged_chunks"] == cold(second)["damaged_chunks"] == 0

@@ -15,12 +15,13 @@ from emberkeep.kv import index
 from emberkeep.kv.entries import Ghosts
 from emberkeep.kv.store import KvStore
 from emberkeep.types import EXACT, EntryKind, Label, Lineage, private_namespace
+from helpers.chance import times
 from helpers.growth import descriptors, sizes_below, threads
 from helpers.kv_building import PIECES, check_ledger, new_store
 
 pytestmark = pytest.mark.slow
 
-USERS = int(os.environ.get("EMBERKEEP_TEST_USERS", "240"))
+USERS = times(240)
 REMEMBERED = min(200, USERS // 4)
 """Instead of tens of thousands: of what is remembered by number and not by bytes."""
 TOKENS = 40

@@ -12,6 +12,7 @@ import numpy as np
 
 from emberkeep.chat.messages import CacheKeys
 from emberkeep.chat.prompt import Prompt, Stable, TokenizedText
+from emberkeep.chat.seams import SeamedText
 from emberkeep.engine.base import Engine, Rows
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError
@@ -237,7 +238,7 @@ def prompt_of(
     ids = np.fromiter(tokens, np.int32)
     return Prompt(
         messages=(),
-        text="",
+        written=SeamedText(""),
         tokenized=TokenizedText(ids.tolist(), [], is_given=given),
         tokens=ids,
         lineage=lineage or lineage_of(namespace),

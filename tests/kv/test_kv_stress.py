@@ -6,17 +6,18 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.kv.store import KvStore
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import EXACT
+from helpers.chance import examples, seed, times
 from helpers.kv_building import CHUNK_TOKENS, check_ledger, chunks_of, exported, load, new_store, right_bytes
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 
-ROUNDS = 30
+ROUNDS = times(30)
 
 
 def conversation(number: int, length: int) -> TokenArray:
@@ -44,7 +45,7 @@ def keep(store: KvStore, number: int, length: int) -> None:
 
 
 def use(store: KvStore, worker: int) -> None:
-    random = np.random.default_rng(worker)
+    random = np.random.default_rng(seed(worker))
     for _ in range(ROUNDS):
         number, length = int(random.integers(6)), int(random.integers(1, 600))
         if worker % 2:
@@ -103,7 +104,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(actions, st.integers(1, 8), st.sampled_from([12_000, 1 << 30]))
 def test_any_history_leaves_a_right_ledger_and_right_payloads(tmp_path_factory, history, warm_chunks, cold_budget):
     folder, warm = tmp_path_factory.mktemp("kv"), warm_chunks * CHUNK_TOKENS * CELL

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, RadixTree, Segment, chunk_key, descend, new_root, path_to
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types import EXACT, SHARED, Lineage
+from helpers.chance import examples
 from helpers.kv_building import ids
 
 TOKEN = st.integers(1, 3)
@@ -37,7 +38,7 @@ def trees(draw):
     return places
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(trees(), st.lists(TOKEN, max_size=14))
 def test_descend_finds_the_longest_prefix_of_the_prompt(places, tokens):
     found = descend(places[0], ids(*tokens))
@@ -46,7 +47,7 @@ def test_descend_finds_the_longest_prefix_of_the_prompt(places, tokens):
     assert tokens_before(found) == tokens[: found.position]
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(trees(), st.lists(TOKEN, max_size=8), st.data())
 def test_descend_from_a_place_in_the_tree_stays_below_it(places, rest, data):
     begin = data.draw(st.sampled_from(places))
@@ -56,7 +57,7 @@ def test_descend_from_a_place_in_the_tree_stays_below_it(places, rest, data):
     assert tokens_before(found) == tokens[: found.position]
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(trees())
 def test_the_path_to_a_place_has_no_gaps(places):
     for place in places:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from time import perf_counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.kv import runs
@@ -18,6 +18,7 @@ from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import Chunk, Cursor, RadixTree, new_chunk, new_root
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import EXACT, SHARED, CacheTree, EntryKind, Label, Lineage, private_namespace
+from helpers.chance import examples
 from helpers.kv_building import FINGERPRINT, PLENTY, chunks_of, ids, new_store, prompt, put
 
 ALICE = private_namespace("alice")
@@ -193,7 +194,7 @@ def runs_token_by_token(chunks: Iterable[Chunk]) -> Counter[tuple[int, int]]:
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@examples(100)
 @given(forests())
 def test_runs_are_those_found_token_by_token_and_every_limit_keeps_the_sums(forest) -> None:
     chunks, limit = forest

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.kv import corpus as corpus_module
@@ -18,6 +18,7 @@ from emberkeep.kv.store import KvStore
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import SHARED, EntryKind, Label, Lineage, Ttl, private_namespace
 from helpers.canaries import TOKENS, Canary
+from helpers.chance import examples
 from helpers.kv_building import CHUNK_BYTES, LONG, chunks_of, load, new_store, prompt, put, reopened
 from helpers.waiting import eventually
 
@@ -88,7 +89,7 @@ def test_every_branch_is_drafted_after_what_it_grows_from(store):
         assert draft(corpus, ALICE, tokens[at - 20 : at + 2]) == tokens[at + 2 : at + 10].tolist()
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 300)), min_size=1, max_size=6))
 def test_whatever_is_stored_is_found(growths):
     store = new_store(None)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from emberkeep.memory.memory import Memory
 from emberkeep.types import Message, Note, NoteKind
+from helpers.chance import examples
 from helpers.remembering import PLENTY, turn
 
 OWNERS = st.sampled_from(["", '["anna", ""]'])
@@ -88,4 +88,4 @@ class TwoOwners(RuleBasedStateMachine):
 
 
 TestTwoOwners = TwoOwners.TestCase
-TestTwoOwners.settings = settings(max_examples=15, stateful_step_count=15, deadline=None)
+TestTwoOwners.settings = examples(15, stateful_step_count=15)

@@ -34,6 +34,7 @@ PARTS = [
     ("password: hunter2!", "password: [secret]"),
     ("my password is Tr0ub4dor&3", "my password is [secret]"),
     ('{"client_secret": "zz-yy-xx"}', '{"client_secret": "[secret]"}'),
+    ('password = "[secret]-hunter2"', 'password = "[secret]"'),
     ("postgres://joe:pw@host/db", "postgres://joe:[secret]@host/db"),
 ]
 HARMLESS = [

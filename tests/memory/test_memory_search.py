@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from emberkeep.memory.memory import Memory
 from emberkeep.text import encodable
 from emberkeep.types import MemoryKind, Recollection, ToolUse
+from helpers.chance import examples
 from helpers.remembering import turn
 
 
@@ -128,14 +129,14 @@ def test_the_syntax_of_the_index_is_nothing_special(memory: Memory, query: str) 
 
 
 @given(st.text())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(100, HealthCheck.function_scoped_fixture)
 def test_any_text_is_a_question(memory: Memory, query: str) -> None:
     memory.archive("", [turn("something")])
     assert all(0 <= one.score <= 1 for one in memory.search("", query))
 
 
 @given(st.text())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(100, HealthCheck.function_scoped_fixture)
 def test_a_turn_is_found_by_its_own_text(memory: Memory, text: str) -> None:
     said = turn(f"{text} quokka")
     memory.archive("", [said])

@@ -8,6 +8,7 @@ import pytest
 from emberkeep.errors import ModelBroken
 from emberkeep.models.charsmap import check_charsmap
 from emberkeep.models.gguf import CHARSMAP, GgufHeader, Value
+from helpers.chance import seed, times
 from helpers.tiny_bert import charsmap
 
 SIZE = 512
@@ -72,8 +73,8 @@ def test_walks_in_a_circle_end() -> None:
 
 
 def test_random_tables_that_pass_keep_every_walk_inside() -> None:
-    random = np.random.default_rng(0)
-    for _ in range(300):
+    random = np.random.default_rng(seed(0))
+    for _ in range(times(300)):
         nodes = random.integers(0, 1 << 20, SIZE).astype("<u4")
         nodes[0] = int(random.integers(0, 600)) << 10
         data = (4 * SIZE).to_bytes(4, "little") + nodes.tobytes() + bytes(4)

@@ -10,6 +10,7 @@ from gguf import GGUFReader, GGUFWriter
 from emberkeep.errors import ModelBroken, ModelNotFound
 from emberkeep.models import gguf
 from emberkeep.models.gguf import SkippedArray, read_header
+from helpers.chance import seed, times
 from helpers.gguf_builders import LAYERS, VOCAB, tiny_llama, write_mutated
 
 
@@ -138,9 +139,9 @@ def test_a_header_made_of_endless_strings_ends_at_the_cap(tmp_path: Path, monkey
 def test_flipped_bytes_give_a_header_or_a_refusal(model: Path) -> None:
     header = read_header(model)
     data = model.read_bytes()[: header.data_offset]
-    chance = random.Random(7)
+    chance = random.Random(seed(7))
     outcomes = {"read": 0, "refused": 0}
-    for _ in range(500):
+    for _ in range(times(500)):
         mutated = bytearray(data)
         for _ in range(chance.randint(1, 4)):
             mutated[chance.randrange(len(data))] = chance.randrange(256)
@@ -150,4 +151,4 @@ def test_flipped_bytes_give_a_header_or_a_refusal(model: Path) -> None:
             outcomes["read"] += 1
         except ModelBroken:
             outcomes["refused"] += 1
-    assert min(outcomes.values()) > 50
+    assert min(outcomes.values()) > times(50)

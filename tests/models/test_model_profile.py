@@ -11,6 +11,7 @@ from gguf import GGUFWriter
 from emberkeep.errors import ModelBroken
 from emberkeep.models.gguf import read_header
 from emberkeep.models.profile import ModelKind, ModelProfile, profile
+from helpers.chance import seed, times
 from helpers.gguf_builders import (
     HEADS,
     KV_BYTES_PER_TOKEN,
@@ -142,9 +143,9 @@ def test_flipped_bytes_give_a_profile_or_a_refusal(tmp_path: Path) -> None:
     path = tiny_llama(tmp_path / "m.gguf")
     header = read_header(path)
     data = path.read_bytes()[: header.data_offset]
-    chance = random.Random(11)
+    chance = random.Random(seed(11))
     refused = 0
-    for _ in range(250):
+    for _ in range(times(250)):
         mutated = bytearray(data)
         mutated[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
         write_mutated(path, mutated, header.file_size)
@@ -152,7 +153,7 @@ def test_flipped_bytes_give_a_profile_or_a_refusal(tmp_path: Path) -> None:
             assert profile(read_header(path)).layers <= 4096
         except ModelBroken:
             refused += 1
-    assert refused > 20
+    assert refused > times(20)
 
 
 @pytest.mark.parametrize(("given", "expected"), [({"rope.scaling.original_context_length": 128}, 128), ({}, 512)])

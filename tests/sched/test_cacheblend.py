@@ -7,13 +7,14 @@ from itertools import chain, permutations
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from emberkeep.engine.base import Blended, KvUnit, Outcome
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.types import EXACT, Approximation, Lineage, MissReason, Repair
+from helpers.chance import examples
 from helpers.kv_building import check_ledger, chunk_files, chunks_of
 from helpers.scheduling import CLOSING, Gate, Recorder, Rig, no_pins, reference, text
 
@@ -374,7 +375,7 @@ actions = st.lists(
 QUOTES = [*permutations((A[:100], B[:90], C[20:120]), 3)]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(15, HealthCheck.function_scoped_fixture)
 @given(actions, st.sampled_from([900, 1 << 15]), st.sampled_from([3_000, 1 << 30]), st.integers(1, 4))
 def test_exact_answers_are_exact_whatever_approximate_requests_do(
     quick_disk, tmp_path_factory, history, cells, warm, parallel

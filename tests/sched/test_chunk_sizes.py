@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.config import Config, load_config
@@ -12,6 +12,7 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import ConfigError
 from emberkeep.runtime.parts import open_store
 from emberkeep.types import Lineage
+from helpers.chance import examples
 from helpers.kv_building import check_ledger, chunks_of
 from helpers.scheduling import CLOSING, Rig, reference, text
 
@@ -54,7 +55,7 @@ def test_a_store_is_found_with_every_other_size(tmp_path, before, now, unit):
         check_ledger(rig.store)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     runs=st.lists(
         st.tuples(st.sampled_from(SIZES), st.integers(0, 3), st.integers(1, 900), st.booleans()),

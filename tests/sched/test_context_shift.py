@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.chat.prompt import Splice
@@ -16,6 +16,7 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
 from emberkeep.sched.sequence import EndReason
 from emberkeep.types import Lineage, Sampling
+from helpers.chance import examples
 from helpers.kv_building import check_ledger, chunk_files
 from helpers.scheduling import CLOSING, Recorder, Rig, no_pins, prompt_of, reference, text
 
@@ -281,7 +282,7 @@ def test_the_engine_says_that_there_is_no_room(monkeypatch):
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(40)
 def test_exact_answers_never_change_whatever_was_spliced(data):
     """Any order of spliced and exact sequences over a few prompts: exact requests get the reference."""
     with Rig() as rig:

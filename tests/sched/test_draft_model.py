@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.chat.prompt import Splice
@@ -17,6 +17,7 @@ from emberkeep.sched.draft_model import SliceTimes
 from emberkeep.sched.model_drafts import ModelDrafts, _Plan
 from emberkeep.sched.sampling import Sampler
 from emberkeep.types import EntryKind, Label, Lineage, Sampling, private_namespace
+from helpers.chance import examples
 from helpers.drafting import SmallEngine, ToldCorpus, knows
 from helpers.engines import RecordingEngine
 from helpers.faulty_crowd import ERRORS, Faults, methods
@@ -78,7 +79,7 @@ def test_the_text_is_that_of_plain_decoding(weights, name):
     st.floats(0, 0.5),
     st.integers(0, 1 << 31),
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(25)
 def test_no_prompt_or_setting_gives_another_text(prompt, weights, temperature, top_k, top_p, min_p, seed):
     sampling = Sampling(temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     spoken = answer_of(prompt, SmallEngine(weights=weights), max_new=24, sampling=sampling)

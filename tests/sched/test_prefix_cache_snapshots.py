@@ -6,13 +6,14 @@ from pathlib import Path
 from threading import Event
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import StepFailed
 from emberkeep.types import MissReason
+from helpers.chance import examples
 from helpers.kv_building import check_ledger, chunk_files
 from helpers.scheduling import CLOSING, Recorder, Rig, reference, text
 
@@ -126,7 +127,7 @@ def test_a_stop_string_gives_the_state_up_and_nothing_wrong_is_kept(rig, unit):
     assert rig.run(turn).answer == fresh(unit, turn)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     unit=st.sampled_from(UNITS),
     turns=st.lists(

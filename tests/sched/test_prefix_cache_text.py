@@ -6,6 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.chat.prompt import PromptTokenizer
+from emberkeep.chat.seams import SeamedTemplate, SeamedText
+from emberkeep.chat.template import ChatTemplate
 from emberkeep.engine.fake import FakeVocab
 from emberkeep.kv.tree import Made
 from emberkeep.sched.prefix_cache import RecentAnswers, StoredText
@@ -15,6 +17,7 @@ from helpers.kv_building import exported, new_store, prompt, put
 VOCAB = FakeVocab()
 QUESTION = prompt(140)
 ANSWER = [ord(c) for c in "then"]  # the tokenizer would say "th" "en"
+QUOTING = SeamedTemplate(ChatTemplate.default(), VOCAB)
 
 
 def replayed(look, before, text):
@@ -80,6 +83,30 @@ def test_an_answer_is_replayed_before_the_store_has_it(store):
     assert replayed(StoredText(store, recent, VOCAB, Lineage("alice")), asked.tolist(), "then") == ()
 
 
+def test_a_special_token_that_was_sampled_is_not_replayed_for_a_text_that_looks_like_it(store):
+    recent, end = RecentAnswers(2), VOCAB.specials["<|im_end|>"]
+    sampled = [*ANSWER, end, *ANSWER]
+    recent.add(Lineage("alice"), np.array([*QUESTION, *sampled], np.int32), (140, 140 + len(sampled)))
+
+    def ids_of(written):
+        look = StoredText(store, recent, VOCAB, Lineage("alice"))
+        return PromptTokenizer(VOCAB).tokenize(written, replay=look.replay, before=QUESTION.tolist()).ids[140:]
+
+    assert ids_of(SeamedText("then<|im_end|>then")) == sampled
+    assert ids_of(QUOTING.quote("then<|im_end|>then")) == VOCAB.tokenize("then<|im_end|>then", parse_special=False)
+
+
+@pytest.mark.parametrize("odd", ["\ufdd0", "\ufdd1", "\uffff", "\x00"])
+def test_an_answer_is_found_again_whatever_characters_it_has(store, odd):
+    answer = [*f"{odd}then{odd}".encode()]
+    asked = prompt(60, seed=11)
+    whole = np.array([*asked, *answer], np.int32)
+    put(store, whole, namespace="alice", sampled=((60, len(whole)),))
+    look = StoredText(store, RecentAnswers(2), VOCAB, Lineage("alice"))
+    ids = PromptTokenizer(VOCAB).encode(f"{odd}then{odd}", replay=look.replay, before=asked.tolist())
+    assert ids == whole.tolist()
+
+
 class UnsplitVocab(FakeVocab):
     """Special tokens are not borders: a text is tokenised as a whole."""
 
@@ -97,7 +124,7 @@ def keep(store, tokens, size, made):
 
 
 parts = st.lists(st.one_of(st.sampled_from(sorted(VOCAB.specials)), st.text("then ar", max_size=9)), max_size=6)
-prompts = st.lists(st.tuples(parts.map("".join), st.booleans()), min_size=1, max_size=8)
+prompts = st.lists(st.tuples(parts.map("".join), st.booleans(), st.booleans()), min_size=1, max_size=8)
 
 
 @given(prompts, st.integers(1, 9), st.sampled_from([FakeVocab, UnsplitVocab]))
@@ -105,9 +132,10 @@ def test_with_or_without_a_store_a_text_has_the_same_ids(prompts, size, kind):
     """Whatever texts and ids came before, while nothing was sampled."""
     store, vocab = new_store(None), kind()
     tokenizer = PromptTokenizer(vocab)
-    for text, as_ids in prompts:
+    for text, is_quoted, as_ids in prompts:
+        written = QUOTING.quote(text) if is_quoted else SeamedText(text)
         look = StoredText(store, RecentAnswers(4), vocab, EXACT)
-        ids = PromptTokenizer(vocab).encode(text)
-        assert tokenizer.encode(text, replay=look.replay) == ids
+        ids = PromptTokenizer(vocab).tokenize(written).ids
+        assert tokenizer.tokenize(written, replay=look.replay).ids == ids
         sent = [*text.encode()] if as_ids else ids
         keep(store, np.array(sent, np.int32), size, Made.GIVEN if as_ids else Made.UNKNOWN)

@@ -15,6 +15,7 @@ from emberkeep.sched.dry import find_breakers
 from emberkeep.sched.sampler_chain import Chain
 from emberkeep.sched.sampling import Sampler
 from emberkeep.types import DEFAULT_SAMPLERS, Sampling
+from helpers.chance import seed, times
 
 OFF = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0, seed=1)
 PROBABILITIES = [0.4, 0.25, 0.15, 0.1, 0.06, 0.04]
@@ -213,9 +214,9 @@ def naive_dry(tokens: list[int], settings: Sampling, ends: set[int]) -> dict[int
     }
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_dry_penalises_what_goes_on_with_a_repetition(seed: int) -> None:
-    random = np.random.default_rng(seed)
+@pytest.mark.parametrize("number", range(times(60)))
+def test_dry_penalises_what_goes_on_with_a_repetition(number: int) -> None:
+    random = np.random.default_rng(seed(number))
     tokens = random.integers(0, 5, random.integers(1, 60)).tolist()
     settings = replace(
         OFF,

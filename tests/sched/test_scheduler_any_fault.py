@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.sequence import Output
 from emberkeep.sched.slots import Affinity, Planner
 from emberkeep.types import Sampling
+from helpers.chance import times
 from helpers.faulty_crowd import (
     ERRORS,
     SHARED,
@@ -38,7 +38,7 @@ from helpers.scheduling import Rig
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 
-CALLS = range(1, 1 + int(os.environ.get("EMBERKEEP_TEST_FAULTS", "2")))
+CALLS = range(1, 1 + times(2))
 UNITS = [KvUnit.RANGE, KvUnit.BOTH]
 PARTS: dict[type, Callable[[Rig], object]] = {
     Engine: lambda rig: rig.engine,

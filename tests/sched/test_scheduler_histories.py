@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.engine.fake import FakeEngine
+from helpers.chance import examples
 from helpers.kv_building import check_ledger
 from helpers.late_exports import LateEngine
 from helpers.scheduling import CLOSING, Recorder, Rig, reference, text
@@ -39,7 +40,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     actions,
     st.sampled_from([FakeEngine, LateEngine]),

@@ -10,6 +10,7 @@ import pytest
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine, FakeTiers
 from emberkeep.types import AttentionTier, MissReason
+from helpers.chance import seed, times
 from helpers.scheduling import PATIENCE, PROMPT, Gate, Rig, reference, text
 
 FLASH, PLAIN = FakeTiers.available
@@ -89,11 +90,11 @@ def test_an_answer_under_way_is_finished_by_the_tier_that_began_it(tmp_path: Pat
 @pytest.mark.parametrize("kv_unit", list(KvUnit))
 def test_whatever_is_switched_when_every_answer_is_that_of_its_tier_alone(tmp_path: Path, kv_unit: KvUnit) -> None:
     """Also by a process that finds what this one has stored."""
-    draw = random.Random(14)
+    draw = random.Random(seed(14))
     conversations = [text(200, seed=seed) for seed in range(3)]
     for opened in (FLASH, PLAIN, FLASH):
         with Rig(tmp_path, engine_of(opened, kv_unit)) as rig:
-            for _ in range(12):
+            for _ in range(times(12)):
                 if draw.random() < 0.4:
                     switch(rig, draw.choice((FLASH, PLAIN)))
                 chosen = draw.choice(conversations)

@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.chat.grammar import Grammars
@@ -15,6 +15,7 @@ from emberkeep.engine.base import KvUnit, Logits
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.sched.sampling import Sampler
 from emberkeep.types import JsonFormat, Request, Sampling
+from helpers.chance import examples
 from helpers.drafting import ToldCorpus, knows, wrong_at
 from helpers.engines import RecordingEngine
 from helpers.scheduling import CLOSING, GREEDY, Recorder, Rig
@@ -329,7 +330,7 @@ def test_what_a_schema_forces_is_taken_without_steps_of_its_own(constraint):
     assert stats.sources["grammar"].accepted_tokens > len(written) / 3
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(data=st.data(), kind=st.sampled_from(["what was just said", "always the same", "nothing"]))
 def test_with_grammar_penalties_and_stop_text_is_that_of_plain_decoding(constraint, data, kind):
     sampling = Sampling(

@@ -19,6 +19,7 @@ from emberkeep.config import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.server.app import create_app
 from emberkeep.types import Json
+from helpers.chance import is_torture, seed, times
 from helpers.fake_backend import fake_backend
 
 pytestmark = pytest.mark.slow
@@ -34,10 +35,10 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starlette]:
 
 
 def findings(app: Starlette) -> list[str]:
-    """What is wrong with any operation; the same cases in every run."""
+    """What is wrong with any operation; the same cases in every `make test`."""
     settings: dict[str, Json] = {
-        "seed": 1,
-        "generation": {"deterministic": True, "max-examples": 40, "database": "none"},
+        "seed": seed(1),
+        "generation": {"deterministic": not is_torture(), "max-examples": times(40), "database": "none"},
         "request-timeout": 60,
         "checks": {
             "positive_data_acceptance": {"enabled": False},  # see `refusals`
@@ -138,7 +139,7 @@ def operations(app: Starlette) -> set[str | None]:
     return {f"{method.upper()} {path}" for path, methods in paths for method in methods}
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(times(1800))
 def test_nothing_makes_the_server_fail_or_answer_off_the_document(app: Starlette) -> None:
     """Random requests, and every border of every field; those that agree with the document are not refused."""
     found = findings(app)

@@ -1,14 +1,10 @@
-"""Thousands of clients, each with a connection, a user and a conversation of its own, leave nothing behind.
-
-EMBERKEEP_SOAK_CLIENTS says how many.
-"""
+"""Thousands of clients, each with a connection, a user and a conversation of its own, leave nothing behind."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import json
-import os
 import random
 import socket
 import threading
@@ -24,12 +20,13 @@ import pytest
 
 from emberkeep.config import Config
 from emberkeep.server.limits import Limits
+from helpers.chance import seed, times
 from helpers.scripted_server import WAIT_S, Running, ScriptedBackend, running
 from helpers.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
-CLIENTS = int(os.environ.get("EMBERKEEP_SOAK_CLIENTS", "2000"))
+CLIENTS = times(2000)
 AT_ONCE = 16
 LIMITS = Limits(connections=64, head_s=0.5, body_s=0.5, stalled_s=0.5, linger_s=0.2)
 
@@ -97,7 +94,7 @@ def and_leaves(connection: socket.socket, number: int) -> None:
 
 def half_of_it(connection: socket.socket, number: int) -> None:
     whole = asked(number)
-    connection.sendall(whole[: random.Random(number).randrange(1, len(whole))])
+    connection.sendall(whole[: random.Random(seed(number)).randrange(1, len(whole))])
 
 
 def on_a_path_of_its_own(connection: socket.socket, number: int) -> None:

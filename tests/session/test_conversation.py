@@ -8,12 +8,13 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.chat.prompt import Prompt, PromptBuilder
 from emberkeep.errors import ContextExceeded
 from emberkeep.types import Message, ToolCall, private_namespace
+from helpers.chance import examples
 from helpers.conversing import CONTEXT, SYSTEM, Answer, Client, Harbour, ScriptedEngine, line
 
 
@@ -292,7 +293,7 @@ _serial = iter(range(1 << 30))
 
 
 @given(talks, st.booleans(), st.booleans())
-@settings(max_examples=8)
+@examples(8)
 def test_any_conversation_goes_on_and_nothing_is_lost(shared_harbour, turns, is_exact, is_named):
     harbour, number = shared_harbour, next(_serial)
     owner = f"user-{number}"

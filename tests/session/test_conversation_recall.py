@@ -57,10 +57,10 @@ def test_it_stays_within_its_tokens(harbour):
 
 
 def test_of_a_turn_that_is_too_long_the_passage_comes_back(harbour):
-    long = "oak " * 40 + "My boat is called Zephyr. " + "elm " * 40
+    long = "oak " * 40 + "My **boat** is called Zephyr, 2**10. " + "elm " * 40
     client = told_a_secret(harbour, long)
     answer = client.say("What is my boat called?")
-    assert "Zephyr" in question(answer)
+    assert "My **boat** is called Zephyr, 2**10." in question(answer)
     assert long not in answer.prompt
 
 

@@ -117,6 +117,12 @@ def test_frozen_values_of_lines_that_look_alike_are_not_mixed_up():
     assert systems(hygiene.apply(chat("- commit 3\n- commit 4"))) == ["- commit 1\n- commit 2"]
 
 
+def test_a_character_of_the_client_is_no_frozen_value():
+    hygiene = own(r"\d+", "freeze")
+    hygiene.apply(chat("- \0 of 2"))
+    assert systems(hygiene.apply(chat("- 3 of 4"))) == ["- 3 of 4"]
+
+
 def test_asking_what_would_happen_freezes_nothing():
     hygiene = own(r"run \d+", "freeze")
     hygiene.apply(chat("This is run 6."), learn=False)

@@ -7,12 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.tools.function import tools_of
 from emberkeep.tools.json_tools import JsonTools
 from emberkeep.types import Json
+from helpers.chance import examples
 from helpers.tool_calls import box_of, called, refused, told
 
 pytestmark = pytest.mark.slow
@@ -57,7 +58,7 @@ def test_what_cannot_be_read_says_where_and_why(text: str, reason: str) -> None:
     assert reason in failed("json_parse", text=text)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.text() | st.recursive(st.none() | st.floats(), st.lists).map(json.dumps))
 def test_reading_anything_is_an_outcome(text: str) -> None:
     assert asyncio.run(called(box_of(*TOOLS), "json_pretty", text=text)).text

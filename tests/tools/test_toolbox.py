@@ -15,7 +15,7 @@ from typing import Any
 
 import anyio
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -25,6 +25,7 @@ from emberkeep.tools.function import Answered, ToolFunction
 from emberkeep.tools.runner import MOST_LEFT
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
 from emberkeep.types import Caller, ToolCall, ToolOutcome
+from helpers.chance import examples
 from helpers.tool_calls import box_of, called, refused, told, written
 
 
@@ -201,7 +202,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     st.sampled_from(["MOOR", "more_output", "other"]),
     st.one_of(JSON, st.fixed_dictionaries({}, optional={"ship": JSON, "place": JSON, "page": JSON})).map(

@@ -251,7 +251,7 @@ class _Chunks:
 
     def around(self, choice: dict[str, Json]) -> tuple[bytes, bytes]:
         """Everything before and after the text in the chunk of `choice`, whose text is a marker."""
-        before, after = self.chunk([choice]).split(_MARKER)
+        before, _, after = self.chunk([choice]).rpartition(_MARKER)  # a model's name, before it, may be any text
         return before, after
 
     def progress(self, choice: Json, event: Progress) -> bytes:

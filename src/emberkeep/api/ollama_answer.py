@@ -107,7 +107,7 @@ class OllamaFrames:
         self._open_call: int | None = None
         """The call whose arguments are being written: Ollama's clients get them all at once."""
         text = {**envelope.head(), "created_at": "\0", **envelope.said("\0"), "done": False}
-        self._around = _line(text).split(_MARKER)
+        self._around = _line(text).rsplit(_MARKER, 2)  # the model's name, before them, is the client's word
 
     def frame(self, event: Event) -> bytes:
         if type(event) is TextDelta and self._open_call is None:

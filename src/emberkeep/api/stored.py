@@ -152,5 +152,5 @@ def found_json(found: Sequence[Recollection]) -> dict[str, Json]:
 
 def _recollection_json(found: Recollection) -> dict[str, Json]:
     """Without the key, which means something only here."""
-    told = {name: value for name, value in asdict(found).items() if name != "key"}
-    return {**told, "conversation": found.conversation or None}
+    told = {name: value for name, value in asdict(found).items() if name not in ("key", "passage", "matches")}
+    return {**told, "conversation": found.conversation or None, "highlight": found.highlight}

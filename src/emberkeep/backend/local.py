@@ -343,7 +343,7 @@ class LocalBackend:
     ) -> Choice:
         return Choice(
             index,
-            TextStream.for_request(self._vocab, request, index=index, prompt=conversation.prompt.text),
+            TextStream.for_request(self._vocab, request, index=index, prompt=conversation.prompt.written.tail),
             channel,
             permit,
             in_pieces=request.in_pieces,
@@ -353,7 +353,7 @@ class LocalBackend:
 
     def _scored_echo(self, prompt: Prompt) -> ScoredEcho:
         first = int(prompt.tokens[0])
-        piece = b"" if self._prompts.lead(prompt.text) == (first,) else self._vocab.pieces[first]
+        piece = b"" if self._prompts.lead(prompt.written) == (first,) else self._vocab.pieces[first]
         return ScoredEcho(prompt.text, [TokenLogprob(first, piece, math.nan)])
 
     def _make_room(self, sequence: Sequence, conversation: Conversation) -> Conversation:
@@ -435,7 +435,7 @@ class LocalBackend:
             return
         ((sequence, _),) = sequences
         ids = sequence.tokens[sequence.prompt_length : sequence.answer_end].tolist()
-        self._sessions.answered(request, read_answer(self._vocab, request, sequence.prompt.text, ids))
+        self._sessions.answered(request, read_answer(self._vocab, request, sequence.prompt.written.tail, ids))
 
     def _forget(self, owners: Container[str]) -> Future[None]:
         """Leave nothing of these beside the store: what is idle in the engine, answers, prefixes, figures."""

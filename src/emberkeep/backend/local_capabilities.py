@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from emberkeep.backend.base import NO_ARGS, ModelTexts
 from emberkeep.chat.prompt import PromptBuilder
+from emberkeep.chat.seams import SeamedText
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.engine.base import Attention, ExpertTracking
 from emberkeep.errors import RequestError
@@ -30,7 +31,7 @@ class LocalTokenizer:
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         ids = self._vocab.tokenize(text, parse_special=parse_special)
-        return [*self._prompts.lead(text), *ids] if add_special else ids
+        return [*self._prompts.lead(SeamedText(text)), *ids] if add_special else ids
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         self._prompts.check_ids(tokens, "tokens")

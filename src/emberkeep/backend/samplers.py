@@ -30,7 +30,7 @@ class Samplers:
         request, settings = self.request, self.settings
         if settings.seed is not None:
             settings = replace(settings, seed=settings.seed + index)  # choices of one request draw differently
-        reasoning = open_reasoning(prompt.text) if request.prompt is None else None
+        reasoning = open_reasoning(prompt.written.tail) if request.prompt is None else None
         matcher = self.constraint.matcher(reasoning) if self.constraint else None
         chain = None
         if settings.needs_chain or request.logprobs_as_drawn:

@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from emberkeep.chat.seams import SeamedText
 from emberkeep.errors import InvalidField
 from emberkeep.types import Infill, Vocab
+
+Quote = Callable[[str], SeamedText]
+"""Makes of a text one in which no special token is recognised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +28,18 @@ class InfillTokens:
     """Stands before each file of the same repository."""
     suffix_first: bool = False
 
-    def text(self, prompt: str, infill: Infill, quote: Callable[[str], str]) -> str:
-        """`quote` makes of a text one in which no special token is recognised."""
-        files = [f"{self.file}{quote(file.name)}\n{quote(file.text)}\n" for file in infill.files]
-        begin, end = self.prefix + quote(prompt), self.suffix + quote(infill.suffix)
+    def text(self, prompt: str, infill: Infill, quote: Quote) -> SeamedText:
+        own, line_end = SeamedText, SeamedText("\n")
+        files = [
+            part
+            for file in infill.files
+            for part in (own(self.file), quote(file.name), line_end, quote(file.text), line_end)
+        ]
+        begin, end = [own(self.prefix), quote(prompt)], [own(self.suffix), quote(infill.suffix)]
         if infill.files:
-            begin = self.file + begin
-        parts = (end, begin) if self.suffix_first else (begin, end)
-        return "".join([*files, *parts, self.middle, quote(infill.begun)])
+            begin = [own(self.file), *begin]
+        parts = [*end, *begin] if self.suffix_first else [*begin, *end]
+        return SeamedText.joined([*files, *parts, own(self.middle), quote(infill.begun)])
 
 
 _KNOWN = (
@@ -57,7 +65,7 @@ def infill_tokens(vocab: Vocab) -> InfillTokens | None:
     return None
 
 
-def infill_text(vocab: Vocab, prompt: str, infill: Infill, quote: Callable[[str], str]) -> str:
+def infill_text(vocab: Vocab, prompt: str, infill: Infill, quote: Quote) -> SeamedText:
     """Raises InvalidField where the model cannot."""
     tokens = infill_tokens(vocab)
     if tokens is None:

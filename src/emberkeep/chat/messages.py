@@ -279,7 +279,7 @@ def as_dict(message: Message, form: CallForm) -> dict[str, Json]:
 
 
 def _call_dict(call: ToolCall, form: CallForm) -> dict[str, Json]:
-    arguments = _parse_arguments(call.arguments) if form.parsed else call.arguments
+    arguments = parse_arguments(call.arguments) if form.parsed else call.arguments
     function = {"name": call.name, "arguments": arguments}
     return {"type": "function", "id": _call_id(call.id, form), "function": function}
 
@@ -288,7 +288,8 @@ def _call_id(id: str, form: CallForm) -> str:
     return hashlib.sha256(id.encode()).hexdigest()[:9] if form.short_ids else id
 
 
-def _parse_arguments(arguments: str) -> Json:
+def parse_arguments(arguments: str) -> Json:
+    """As they are where they are no JSON."""
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):

@@ -28,7 +28,8 @@ from emberkeep.chat.messages import (
 from emberkeep.chat.messages import (
     common_prefix as common_prefix_chars,
 )
-from emberkeep.chat.template import SEAM, ChatTemplate, SeamedTemplate
+from emberkeep.chat.seams import SeamedTemplate, SeamedText
+from emberkeep.chat.template import ChatTemplate
 from emberkeep.errors import ContextExceeded, InvalidField, Overloaded, TemplateFailed
 from emberkeep.text import alternatives
 from emberkeep.token_arrays import TokenArray, common_prefix
@@ -57,8 +58,6 @@ _NOT_RENDERED = (TemplateFailed, Overloaded)
 """No failures where an answer can do without: it is there already, or on its way."""
 _PROBES = ("1", "x")
 """First letters of a user's message that no tokenizer joins with each other."""
-_END_OF_TEXT = "\ufdd1"
-"""A character that Unicode keeps for programs' own use, as `SEAM` is."""
 _REMEMBERED_CHARS = 8 << 20
 _LONG_CHARS = 1 << 15
 
@@ -134,7 +133,8 @@ class Prompt:
 
     messages: tuple[Message, ...]
     """Those of the request that are in it, with what was put in between. Empty for a raw prompt."""
-    text: str
+    written: SeamedText
+    """As the model reads them."""
     tokenized: TokenizedText
     tokens: TokenArray
     lineage: Lineage
@@ -161,6 +161,10 @@ class Prompt:
         return len(self.tokens)
 
     @property
+    def text(self) -> str:
+        return self.written.text
+
+    @property
     def reusable(self) -> int:
         """The last prompt token is evaluated alone: its logits start the answer, and a cached and an uncached run
         then end in the same computation. Where there is no answer it is like the others."""
@@ -179,7 +183,7 @@ class Stable:
 def prompt_of_ids(ids: TokenArray, lineage: Lineage = EXACT, max_new: int = 0) -> Prompt:
     """One that is nothing but token ids, without any text or name."""
     tokenized = TokenizedText(ids.tolist(), [], is_given=True)
-    return Prompt((), "", tokenized, ids, lineage, CacheKeys(None, None, None, None), max_new=max_new)
+    return Prompt((), SeamedText(""), tokenized, ids, lineage, CacheKeys(None, None, None, None), max_new=max_new)
 
 
 class TokenReplay(Protocol):
@@ -225,37 +229,39 @@ class PromptBuilder:
         for its length."""
         messages = request.messages if messages is None else messages
         stored = self._stored(lineage)
-        text, tokenized, ahead = self._tokenize(request, messages, lineage, stored)
+        written, tokenized, ahead = self._tokenize(request, messages, lineage, stored)
         tokens = np.array(tokenized.ids, np.int32)
-        return Prompt(messages, text, tokenized, tokens, lineage, cache_keys(request), ahead)
+        return Prompt(messages, written, tokenized, tokens, lineage, cache_keys(request), ahead)
 
     def shorten(self, request: Request, lineage: Lineage, messages: tuple[Message, ...], longer: Prompt) -> Prompt:
         """A chat of which `longer` is a longer version: what both end with has the tokens that it has there."""
-        text = self._render(request, messages)
-        common = _common_suffix(text, longer.text)
+        written = self._render(request, messages)
+        common = written.common_suffix(longer.written)
         ids, ends = longer.tokenized.ids, longer.tokenized.ends
         ends = [end for end in ends if end[0] >= len(longer.text) - common]
         at, position = min(ends, default=(len(longer.text), len(longer)))
-        moved_up = len(longer.text) - len(text)
+        moved_up = len(longer.text) - len(written.text)
         replay = self._stored(lineage).replay
-        head = self._tokenizer.tokenize(text[: at - moved_up], replay=replay, before=self.lead(text))
+        before = self.lead(written)
+        head = self._tokenizer.tokenize(written.up_to(at - moved_up), replay=replay, before=before)
         gone = position - len(head.ids)
         tail = [(end - moved_up, token - gone) for end, token in ends if end > at]
         tokenized = TokenizedText(head.ids + ids[position:], head.ends + tail)
         tokens = np.array(tokenized.ids, np.int32)
-        return Prompt(messages, text, tokenized, tokens, lineage, longer.keys, longer.read_ahead)
+        return Prompt(messages, written, tokenized, tokens, lineage, longer.keys, longer.read_ahead)
 
     def end_of(self, request: Request, lineage: Lineage, limit: int) -> Prompt:
         """The last `limit` tokens of a raw prompt, the first of which stays what the model wants there."""
         assert request.prompt is not None
         ids = request.prompt
         if isinstance(ids, str):
-            ids = tuple(self._tokenizer.encode(ids, before=self.lead(ids)))
+            ids = tuple(self._tokenizer.encode(ids, before=self.lead(SeamedText(ids))))
         has_lead = limit > 1 and ids[0] == self._vocab.bos
         ids = (ids[0], *ids[1:][1 - limit :]) if has_lead else ids[-limit:]
         tokenized = TokenizedText(list(ids), [], is_given=True)
         tokens = np.array(ids, np.int32)
-        return Prompt((), self.detokenize(ids), tokenized, tokens, lineage, cache_keys(request))
+        written = SeamedText(self.detokenize(ids))
+        return Prompt((), written, tokenized, tokens, lineage, cache_keys(request))
 
     # ── one that fits ──
 
@@ -290,8 +296,8 @@ class PromptBuilder:
 
     def count(self, request: Request, messages: tuple[Message, ...]) -> int:
         """How many tokens a chat with these messages has, however many. Nothing is read ahead for it."""
-        text = self._render(request, messages)
-        return len(self._tokenizer.encode(text, before=self.lead(text)))
+        written = self._render(request, messages)
+        return len(self._tokenizer.tokenize(written, before=self.lead(written)).ids)
 
     def constraint(self, request: Request) -> Constraint | None:
         """What the answer must look like; None when anything goes. Raises RequestError."""
@@ -352,38 +358,38 @@ class PromptBuilder:
         if any(not 0 <= token < self._vocab.size for token in ids):
             raise InvalidField(param, f"token ids must be between 0 and {self._vocab.size - 1}.")
 
-    def lead(self, text: str) -> tuple[int, ...]:
+    def lead(self, written: SeamedText) -> tuple[int, ...]:
         """The token that the model wants before any text, unless the text writes it itself."""
         bos = self._vocab.bos
         if not self._vocab.adds_bos or bos is None:
             return ()
-        return () if text.startswith(self.detokenize([bos])) else (bos,)
+        return () if written.starts_with(self.detokenize([bos])) else (bos,)
 
     # ── inside ──
 
     def _tokenize(
         self, request: Request, messages: tuple[Message, ...], lineage: Lineage, stored: TokenReplay
-    ) -> tuple[str, TokenizedText, Set[bytes]]:
+    ) -> tuple[SeamedText, TokenizedText, Set[bytes]]:
         """Text and tokens, and what it began to read from disk."""
         if isinstance(request.prompt, tuple):
             self.check_ids(request.prompt, "prompt")
             tokenized = TokenizedText(list(request.prompt), [], is_given=True)
-            return self.detokenize(request.prompt), tokenized, frozenset()
+            return SeamedText(self.detokenize(request.prompt)), tokenized, frozenset()
         if request.is_prefix and request.prompt is None and _is_stable(request):
             ids = self._stable_prefix(request, lineage).tolist()
-            return self.detokenize(ids), TokenizedText(ids, []), frozenset()
-        text = self._raw_text(request) if request.prompt is not None else self._render(request, messages)
-        lead = self.lead(text)
-        ahead = stored.read_ahead(self.detokenize(lead) + text) if request.use_cache else frozenset()
-        return text, self._tokenizer.tokenize(text, replay=stored.replay, before=lead), ahead
+            return SeamedText(self.detokenize(ids)), TokenizedText(ids, []), frozenset()
+        written = self._raw_text(request) if request.prompt is not None else self._render(request, messages)
+        lead = self.lead(written)
+        ahead = stored.read_ahead(self.detokenize(lead) + written.text) if request.use_cache else frozenset()
+        return written, self._tokenizer.tokenize(written, replay=stored.replay, before=lead), ahead
 
-    def _raw_text(self, request: Request) -> str:
+    def _raw_text(self, request: Request) -> SeamedText:
         assert isinstance(request.prompt, str)
         if request.infill is None:
-            return request.prompt
+            return SeamedText(request.prompt)
         return infill_text(self._vocab, request.prompt, request.infill, self._template.quote)
 
-    def _render(self, request: Request, messages: tuple[Message, ...]) -> str:
+    def _render(self, request: Request, messages: tuple[Message, ...]) -> SeamedText:
         if not messages and not (request.is_prefix and request.tools):
             raise InvalidField("messages", "at least one message is needed.")
         messages = messages if request.is_prefix else with_moved(messages, request.tidied.moved)
@@ -396,15 +402,12 @@ class PromptBuilder:
             args=request.template_args,
         )
 
-    def _render_beginning(self, request: Request, messages: tuple[Message, ...]) -> str:
+    def _render_beginning(self, request: Request, messages: tuple[Message, ...]) -> SeamedText:
         """Up to the end of the last message's text, without what the template writes after it."""
-        *others, last = messages
-        marked = replace(last, content=last.content + _END_OF_TEXT)
-        text = self._renderer(request)([*others, marked], request.tools)
-        end = text.rfind(_END_OF_TEXT)
-        if end < 0:
+        written = self._template.render_beginning(messages, request.tools, args=request.template_args)
+        if written is None:
             raise InvalidField("messages", "this model cannot go on with an answer: end with the user's message.")
-        return text[:end]
+        return written
 
     def _check_length(self, request: Request, length: int) -> None:
         if length == 0:
@@ -433,8 +436,9 @@ class PromptBuilder:
         tokenized = []
         for probe in _PROBES:
             messages = [*stable, Message("user", probe)]
-            text = self._template.render(messages, request.tools, args=request.template_args)
-            ids = self._tokenizer.encode(text, replay=self._stored(lineage).replay, before=self.lead(text))
+            written = self._template.render(messages, request.tools, args=request.template_args)
+            replay, before = self._stored(lineage).replay, self.lead(written)
+            ids = self._tokenizer.tokenize(written, replay=replay, before=before).ids
             tokenized.append(np.array(ids, np.int32))
         return tokenized[0][: common_prefix(*tokenized)]
 
@@ -471,7 +475,7 @@ class PromptBuilder:
 
         def render(messages: Sequence[Message], tools: Sequence[Tool]) -> str:
             args = request.template_args
-            return self._template.render(messages, tools, add_generation_prompt=False, args=args)
+            return self._template.render(messages, tools, add_generation_prompt=False, args=args).text
 
         return render
 
@@ -529,23 +533,11 @@ def _is_stable(request: Request) -> bool:
     return len(stable_messages(request.messages)) == len(request.messages)
 
 
-def _common_suffix(a: str, b: str) -> int:
-    """In characters; found by halving, because comparing slices is quick and comparing characters is not."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[len(a) - middle :] == b[len(b) - middle :]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 # ── text to token ids, without tokenizing a long history again on every turn ──
 
 Replay = Callable[[Sequence[int], bytes, int, Set[int]], tuple[tuple[int, ...], int]]
-"""(ids before, the whole text, a start, borders) to the ids that were really sampled for the text from that start,
-and where it ends, one of the borders; ((), start) if nothing is known.
+"""(ids before, a text between two seams, a start, borders) to the ids that were really sampled for the text from
+that start, and where it ends, one of the borders; ((), start) if nothing is known.
 
 The ids before are the list being built: read it, do not keep it. The text may begin with the template's own
 words (ChatML: `assistant`, a line break, `Hello`), which the answer has to cover as well.
@@ -557,7 +549,7 @@ class PromptTokenizer:
 
     def __init__(self, vocab: Vocab) -> None:
         self._vocab = vocab
-        self._border = alternatives([SEAM, *(vocab.specials if vocab.splits_at_specials else ())])
+        self._border = alternatives(vocab.specials if vocab.splits_at_specials else ())
         self._known = _Fragments(_REMEMBERED_CHARS)
         # Some vocabularies put a blank before every stretch of text.
         first = vocab.tokenize("a")[:1]
@@ -566,8 +558,9 @@ class PromptTokenizer:
 
     def fewest(self, text: str) -> int:
         """`text` has no fewer tokens. Takes milliseconds for a million characters."""
-        assert self._border is not None
-        specials = sum(1 for _ in self._border.finditer(text)) if len(text) > _LONG_CHARS else 0
+        specials = 0
+        if self._border is not None and len(text) > _LONG_CHARS:
+            specials = sum(1 for _ in self._border.finditer(text))
         return max(len(text) // self._longest_piece, specials)
 
     def encode(self, text: str, *, replay: Replay | None = None, before: Sequence[int] = ()) -> list[int]:
@@ -575,38 +568,46 @@ class PromptTokenizer:
 
         Blocks; mutates nothing but the memory of fragments.
         """
-        return self.tokenize(text, replay=replay, before=before).ids
+        return self.tokenize(SeamedText(text), replay=replay, before=before).ids
 
-    def tokenize(self, text: str, *, replay: Replay | None = None, before: Sequence[int] = ()) -> TokenizedText:
-        """As `encode`, with where each stretch of `text` ends."""
-        fragments = list(self._fragments(text))
-        parts = [self._bytes_of(*fragment) for fragment in fragments]
-        ends = list(accumulate(len(part) for part in parts))
-        data, borders = b"".join(parts), frozenset(ends)
+    def tokenize(
+        self, written: SeamedText, *, replay: Replay | None = None, before: Sequence[int] = ()
+    ) -> TokenizedText:
+        """As `encode`, with where each stretch of the text ends."""
         tokenized = TokenizedText(list(before), [(0, len(before))])
-        covered, at = 0, 0
+        at = 0
+        for part in written.parts:
+            self._add(part, at, tokenized, replay)
+            at += len(part)
+        return tokenized
+
+    def _add(self, part: str, at: int, tokenized: TokenizedText, replay: Replay | None) -> None:
+        """The tokens of what stands at `at` between two seams. Nothing that is replayed goes beyond its end."""
+        fragments = list(self._fragments(part))
+        encoded = [self._bytes_of(*fragment) for fragment in fragments]
+        ends = list(accumulate(map(len, encoded)))
+        data, borders = b"".join(encoded), frozenset(ends)
+        covered = 0
         for (fragment, special), begin, end in zip(fragments, [0, *ends], ends, strict=False):
             at += len(fragment)
             if begin < covered:
                 tokenized.skip_to(at, end == covered)
                 continue
-            if special is not None or fragment == SEAM:
-                tokenized.add(() if special is None else (special,), at)
+            if special is not None:
+                tokenized.add((special,), at)
                 continue
             replayed, covered = replay(tokenized.ids, data, begin, borders) if replay else ((), begin)
             tokenized.add(replayed or self._ids_of(fragment), at, is_whole=covered <= end)
-        return tokenized
 
     def _bytes_of(self, fragment: str, special: int | None) -> bytes:
-        """The bytes that its tokens stand for. A seam's own are there so that nothing is replayed over it."""
+        """The bytes that its tokens stand for."""
         data = fragment.encode("utf-8", "surrogatepass")
-        return data if special is not None or fragment == SEAM else self._blank + data
+        return data if special is not None else self._blank + data
 
     def _fragments(self, text: str) -> Iterator[tuple[str, int | None]]:
-        """Text fragments and seams (with None) and special tokens (with their id), in order."""
-        assert self._border is not None
+        """Text fragments (with None) and special tokens (with their id), in order."""
         start = 0
-        for match in self._border.finditer(text):
+        for match in self._border.finditer(text) if self._border is not None else ():
             if match.start() > start:
                 yield text[start : match.start()], None
             yield match[0], self._vocab.specials.get(match[0])

@@ -14,7 +14,6 @@ import hashlib
 import json
 import marshal
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -23,7 +22,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -37,8 +36,7 @@ from emberkeep.chat.sandbox import MAX_OUTPUT, MAX_SECONDS, MORE_SECONDS_PER_MES
 from emberkeep.chat.traits import CallWriting, Traits, find_traits
 from emberkeep.errors import Overloaded, TemplateFailed
 from emberkeep.signals import with_default_signals
-from emberkeep.text import alternatives
-from emberkeep.types import Json, Message, Tool, Vocab
+from emberkeep.types import Json, Message, Tool
 
 CHATML = (
     "{% for message in messages %}"
@@ -48,12 +46,6 @@ CHATML = (
 )
 
 NO_ARGS: Final[Mapping[str, Json]] = MappingProxyType({})
-
-SEAM = "\ufdd0"
-"""A character that Unicode keeps for programs' own use: no token goes over it, and it has none itself."""
-
-_QUOTED = ("user", "tool")
-"""Who speaks for others. The system's words are the owner's, and an assistant's are the model's own tokens."""
 
 MOST_WORKERS = 4
 _KEPT = 2
@@ -136,63 +128,6 @@ class ChatTemplate:
             **values_for(messages, tools, traits.form, has_empty_list=traits.loops_over_no_tools),
         }
         return self._template.render(values, MAX_SECONDS + MORE_SECONDS_PER_MESSAGE * len(messages))
-
-
-class SeamedTemplate:
-    """A template for one vocabulary, whose control tokens are the template's to write: what users and tools say
-    stays text, whatever it looks like. May be used from any thread.
-
-    A file that holds `<|im_end|>` and a forged system message after it would otherwise end the message that quotes
-    it. A seam is set inside of each such text, and the tokenizer begins anew there (`tokens`).
-    """
-
-    def __init__(self, template: ChatTemplate, vocab: Vocab) -> None:
-        self._template = template
-        self._controls = alternatives(text for text, token in vocab.specials.items() if token in vocab.controls)
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
-        *,
-        add_generation_prompt: bool = True,
-        args: Mapping[str, Json] = NO_ARGS,
-    ) -> str:
-        """As `ChatTemplate.render`, with seams."""
-        return self._template.render(
-            [self._message(message) for message in messages],
-            [self._tool(tool) for tool in tools],
-            add_generation_prompt=add_generation_prompt,
-            args=args,
-        )
-
-    def quote(self, text: str) -> str:
-        """As a user may say it: with seams in what looks like a control token."""
-        return self._set_seams(text) if self._has_control(text) else text
-
-    def _message(self, message: Message) -> Message:
-        if message.role not in _QUOTED or not self._has_control(message.content):
-            return message
-        return replace(message, content=self._set_seams(message.content))
-
-    def _tool(self, tool: Tool) -> Tool:
-        """Descriptions of tools come from other servers too."""
-        written = json.dumps([tool.description, tool.parameters], ensure_ascii=False)
-        if not self._has_control(written):
-            return tool
-        description, parameters = json.loads(self._set_seams(written))
-        return Tool(tool.name, description, parameters)
-
-    def _has_control(self, text: str) -> bool:
-        return self._controls is not None and self._controls.search(text) is not None
-
-    def _set_seams(self, text: str) -> str:
-        assert self._controls is not None
-        return self._controls.sub(_with_seam, text)
-
-
-def _with_seam(match: re.Match[str]) -> str:
-    return match[0][0] + SEAM + match[0][1:]
 
 
 # ── in a process of its own ──

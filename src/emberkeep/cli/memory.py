@@ -363,5 +363,5 @@ def _excerpt(what: str, one: Recollection) -> str:
 
 
 def _matched_words(one: Recollection) -> re.Pattern[str] | None:
-    words = set(re.findall(r"\*\*(.+?)\*\*", one.highlight))
+    words = {one.passage[start:stop] for start, stop in one.matches}
     return re.compile(rf"\b({'|'.join(map(re.escape, sorted(words)))})\b", re.IGNORECASE) if words else None

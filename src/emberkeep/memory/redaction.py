@@ -74,6 +74,6 @@ def _remove_secret(match: re.Match[str]) -> str:
 
 def _is_secret(name: str | int, value: str) -> bool:
     """A word after `password:` in a sentence, or a call in a program, is none."""
-    if MARK in value:
+    if value == MARK:
         return False
     return name != "bare" or (any(c.isdigit() for c in value) and any(c.isalpha() for c in value))

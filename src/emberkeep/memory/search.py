@@ -1,6 +1,6 @@
 """Search over turns and stored answers: a bounded number of candidates, scored by their words and their meaning.
 
-    query -> words of the index -> candidates -> score (words, meaning, age) -> recollections with a highlight
+    query -> words of the index -> candidates -> score (words, meaning, age) -> recollections with a passage
 
 A word that a hundred thousand turns have says little and costs much. So the index is asked only for the newest and
 the oldest turns of each word, which also shows how common it is, and then for the turns that have two of the
@@ -113,8 +113,10 @@ def _beginning(row: _Row, most_chars: int) -> _Texts:
 def _recollection(score: float, row: _Row, words: list[_Word]) -> Recollection:
     kind = MemoryKind.ANSWER if row.conversation is None else MemoryKind.TURN
     texts, uses = (row.user_text, row.assistant_text), unpack_uses(row.tool_uses)
-    shown = _highlight(texts, words)
-    return Recollection(row.id, kind, score, *texts, uses, row.at, row.conversation or "", shown, row.key)
+    passage, matches = _matching_passage(texts, words)
+    return Recollection(
+        row.id, kind, score, *texts, uses, row.at, row.conversation or "", passage, matches, row.key
+    )
 
 
 # ── which turns could answer ──
@@ -265,7 +267,7 @@ _MEANT = 0.8
 _SNIPPET = 24
 _HITS = 500
 _LEAD = 4
-"""Words of a highlight, those of a text that it may begin with, how many stand before one of them."""
+"""Words of a passage, those of a text that it may begin with, how many stand before one of them."""
 
 _Texts = tuple[str, str, str]
 """What the user said, what the assistant said, and what went to and came from tools."""
@@ -327,14 +329,18 @@ def _fuse(said: float, meant: float) -> float:
     return 1 - (1 - said) * (1 - _MEANT * near)
 
 
-def _highlight(texts: tuple[str, str], words: Sequence[_Word]) -> str:
-    """The passage with the most of the words, each with **marks** around it; the beginning where there is none."""
+_Passage = tuple[str, tuple[tuple[int, int], ...]]
+"""Its text, and where in it the words stand."""
+
+
+def _matching_passage(texts: tuple[str, str], words: Sequence[_Word]) -> _Passage:
+    """The one with the most of the words; the beginning where there is none."""
     weights = {word.stem: word.weight for word in words}
     said = [(text, terms_of(text)) for text in texts]
     passages = [_best_passage(terms, weights) for _, terms in said]
     chosen = max((0, 1), key=lambda i: passages[i][0])
     text, terms = said[chosen]
-    return _mark_words(encodable(text).encode(), terms, passages[chosen][1], weights)
+    return _passage(encodable(text).encode(), terms, passages[chosen][1], weights)
 
 
 def _best_passage(terms: list[Term], weights: dict[str, float]) -> tuple[float, int]:
@@ -347,14 +353,19 @@ def _best_passage(terms: list[Term], weights: dict[str, float]) -> tuple[float, 
     return best
 
 
-def _mark_words(said: bytes, terms: list[Term], first: int, weights: dict[str, float]) -> str:
+def _passage(said: bytes, terms: list[Term], first: int, weights: dict[str, float]) -> _Passage:
     shown = terms[first : first + _SNIPPET]
     begin = shown[0][0] if first else 0
     end = shown[-1][1] if first + _SNIPPET < len(terms) else len(said)
-    pieces, at = [], begin
+    text, at, matches = "", begin, []
     for start, stop, stem in shown:
         if stem in weights and start >= at:
-            pieces += [said[at:start], b"**", said[start:stop], b"**"]
-            at = stop
-    marked = b"".join([*pieces, said[at:end]]).decode().strip()
-    return f"{'…' if begin else ''}{marked}{'…' if end < len(said) else ''}"
+            text += said[at:start].decode()
+            word = said[start:stop].decode()
+            matches.append((len(text), len(text) + len(word)))
+            text, at = text + word, stop
+    text += said[at:end].decode()
+    lead = "…" if begin else ""
+    moved = len(lead) - (len(text) - len(text.lstrip()))
+    passage = f"{lead}{text.strip()}{'…' if end < len(said) else ''}"
+    return passage, tuple((start + moved, stop + moved) for start, stop in matches)

@@ -203,10 +203,15 @@ class _Edit:
                 return self._pattern.sub(lambda match: self._frozen(line, match), line)
 
     def _frozen(self, line: str, match: re.Match[str]) -> str:
-        place = self._rule.name, self._pattern.sub("\0", line)
+        place = self._rule.name, self._outside(line)
         self._work.places[place] += 1
         key = place, self._work.places[place]
         return self._work.values.of(self._work.owner, key, match[0], learn=self._work.learn)
+
+    def _outside(self, line: str) -> tuple[str, ...]:
+        """What stands before, between and after the places with the pattern."""
+        starts, ends = zip(*(match.span() for match in self._pattern.finditer(line)), strict=True)
+        return tuple(line[end:start] for end, start in zip((0, *ends), (*starts, len(line)), strict=True))
 
 
 def _with_messages(request: Request, edited: tuple[Message, ...]) -> Request:

@@ -45,7 +45,7 @@ def fitting(found: Sequence[Recollection], room: int, count: Callable[[str], int
     """As many as fit, the best first; of one that is too long the passage that matched."""
     taken: list[Recollection] = []
     for one in found:
-        passage = replace(one, user_text=one.highlight.replace("**", ""), assistant_text="", tool_uses=())
+        passage = replace(one, user_text=one.passage, assistant_text="", tool_uses=())
         for candidate in (one, passage):
             if count(quoted([*taken, candidate])) <= room:
                 taken.append(candidate)

@@ -65,10 +65,21 @@ class Recollection:
     tool_uses: tuple[ToolUse, ...]
     at: float
     conversation: str
-    highlight: str
-    """The passage that matched, with **marks** around the words that did."""
+    passage: str
+    """The one that matched, word by word."""
+    matches: tuple[tuple[int, int], ...]
+    """Where in it the words stand that did: from and to, in characters."""
     key: bytes = b""
     """The turn's."""
+
+    @property
+    def highlight(self) -> str:
+        """The passage for people, with **marks** around the words."""
+        pieces, at = [], 0
+        for start, stop in self.matches:
+            pieces += [self.passage[at:start], "**", self.passage[start:stop], "**"]
+            at = stop
+        return "".join([*pieces, self.passage[at:]])
 
 
 @dataclass(frozen=True, slots=True)

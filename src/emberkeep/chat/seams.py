@@ -1,0 +1,214 @@
+"""Text with seams: what users and tools say stays text, whatever it looks like.
+
+A seam is a place where the tokenizer begins anew: no token goes over it. It is an offset beside the text, so that
+every character that a user writes reaches the model, and none of them can be taken for a seam. Only a template,
+which may cut and join what it is given as it likes, has to be given seams as characters. They are characters that
+stand nowhere in its input, chosen anew for each rendering, and they are gone when its text leaves here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, pairwise
+
+from emberkeep.chat.messages import parse_arguments
+from emberkeep.chat.template import NO_ARGS, ChatTemplate
+from emberkeep.errors import InvalidField
+from emberkeep.text import alternatives
+from emberkeep.types import Json, Message, Tool, Vocab
+
+_QUOTED = ("user", "tool")
+"""Who speaks for others. The system's words are the owner's, and an assistant's are the model's own tokens."""
+_NONCHARACTERS = range(0xFDD0, 0xFDF0)
+"""Unicode keeps them for programs' own use. Texts hardly ever have one, and none have them all by chance."""
+_PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0x110000))
+_ESCAPES = re.compile(r"u[0-9a-f]{4}(?:\\u[0-9a-f]{4})*")
+"""Without the first backslash: another text may end with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeamedText:
+    text: str
+    seams: tuple[int, ...] = ()
+    """Offsets in characters, in order."""
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[str]) -> SeamedText:
+        """With a seam between each two."""
+        return cls("".join(parts), tuple(accumulate(map(len, parts[:-1]))))
+
+    @classmethod
+    def joined(cls, texts: Sequence[SeamedText]) -> SeamedText:
+        """One after the other, with no more seams than they have."""
+        starts = accumulate((len(one.text) for one in texts), initial=0)
+        seams = tuple(start + seam for start, one in zip(starts, texts, strict=False) for seam in one.seams)
+        return cls("".join(one.text for one in texts), seams)
+
+    @property
+    def parts(self) -> list[str]:
+        """What stands between the seams."""
+        return [self.text[start:end] for start, end in pairwise((0, *self.seams, len(self.text)))]
+
+    @property
+    def tail(self) -> str:
+        """What stands after the last seam."""
+        return self.text[self.seams[-1] :] if self.seams else self.text
+
+    def starts_with(self, word: str) -> bool:
+        """Also without a seam in it."""
+        return self.text.startswith(word) and not any(0 < seam < len(word) for seam in self.seams)
+
+    def up_to(self, end: int) -> SeamedText:
+        return SeamedText(self.text[:end], tuple(seam for seam in self.seams if seam < end))
+
+    def common_suffix(self, other: SeamedText) -> int:
+        """How many characters both end with, with the same seams in and before them."""
+        common = _common_suffix(self.text, other.text)
+        mine, theirs = (
+            {len(one.text) - seam for seam in one.seams if 0 < len(one.text) - seam <= common}
+            for one in (self, other)
+        )
+        return min((from_end - 1 for from_end in mine ^ theirs), default=common)
+
+
+class SeamedTemplate:
+    """A template for one vocabulary, whose control tokens are the template's to write. Safe to use from several
+    threads.
+
+    A file that holds `<|im_end|>` and a forged system message after it would otherwise end the message that quotes
+    it. Each such text gets a seam.
+    """
+
+    def __init__(self, template: ChatTemplate, vocab: Vocab) -> None:
+        self._template = template
+        self._controls = alternatives(text for text, token in vocab.specials.items() if token in vocab.controls)
+        self._source = template.source.lower()
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        add_generation_prompt: bool = True,
+        args: Mapping[str, Json] = NO_ARGS,
+    ) -> SeamedText:
+        """As `ChatTemplate.render`. Raises InvalidField where no character is left for seams."""
+        definitions = [_definition(tool) for tool in tools]
+        seam = ""
+        if any(map(self._has_control, chain(definitions, (m.content for m in messages if m.role in _QUOTED)))):
+            seam = next(self._marks(messages, tools, definitions, args))
+            messages, tools = self._with_marks(messages, tools, definitions, seam)
+        text = self._template.render(messages, tools, add_generation_prompt=add_generation_prompt, args=args)
+        return _without_marks(text, seam) if seam else SeamedText(text)
+
+    def render_beginning(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, args: Mapping[str, Json] = NO_ARGS
+    ) -> SeamedText | None:
+        """Up to the end of the last message's text, without what the template writes after it. None where the
+        template leaves it out."""
+        definitions = [_definition(tool) for tool in tools]
+        marks = self._marks(messages, tools, definitions, args)
+        seam, end = next(marks), next(marks)
+        *others, last = messages
+        others, tools = self._with_marks(others, tools, definitions, seam)
+        marked = [*others, replace(last, content=last.content + end)]
+        text = self._template.render(marked, tools, add_generation_prompt=False, args=args)
+        beginning, is_written, _ = _unescaped(text, end).rpartition(end)
+        return _without_marks(beginning, seam) if is_written else None
+
+    def quote(self, text: str) -> SeamedText:
+        """As a user may say it: with seams in what looks like a control token."""
+        seams, start = [], 0
+        while match := self._controls and self._controls.search(text, start):
+            start = match.start() + 1  # the next one may begin inside of this one
+            seams.append(start)
+        return SeamedText(text, tuple(seams))
+
+    def _has_control(self, text: str) -> bool:
+        return self._controls is not None and self._controls.search(text) is not None
+
+    def _with_marks(
+        self, messages: Sequence[Message], tools: Sequence[Tool], definitions: Sequence[str], seam: str
+    ) -> tuple[list[Message], list[Tool]]:
+        marked = [self._message(message, seam) for message in messages]
+        return marked, [self._tool(*one, seam) for one in zip(tools, definitions, strict=True)]
+
+    def _message(self, message: Message, seam: str) -> Message:
+        if message.role not in _QUOTED or not self._has_control(message.content):
+            return message
+        return replace(message, content=seam.join(self.quote(message.content).parts))
+
+    def _tool(self, tool: Tool, definition: str, seam: str) -> Tool:
+        """Descriptions of tools come from other servers too."""
+        if not self._has_control(definition):
+            return tool
+        description, parameters = json.loads(seam.join(self.quote(definition).parts))
+        return Tool(tool.name, description, parameters)
+
+    def _marks(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        definitions: Sequence[str],
+        args: Mapping[str, Json],
+    ) -> Iterator[str]:
+        """Characters that are nowhere in what the template reads, and that it does not write by itself: one after
+        the other, always the same ones. Raises InvalidField where there are no more."""
+        texts = [*definitions, *(tool.name for tool in tools)]
+        texts.append(json.dumps(dict(args), ensure_ascii=False, default=str))
+        for message in messages:
+            texts += (message.content, message.reasoning, message.tool_call_id or "", message.name or "")
+            for call in message.tool_calls:
+                texts += (call.id, call.name, call.arguments, _parsed(call.arguments))
+        for mark in _unused("\n".join(texts)):
+            if mark not in self._source and f"{ord(mark):x}" not in self._source:
+                yield mark
+        raise InvalidField("messages", "they have every character of private use: leave one of them out.")
+
+
+def _definition(tool: Tool) -> str:
+    """As JSON, all but its name."""
+    return json.dumps([tool.description, tool.parameters], ensure_ascii=False)
+
+
+def _parsed(arguments: str) -> str:
+    """What escapes in them stand for: templates may read that."""
+    return json.dumps(parse_arguments(arguments), ensure_ascii=False) if "\\u" in arguments else ""
+
+
+def _unused(text: str) -> Iterator[str]:
+    """Characters that do not stand in `text`, as they are or as JSON writes them in ASCII, as a template may."""
+    for mark in map(chr, _NONCHARACTERS):
+        if mark not in text and _escape(mark)[1:] not in text:
+            yield mark
+    used = set(text)
+    for run in _ESCAPES.findall(text):
+        used.update(json.loads(f'"\\{run}"'))
+    yield from (mark for mark in map(chr, chain(*_PRIVATE)) if mark not in used)
+
+
+def _escape(mark: str) -> str:
+    return json.dumps(mark)[1:-1]
+
+
+def _unescaped(text: str, mark: str) -> str:
+    return text.replace(_escape(mark), mark)
+
+
+def _without_marks(text: str, seam: str) -> SeamedText:
+    return SeamedText.of_parts(_unescaped(text, seam).split(seam))
+
+
+def _common_suffix(a: str, b: str) -> int:
+    """In characters; found by halving, because comparing slices is quick and comparing characters is not."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[len(a) - middle :] == b[len(b) - middle :]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
