@@ -173,6 +173,17 @@ def test_after_a_restart_only_new_tokens_are_evaluated(open_model: Open, kind: K
         assert_same(resumed, chat.ask(use_cache=False))
 
 
+def test_after_a_restart_with_other_threads_only_new_tokens_are_evaluated(open_model: Open, kind: Kind) -> None:
+    with open_model(threads=2) as llm:
+        before, last = talk(llm, kind)
+    with open_model(threads=1) as llm:
+        chat = Chat(llm, kind)
+        chat.messages = [*before.messages, Message("user", "and the tide?")]
+        resumed = chat.ask()
+        assert resumed.lookup.cold_tokens == resumed.usage.cached_tokens >= length(last) - 1
+        assert_same(resumed, chat.ask(use_cache=False))
+
+
 def test_every_turn_goes_on_where_the_last_one_ended(chat: Chat) -> None:
     end = 0
     for question in QUESTIONS:

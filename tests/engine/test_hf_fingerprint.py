@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from emberkeep.config import cpu_facts
 from emberkeep.engine.base import Rows
 from emberkeep.engine.hf import HfEngine, HfSettings
 from emberkeep.engine.hf.fingerprint import fingerprint
@@ -20,6 +21,7 @@ from helpers.scheduling import PATIENCE, Rig, text
 pytestmark = pytest.mark.slow
 
 FLASH, PLAIN = AttentionTier.FLASH, AttentionTier.PLAIN
+CAPABILITY = torch.backends.cpu.get_cpu_capability()
 
 
 def opened(model, threads: int = 1, tier: AttentionTier | None = None) -> HfEngine:
@@ -33,12 +35,24 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-def test_threads_and_attention_have_fingerprints_of_their_own(hf_model):
-    """A product over a long row adds up in another order with more threads."""
+def test_attention_has_a_fingerprint_of_its_own_and_threads_have_none(hf_model):
+    """A product over a long row adds up in another order with more threads, as it does with more rows."""
     model = hf_model("llama")
-    kinds = [opened(model, 1, FLASH), opened(model, 1, PLAIN), opened(model, 2, FLASH), opened(model, 2, PLAIN)]
-    assert len({engine.fingerprint for engine in kinds}) == len(kinds)
-    assert opened(model).fingerprint == kinds[0].fingerprint
+    flash, plain = opened(model, tier=FLASH), opened(model, tier=PLAIN)
+    assert flash.fingerprint != plain.fingerprint
+    assert opened(model, 2, FLASH).fingerprint == flash.fingerprint
+    assert opened(model, 2, PLAIN).fingerprint == plain.fingerprint
+
+
+def test_a_store_of_before_is_known_by_its_number_of_threads(hf_model, monkeypatch):
+    model, digests = hf_model("llama"), []
+    own = fingerprint(model, [], "digest", FLASH)
+    assert fingerprint(model, [], "digest", FLASH, stored=lambda names: digests.extend(names)) == own
+    monkeypatch.setattr(
+        "emberkeep.engine.hf.fingerprint.cpu_facts", lambda facts=cpu_facts: (*facts(), CAPABILITY)
+    )
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: 3)  # where the number stood
+    assert digests.index(fingerprint(model, [], "digest", FLASH)) == 3
 
 
 def test_the_fingerprint_follows_the_tier_in_use(hf_model):

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from emberkeep.engine.base import Rows
+from emberkeep.config import Config
+from emberkeep.engine.base import Payload, Rows
 from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, context
 from emberkeep.engine.llamacpp.context import Tuning
 from emberkeep.engine.llamacpp.engine import WIDE_ROWS
@@ -19,7 +20,8 @@ from emberkeep.engine.llamacpp.shared_library import LibraryFile, digest, files,
 from emberkeep.engine.llamacpp.step_timing import measure
 from emberkeep.engine.step_table import StepTable
 from emberkeep.kv.tree import Chunk, Cursor, Made, Segment, path_to
-from helpers.engines import KINDS, RANGE_KINDS, TOKENS, exported
+from emberkeep.runtime.parts import stored_by
+from helpers.engines import KINDS, RANGE_KINDS, TOKENS, evaluate, exported, same
 from helpers.scheduling import Rig, text
 
 PLAIN = LlamaSettings(context=256, cells=256, sequences=2, batch=64, threads=1)
@@ -45,8 +47,8 @@ def test_what_is_set_up_the_same_has_the_same_fingerprint(fingerprint_of) -> Non
     assert fingerprint_of() == fingerprint_of(dataclasses.replace(PLAIN, sequences=4, batch=128))
 
 
-@pytest.mark.parametrize("other", [{"threads": 2}, {"kv_type": "q8_0"}, {"flash": False}], ids=str)
-def test_threads_types_and_attention_have_fingerprints_of_their_own(fingerprint_of, other) -> None:
+@pytest.mark.parametrize("other", [{"kv_type": "q8_0"}, {"flash": False}], ids=str)
+def test_types_and_attention_have_fingerprints_of_their_own(fingerprint_of, other) -> None:
     assert fingerprint_of(dataclasses.replace(PLAIN, **other)) != fingerprint_of()
 
 
@@ -101,6 +103,75 @@ def test_a_changed_file_beside_the_library_is_another_library(tmp_path: Path) ->
     kernels.unlink()
     kernels.write_bytes(changed)
     assert digest(dataclasses.replace(same, kind="changed")) != digest(library_in_use())
+
+
+# ── threads ──
+
+
+def identified(engine: LlamaEngine, **settings) -> bytes:
+    settings = dataclasses.replace(PLAIN, **settings)
+    return context.fingerprint(engine._model, "digest", settings, engine._context, None, either=False)
+
+
+def test_any_number_of_threads_has_the_same_fingerprint(open_engine) -> None:
+    engine = open_engine()
+    assert len({identified(engine, threads=threads) for threads in (1, 2, 64, None)}) == 1
+
+
+def test_a_fingerprint_of_before_is_what_it_was(open_engine, monkeypatch) -> None:
+    """An earlier version has given it to state that was computed with three threads."""
+    engine = open_engine()
+    for name in ("version", "loaded_digest", "system_info"):
+        monkeypatch.setattr(context, name, lambda name=name: name)
+    monkeypatch.setattr(context.platform, "machine", lambda: "machine")
+    monkeypatch.setattr(context, "loader_variables", list)
+    found = identified(engine, stored=lambda names: list(names)[3])
+    assert found.hex() == "0183f2f093056e03f23c665aaa59ffe97192656e6f5a77ddeb4a1f65813d2fa7"
+
+
+def test_what_one_number_of_threads_computed_another_goes_on_with(model_file) -> None:
+    """Single rows behind many cells are where the number of threads changes the order of a sum."""
+    one, two = engines = [opened_with(threads, model_file("wide")) for threads in (1, 2)]
+    evaluate(one, 0, 0, 300)
+    two.import_kv(0, 0, 300, [exported(one, 0, 0, 300)], 0)
+    for source in engines:
+        for position in (300, 301):
+            evaluate(source, 0, position, position + 1)
+        state = exported(source, 0, 0, 302)
+        after = [gone_on(engine, state) for engine in engines]
+        assert same(source, after[0], after[1])
+    for engine in engines:
+        engine.close()
+
+
+def opened_with(threads: int, model: Path, **more) -> LlamaEngine:
+    settings = LlamaSettings(context=1024, cells=1024, sequences=4, batch=256, threads=threads, **more)
+    return LlamaEngine(LlamaModel(model), settings, "digest")
+
+
+def gone_on(engine: LlamaEngine, state: Payload) -> np.ndarray:
+    """What is expected after one token more than `state` is of."""
+    engine.import_kv(1, 0, 302, [state], 0)
+    logits = evaluate(engine, 1, 302, 303)
+    engine.trim(1, 0)
+    return logits
+
+
+def test_a_folder_is_used_again_with_another_number_of_threads(model_file, tmp_path: Path) -> None:
+    prompt = text(400)
+    with Rig(tmp_path, opened_with(1, model_file("wide"))) as rig:
+        rig.run(prompt, max_new=2, closing=())
+    with Rig(tmp_path, opened_with(2, model_file("wide"))) as rig:
+        assert rig.run(prompt, max_new=2, closing=()).lookup.cold_tokens == len(prompt) - 1
+
+
+def test_a_folder_of_before_is_used_again_whatever_the_number_of_threads_was(model_file, tmp_path: Path) -> None:
+    prompt = text(400)
+    with Rig(tmp_path / "kv", opened_with(1, model_file("wide"), stored=lambda names: list(names)[7])) as rig:
+        rig.run(prompt, max_new=2, closing=())
+    stored = stored_by(Config(data_dir=tmp_path))
+    with Rig(tmp_path / "kv", opened_with(1, model_file("wide"), stored=stored)) as rig:
+        assert rig.run(prompt, max_new=2, closing=()).lookup.cold_tokens == len(prompt) - 1
 
 
 # ── the shape of a step ──

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from emberkeep.config import Config
+from emberkeep.kv.chunk_files import INDEX
 from emberkeep.kv.forgotten import RECORD
 from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import store_name
 from emberkeep.runtime import parts
-from emberkeep.runtime.parts import SharedParts, open_store, open_vectors
+from emberkeep.runtime.parts import SharedParts, open_store, open_vectors, stored_by
 
 WAIT_S = 60.0
 ONE, OTHER = b"one".ljust(32), b"other".ljust(32)
@@ -132,3 +135,33 @@ def test_where_a_ttl_is_a_promise_stores_of_models_that_are_not_loaded_are_swept
     store.sweep()
     assert swept == [tmp_path / "kv" / store_name(OTHER)]
     store.close()
+
+
+# ── stores of before ──
+
+
+def stored(folder: Path, *fingerprints: bytes) -> Config:
+    """The configuration of a folder with a store for each, the latest used one last."""
+    config = Config(data_dir=folder, ram_budget=1 << 20)
+    for seconds, fingerprint in enumerate(fingerprints, start=1):
+        open_store(config, fingerprint, {}).close()
+        os.utime(folder / "kv" / store_name(fingerprint) / INDEX, (seconds, seconds))
+    return config
+
+
+def test_of_several_stores_the_latest_used_one_is_told(tmp_path: Path) -> None:
+    find = stored_by(stored(tmp_path, ONE, OTHER))
+    assert find is not None
+    assert find([ONE, b"none".ljust(32), OTHER]) == OTHER
+    assert find([ONE]) == ONE
+    assert find([b"none".ljust(32)]) is None
+
+
+def test_in_an_empty_folder_no_store_is_looked_for(tmp_path: Path) -> None:
+    assert stored_by(Config(data_dir=tmp_path)) is None
+
+
+def test_hosts_that_share_state_agree_on_its_name(tmp_path: Path) -> None:
+    config = stored(tmp_path, ONE)
+    assert stored_by(replace(config, remote="valkey://127.0.0.1:1")) is None
+    assert stored_by(replace(config, disk_budget=0)) is None

@@ -37,7 +37,7 @@ from emberkeep.runtime.embedding_model import (
     open_own_states,
 )
 from emberkeep.runtime.memory import open_sessions
-from emberkeep.runtime.parts import OwnParts, Parts
+from emberkeep.runtime.parts import OwnParts, Parts, stored_by
 from emberkeep.runtime.placement import live_kv_bytes, open_placed, place
 from emberkeep.runtime.tools import server_tools
 from emberkeep.sched.admission import Admission, open_admission
@@ -311,6 +311,7 @@ def _open_llamacpp(
         kv_type=config.kv_type,
         rope_switches=shape.short_rope_context is not None,
         chunk=config.chunk_size,
+        stored=stored_by(config),
     )
     placement, settings = place(config, [header, *adapter_headers], shape, settings, kv_bytes)
 
@@ -410,6 +411,7 @@ def _open_hf(
         gpu_memory=config.gpu_memory,
         most_blocks=blocks,
         chunk=config.chunk_size,
+        stored=stored_by(config),
     )
     digest = model_digest(model.path, digests)
     try:

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Protocol
 
 from emberkeep.config import Config, ttls
+from emberkeep.engine.former_names import Stored
 from emberkeep.errors import ConfigError
 from emberkeep.kv.blocks import BLOCK_TOKENS
-from emberkeep.kv.chunk_files import ChunkFiles
+from emberkeep.kv.chunk_files import ChunkFiles, stores_under
 from emberkeep.kv.policy import Keeping
 from emberkeep.kv.remote_link import RemoteLink, RemoteSettings
 from emberkeep.kv.store import Budgets, KvStore
+from emberkeep.kv.tree import store_name
 from emberkeep.kv.unused_stores import UnusedStores
 from emberkeep.kv.vector_file import VectorFile, delete_vectors
 from emberkeep.memory.memory import Memory
@@ -216,6 +218,23 @@ def _clear_vectors(config: Config) -> None:
         file = VectorFile(config.data_dir / _VECTORS, config.vector_budget)
         file.clear()
         file.close()
+
+
+def stored_by(config: Config) -> Stored | None:
+    """Looks at the folders that there are now. None where a store of before is of no use: there is none, or hosts
+    share state and have to agree on its name."""
+    if config.remote is not None or not config.disk_budget:
+        return None
+    try:
+        folders = [path.name for path in stores_under(config.data_dir / "kv")]
+    except OSError:  # opening the store will tell
+        return None
+
+    def latest_of(fingerprints: Iterable[bytes]) -> bytes | None:
+        names = {store_name(fingerprint): fingerprint for fingerprint in fingerprints}
+        return next((names[folder] for folder in folders if folder in names), None)
+
+    return latest_of if folders else None
 
 
 def open_store(

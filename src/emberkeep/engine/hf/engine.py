@@ -107,7 +107,9 @@ class HfEngine:
         self._stream = model.stream
         self._learned = learned
         shapes = [(len(g.streams), g.shape.heads, g.shape.width) for g in self._memory.groups]
-        self._identify = partial(fingerprint, model, [str(learned.dtype), shapes], weights_digest)
+        self._identify = partial(
+            fingerprint, model, [str(learned.dtype), shapes], weights_digest, stored=settings.stored
+        )
         self._record()
         self._step_table = measure_steps(self)
         self.footprint: Footprint | None = footprint(model, self._memory, layers, self, settings)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from collections.abc import Mapping
 
 import torch
 import transformers
 
 from emberkeep.config import cpu_facts
+from emberkeep.engine.former_names import Stored, known_as
 from emberkeep.engine.hf.int4 import int4_count
 from emberkeep.engine.hf.model_loader import HfModel
 from emberkeep.types import Json, Quantization
@@ -25,10 +27,16 @@ _ROUNDED = 1
 
 
 def fingerprint(
-    model: HfModel, layout: Json, weights_digest: str, attention: str, *, layers: str | None = None
+    model: HfModel,
+    layout: Json,
+    weights_digest: str,
+    attention: str,
+    *,
+    layers: str | None = None,
+    stored: Stored | None = None,
 ) -> bytes:
     """`attention`: which code computes it. `layers`: which code computes recorded steps; None: none are
-    recorded."""
+    recorded. The number of threads is left out: they round as the shapes of steps do."""
     config = model.network.config.get_text_config()
     has_int4 = model.network.device.type == "cuda" and int4_count(model.network) > 0
     fields = {
@@ -50,6 +58,15 @@ def fingerprint(
         fields["quantization"] = [model.quantization, _ROUNDED]
     if has_int4:
         fields["int4"] = _INT4
+
+    def with_threads(threads: int) -> bytes:
+        return _digest({**fields, "device": [*fields["device"], threads]})
+
+    # On a GPU the number of threads was never a part of it.
+    return known_as(_digest(fields), with_threads, stored if model.network.device.type == "cpu" else None)
+
+
+def _digest(fields: Mapping[str, Json]) -> bytes:
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).digest()
 
 
@@ -60,9 +77,7 @@ def _device(device: torch.device) -> Json:
         return ["cuda", name, capability, torch.version.cuda, torch.backends.cudnn.version()]
     if device.type == "mps":
         return ["mps", platform.machine(), platform.mac_ver()[0]]
-    capability = torch.backends.cpu.get_cpu_capability()
-    # A product over a long row is shared among the threads, and adds up in another order with more of them.
-    return [device.type, *cpu_facts(), capability, torch.get_num_threads()]
+    return [device.type, *cpu_facts(), torch.backends.cpu.get_cpu_capability()]
 
 
 def _switches() -> Json:

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
+from emberkeep.engine.former_names import Stored
 from emberkeep.engine.hf.checkpoint import Checkpoint, awq_format
 from emberkeep.engine.hf.device import choose_device, choose_dtype, shares_ram, weights_budget
 from emberkeep.engine.hf.footprint import kv_bytes_per_token
@@ -99,6 +100,8 @@ class HfSettings:
     """Most blocks of the pool; None: as many as `cells` need."""
     chunk: int = 128
     """Tokens of the payloads that there will be most of: their memory is prepared for fast copies."""
+    stored: Stored | None = None
+    """None: nothing is, or not by a fingerprint of before."""
 
 
 def load_model(

@@ -94,7 +94,7 @@ class HfWholeEngine:
             snapshot_bytes=size * settings.context,
         )
         attention = str(getattr(self._model.config, "_attn_implementation", None))
-        self.fingerprint = fingerprint(model, "whole", weights_digest, attention)
+        self.fingerprint = fingerprint(model, "whole", weights_digest, attention, stored=settings.stored)
 
     @torch.no_grad()
     def evaluate(self, batch: Sequence[Rows]) -> Outcome:

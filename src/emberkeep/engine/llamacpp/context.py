@@ -14,7 +14,7 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import CFUNCTYPE, POINTER, byref, c_void_p
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from emberkeep.engine.base import DRAFT_ROWS, Rows
+from emberkeep.engine.former_names import Stored, known_as
 from emberkeep.engine.llamacpp.c_api import (
     FLASH_ATTENTION_OFF,
     FLASH_ATTENTION_ON,
@@ -78,6 +79,8 @@ class LlamaSettings:
     """Whether the model has two sets of RoPE factors, and the number of cells decides which one is used."""
     chunk: int = 128
     """Tokens of the payloads that there will be most of: for a GPU their memory is prepared."""
+    stored: Stored | None = None
+    """None: nothing is, or not by a fingerprint of before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,10 @@ def _cannot_open(settings: LlamaSettings, reason: str) -> str:
     )
 
 
+_THREADS_AT = 4
+"""Where the number of threads stood among the parts of a fingerprint."""
+
+
 def fingerprint(
     model: LlamaModel,
     weights_digest: str,
@@ -149,6 +156,7 @@ def fingerprint(
 ) -> bytes:
     """Everything that shapes the bytes: weights, RoPE, KV types and layout, engine and its build.
 
+    Not the number of threads: it rounds one kind of step in another way, which the shape of a step does as well.
     `either`: flash attention is switched on and off, and `layout` is that of when it is on.
     """
     cells = llama().llama_n_ctx_seq(context)
@@ -158,8 +166,6 @@ def fingerprint(
         loaded_digest(),
         # Which of its kernels a library chose for this CPU, and what they were compiled with.
         system_info(),
-        # Attention of a few rows is split among the threads, and adds up in another order with more of them.
-        settings.threads or available_cores(),
         platform.machine(),
         weights_digest,
         model.metadata("general.architecture"),
@@ -177,7 +183,16 @@ def fingerprint(
         os.urandom(16) if len(model.adapters) > 2 else None,
         model.placement,
     ]
-    return hashlib.sha256("\0".join(repr(part) for part in parts).encode()).digest()
+    written = [repr(part) for part in parts]
+
+    def with_threads(threads: int) -> bytes:
+        return _digest([*written[:_THREADS_AT], repr(threads), *written[_THREADS_AT:]])
+
+    return known_as(_digest(written), with_threads, settings.stored)
+
+
+def _digest(written: Sequence[str]) -> bytes:
+    return hashlib.sha256("\0".join(written).encode()).digest()
 
 
 def windows_suffice(context: Handle, layout: Layout, settings: LlamaSettings) -> bool:
