@@ -278,11 +278,11 @@ def _open_llamacpp(
 ) -> _Opened:
     from emberkeep.engine.llamacpp import (
         Adapter,
-        Facts,
         LlamaEngine,
         LlamaModel,
         LlamaSettings,
         choose_library,
+        facts_about,
         name_workers,
         prove_model,
         try_together,
@@ -299,7 +299,7 @@ def _open_llamacpp(
     try_together(config.llama_library, model.path, digest)
     choose_library(config.llama_library)
     prove_model(model.path, digest)
-    facts, size = Facts(digest), sum(part.stat().st_size for part in part_files(model.path))
+    facts, size = facts_about(digest), sum(part.stat().st_size for part in part_files(model.path))
     adapters = [Adapter(weights_digest(lora.path, digests), lora.scale, lora.path) for lora in config.lora]
     kv_bytes = live_kv_bytes(shape, config.kv_type)
     settings = LlamaSettings(
