@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import platformdirs
+
 from emberkeep.files import private_folder, replace_file
 from emberkeep.types import Json
 
@@ -27,6 +29,11 @@ T = TypeVar("T")
 
 def file_name(*about: object) -> str:
     return hashlib.sha256("\0".join(str(part) for part in about).encode()).hexdigest()
+
+
+def facts_folder(engine: str) -> Path:
+    """Of this user, whatever the data folder."""
+    return platformdirs.user_cache_path("emberkeep", appauthor=False) / engine / "facts"
 
 
 class Facts:

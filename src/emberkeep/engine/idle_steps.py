@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from emberkeep.engine.base import Capabilities, Outcome, Rows
+from emberkeep.engine.base import Capabilities, Logits, Outcome, Rows
 
 
 class Interrupted(Exception):
@@ -19,6 +19,8 @@ class Steps(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     def evaluate(self, batch: Sequence[Rows]) -> Outcome: ...
+
+    def logits(self, index: int, row: int = 0) -> Logits: ...
 
     def trim(self, sequence: int, start: int) -> None: ...
 
@@ -44,6 +46,9 @@ class IdleSteps:
     def evaluate(self, batch: Sequence[Rows]) -> Outcome:
         self.give_way()
         return self._engine.evaluate(batch)
+
+    def logits(self, index: int, row: int = 0) -> Logits:
+        return self._engine.logits(index, row)
 
     def trim(self, sequence: int, start: int) -> None:
         self._engine.trim(sequence, start)

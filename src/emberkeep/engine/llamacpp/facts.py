@@ -1,5 +1,5 @@
-"""What facts about llama.cpp depend on: the bytes of the library, the kind of CPU, and the variables that libraries
-read. So another library at the same path, or another CPU, finds nothing."""
+"""What facts about llama.cpp depend on: the bytes of the library, the kind of CPU, and the variables that
+libraries read. So another library at the same path, or another CPU, finds nothing."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from pathlib import Path
 
 from emberkeep.config import cpu_facts
 from emberkeep.engine import facts
-from emberkeep.engine.facts import Facts
+from emberkeep.engine.facts import Facts, facts_folder
 from emberkeep.engine.llamacpp.shared_library import (
     LibraryFile,
-    cache_folder,
     digest,
     library_in_use,
     loader_variables,
@@ -24,7 +23,7 @@ def file_name(library: LibraryFile, *more: str) -> str:
 
 def facts_about(*about: object, folder: Path | None = None) -> Facts:
     """With the library in use, and what they depend on besides. Raises EngineError where there is none."""
-    return Facts(folder or cache_folder() / "facts", *_about(library_in_use()), *about)
+    return Facts(folder or facts_folder("llamacpp"), *_about(library_in_use()), *about)
 
 
 def _about(library: LibraryFile) -> tuple[str, ...]:
