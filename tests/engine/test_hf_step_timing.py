@@ -61,7 +61,23 @@ def test_slow_steps_are_measured_as_far_as_drafts_go(monkeypatch):
     assert table.rows[-1] >= 32
 
 
+def test_steps_that_are_far_slower_than_one_row_are_not_taken(monkeypatch):
+    """Whoever comes meanwhile waits for a step."""
+    engine = timed(monkeypatch, lambda rows: 0.04 * rows)
+    assert measure_steps(engine).rows == (1, 2, 4, 8)
+    assert max(shape[2] for (shape,) in engine.shapes) == 8
+
+
 def test_a_step_that_takes_all_the_time_is_taken_once(monkeypatch):
-    engine = timed(monkeypatch, lambda rows: 0.09 * rows if rows < 64 else 0.1)
-    assert measure_steps(engine).rows == (1, 8, 32)
-    assert [shape[2] for (shape,) in engine.shapes if shape[3]] == [1, 1, 1, 1, 8, 8, 32]
+    engine = timed(monkeypatch, lambda rows: 0.7)
+    assert measure_steps(engine).rows == (1, 8)
+    assert [shape[2] for (shape,) in engine.shapes if shape[3]] == [1, 1, 8]
+
+
+def test_a_depth_is_reached_in_slices_that_are_quick(monkeypatch):
+    for seconds, widest in ((lambda rows: 0.01 * rows, 16), (lambda rows: 0.9, 43)):
+        engine = timed(monkeypatch, seconds)
+        measure_steps(engine)
+        filled = [shape[2] for (shape,) in engine.shapes if not shape[3]]
+        assert sum(filled) == 64
+        assert max(filled) == widest

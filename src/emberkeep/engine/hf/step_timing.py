@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from time import perf_counter
 
 import numpy as np
@@ -18,26 +19,28 @@ _TIMES = 3
 """Each step is taken up to so often, once more to warm up while there is time, and the quickest counts."""
 _LONG_ENOUGH_S = 2.0
 """What takes longer is told by fewer steps, and by none that is deep: a gap may be short."""
-_SLICE = 256
-"""Tokens that a depth is filled with at once: whoever comes meanwhile waits for them."""
+_QUICK_S, _AS_QUICK = 0.5, 2.0
+"""No step is taken that takes longer, or so many times as long as one of a single row: whoever comes meanwhile waits
+for it."""
+_WIDER, _HARDLY_LONGER = 4, 1.2
+"""A depth is filled with one token, then with so many times as many at once for as long as that is quick, or takes
+hardly longer than fewer did."""
 
 
 def measure_steps(engine: Steps) -> StepTable | None:
     """One sequence with more and more rows, as drafts have them. `engine` holds nothing, before and after. None
     where a context is too small for it. Raises what the engine raises."""
-    begin, able = perf_counter(), engine.capabilities
+    able = engine.capabilities
     most = min(able.batch, able.outputs)
     room = able.context - max(_ROWS)
     depths = [each for each in (_SHALLOW, next((deep for deep in _DEEP if deep <= room), 0)) if 0 < each <= room]
-    rows = [count for count in _ROWS if count <= most]
     times: list[dict[int, float]] = []
+    begin = perf_counter()
     for depth in depths:
         _fill(engine, depth)
-        times.append({})
-        for count in rows:
-            times[-1][count] = _milliseconds(engine, depth, count, until=begin + _LONG_ENOUGH_S)
-            if len(times) == 1 and perf_counter() - begin > _LONG_ENOUGH_S:
-                break
+        if not times:
+            begin = perf_counter()
+        times.append(_line(engine, depth, times[0] if times else None, most, begin))
         engine.trim(0, 0)
         if perf_counter() - begin > _LONG_ENOUGH_S / 2:
             break
@@ -49,10 +52,36 @@ def measure_steps(engine: Steps) -> StepTable | None:
     )
 
 
+def _line(engine: Steps, depth: int, before: dict[int, float] | None, most: int, begin: float) -> dict[int, float]:
+    """Milliseconds by the number of rows: of those that `before` has, or of those that do not take too long."""
+    line: dict[int, float] = {}
+    for count in before or [count for count in _ROWS if count <= most]:
+        if before is None and line and _expected(line, count) > max(1e3 * _QUICK_S, _AS_QUICK * line[1]):
+            continue
+        line[count] = _milliseconds(engine, depth, count, until=begin + _LONG_ENOUGH_S)
+        if before is None and perf_counter() - begin > _LONG_ENOUGH_S:
+            break
+    return line
+
+
+def _expected(line: dict[int, float], count: int) -> float:
+    """What a step takes by the two smaller ones that are nearest to it; no more than a larger one took."""
+    if any(rows > count for rows in line):
+        return 0.0
+    *before, last = sorted(line)
+    rise = (line[last] - line[before[-1]]) / (last - before[-1]) if before else 0.0
+    return line[last] + rise * (count - last)
+
+
 def _fill(engine: Steps, depth: int) -> None:
-    step = min(engine.capabilities.batch, _SLICE)
-    for start in range(0, depth, step):
-        engine.evaluate([Rows(0, start, np.zeros(min(step, depth - start), np.int32), outputs=0)])
+    start, count, fewer_took = 0, 1, inf
+    while start < depth:
+        tokens = min(count, engine.capabilities.batch, depth - start)
+        begin = perf_counter()
+        engine.evaluate([Rows(0, start, np.zeros(tokens, np.int32), outputs=0)])
+        elapsed, start = perf_counter() - begin, start + tokens
+        if elapsed < _QUICK_S / 2 / _WIDER or elapsed < _HARDLY_LONGER * fewer_took:
+            count, fewer_took = _WIDER * count, elapsed
 
 
 def _milliseconds(engine: Steps, depth: int, count: int, until: float) -> float:

@@ -199,7 +199,7 @@ _BYTES = _byte_letters()
 
 def _from_byte_letters(word: str) -> bytes:
     try:
-        return bytes(_BYTES[letter] for letter in word)
+        return bytes(map(_BYTES.__getitem__, word))
     except KeyError:
         return word.encode()
 
