@@ -20,8 +20,8 @@ _TIMES = 3
 _LONG_ENOUGH_S = 2.0
 """What takes longer is told by fewer steps, and by none that is deep: a gap may be short."""
 _QUICK_S, _AS_QUICK = 0.5, 2.0
-"""No step is taken that takes longer, or so many times as long as one of a single row: whoever comes meanwhile waits
-for it."""
+"""No step is taken that takes longer, or so many times as long as one of a single row: whoever comes meanwhile
+waits for it."""
 _WIDER, _HARDLY_LONGER = 4, 1.2
 """A depth is filled with one token, then with so many times as many at once for as long as that is quick, or takes
 hardly longer than fewer did."""
