@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from emberkeep.chat.grammar import Constraint
 from emberkeep.chat.output import open_reasoning
@@ -12,6 +12,7 @@ from emberkeep.sched.dry import Breakers, find_breakers
 from emberkeep.sched.sampler_chain import Chain
 from emberkeep.sched.sampling import Sampler
 from emberkeep.types import Request, Sampling, Vocab
+from emberkeep.values import dataclass
 
 _REMEMBERED = 16
 

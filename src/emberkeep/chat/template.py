@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -37,6 +36,7 @@ from emberkeep.chat.traits import CallWriting, Traits, find_traits
 from emberkeep.errors import Overloaded, TemplateFailed
 from emberkeep.signals import with_default_signals
 from emberkeep.types import Json, Message, Tool
+from emberkeep.values import dataclass
 
 CHATML = (
     "{% for message in messages %}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
@@ -33,6 +32,7 @@ from emberkeep.backend.models import Models
 from emberkeep.server.middleware import RequestOutcome, RequestRecord
 from emberkeep.server.routes import Routes
 from emberkeep.types import Completed, Json, MissReason
+from emberkeep.values import dataclass
 
 PREFIX = "emberkeep_"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cached_property, partial
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -23,6 +22,7 @@ from emberkeep.server.middleware import Drain
 from emberkeep.server.routes import ApiRoute, Routes
 from emberkeep.server.side_work import SideWork
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
