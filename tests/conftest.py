@@ -28,6 +28,8 @@ from emberkeep.models.pull import pull
 if TYPE_CHECKING:
     from emberkeep.memory.memory import Memory
 
+pytest_plugins = ["helpers.speed_limit"]
+
 _ALL_SLOW = re.compile(r"^pytestmark = \[?pytest\.mark\.slow", re.MULTILINE)
 """In files of tests that take seconds, or are slow to import: the inner loop is to take a minute."""
 

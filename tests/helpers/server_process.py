@@ -62,6 +62,10 @@ class ServerProcess:
         assert self._settled.wait(START_S), f"not ready after {START_S} s:\n{self.log}"
         return bool(self._address)
 
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def kill(self) -> None:
         """`kill -9`: it has no chance to write anything more."""
         self._process.kill()
