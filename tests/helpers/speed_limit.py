@@ -24,7 +24,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     spent = _processor_s() - begin
     item.user_properties.append(("processor_s", round(spent, 2)))
     is_exempt = len(sys.modules) > imported or any(item.get_closest_marker(name) for name in _EXEMPT)
-    if os.environ.get("X") and spent > LIMIT_S and not is_exempt:
+    if spent > LIMIT_S and not is_exempt:
         pytest.fail(f"it took {spent:.1f} s of processor time: make it faster than {LIMIT_S:g} s, or mark it slow")
     return result
 
