@@ -23,7 +23,7 @@ from emberkeep.logs import LINES
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.llama_library import ensure_llama_library
 from emberkeep.models.pull import pull
-from helpers import parts, slowing
+from helpers import slowing
 
 if TYPE_CHECKING:
     from emberkeep.memory.memory import Memory
@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if slowing.MOST_S:
         slowing.slow_down()
     is_worker = hasattr(config, "workerinput")
-    if is_worker or config.getoption("--part") != parts.FAST or os.environ.get("TMPDIR"):
+    if is_worker or config.getoption("--part") != "fast" or os.environ.get("TMPDIR"):
         return
     if _IN_RAM.is_dir() and os.access(_IN_RAM, os.W_OK) and shutil.disk_usage(_IN_RAM).free > _ROOMY:
         os.environ["TMPDIR"] = str(_IN_RAM)  # of the workers too
