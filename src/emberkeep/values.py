@@ -1,7 +1,7 @@
 """Dataclasses that are defined in a tenth of the time: the modules of a server have hundreds of them.
 
-The standard library writes the source of six methods for each and compiles it, which takes about a millisecond. Here
-they share their methods, and `__init__` is compiled when the first instance is made.
+The standard library writes the source of six methods for each and compiles it, which takes about a millisecond.
+Here they share their methods, and `__init__` is compiled when the first instance is made.
 """
 
 from __future__ import annotations
