@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.config import Config
-from emberkeep.library import Emberkeep
+from emberkeep.library.emberkeep import Emberkeep
 from helpers.serve_command import RULES, assistant, system, user
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial]

@@ -92,7 +92,7 @@ def test_what_a_function_says_of_itself_stands_in_the_document(http: httpx.Clien
     assert set(chat["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     assert set(paths["/metrics"]["get"]["responses"]["200"]["content"]) == {"text/plain"}
     assert paths["/health"]["get"]["responses"]["503"] == {
-        "description": "The server is stopping, or its engine has failed."
+        "description": "The model is loaded, the server stops, or it has failed."
     }
 
 

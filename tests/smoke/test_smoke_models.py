@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.config import Config
-from emberkeep.library import Emberkeep
+from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.types import Json
 from helpers import tiny_gguf
 from helpers.serve_command import serve
