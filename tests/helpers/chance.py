@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from typing import Any
 
 from hypothesis import HealthCheck, settings, strategies
@@ -59,7 +60,9 @@ def load_profile() -> str:
 
 def learn_characters() -> None:
     """Write the table of characters that a new clone has not: no test has to pay for it."""
-    strategies.text().validate()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is not meant to be needed this early
+        strategies.text().validate()
 
 
 def _forget_constants() -> None:
