@@ -86,7 +86,7 @@ class Naive(RuleBasedStateMachine):
         assert self.map.count_unshared(sequence, start, start + length) == sum(cell not in others for cell in own)
 
 
-Naive.TestCase.settings = examples(40)
+Naive.TestCase.settings = examples(30)
 TestCells = Naive.TestCase
 
 
