@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import monotonic
 
 from emberkeep.chat.messages import CacheKeys, cache_keys, stable_messages
@@ -20,6 +20,7 @@ from emberkeep.errors import EmberkeepError, RequestError
 from emberkeep.kv.entries import entry_id
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.types import SHARED, Completed, Events, Lineage, Request, Ttl, Warmed
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.backend")
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import IntEnum
 from importlib import import_module
 from inspect import Parameter
@@ -20,6 +20,7 @@ from emberkeep.cli.flags import ConfigFlag, ModelFlag, flags_of, load_config, lo
 from emberkeep.cli.model_setup import install_model
 from emberkeep.errors import EmberkeepError
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from emberkeep.bench.report import BenchResult

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from emberkeep.runtime.parts import SharedParts
 from emberkeep.runtime.remote import open_remote
 from emberkeep.runtime.tools import server_tools
 from emberkeep.types import Json, RemoteModel, Removed
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep")
 

@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.server.limits import Limits
 from emberkeep.server.middleware import OPEN_PATHS, AccessLog, Drain, failure_response
+from emberkeep.values import dataclass
 
 log = logging.getLogger(__name__)
 

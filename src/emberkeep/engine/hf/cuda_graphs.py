@@ -12,7 +12,6 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from emberkeep.engine.hf.kernels import PagedKv, choose_splits, choose_tiles, pa
 from emberkeep.engine.hf.network import Network
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
 from emberkeep.engine.hf.streaming import LayerStream
+from emberkeep.values import dataclass
 
 _WARM_UPS = 3
 _TILE_NUMBERS = 4

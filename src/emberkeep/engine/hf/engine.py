@@ -7,7 +7,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +43,7 @@ from emberkeep.engine.hf.step_timing import measure_steps
 from emberkeep.engine.hf.transfer import Transfer
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.types import AttentionTier, Json
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from emberkeep.engine.hf.cuda_graphs import StepGraphs

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from emberkeep.engine.llamacpp.context import LlamaSettings, open_context, probe_layout
@@ -20,6 +20,7 @@ from emberkeep.engine.llamacpp.reposition import can_reposition
 from emberkeep.engine.llamacpp.shared_library import buffers_that_go, llama
 from emberkeep.engine.llamacpp.transpose import counterpart
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 _FORMAT = 1
 _FEW = 256
