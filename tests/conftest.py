@@ -23,7 +23,7 @@ from emberkeep.models.library import ModelLibrary
 from emberkeep.models.llama_library import ensure_llama_library
 from emberkeep.models.pull import pull
 from helpers import slowing
-from helpers.chance import load_profile
+from helpers.chance import learn_characters, load_profile
 
 if TYPE_CHECKING:
     from emberkeep.memory.memory import Memory
@@ -56,9 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """llama.cpp is fetched before there are workers, which would all do it."""
+    """What all workers would do is done before there are any: llama.cpp is fetched."""
     if not hasattr(session.config, "workerinput"):
         ensure_llama_library(os.environ.get("EMBERKEEP_LLAMA_LIBRARY", "auto"))
+        learn_characters()
         if _TORTURE:
             session.config.get_terminal_writer().line(f"To repeat this run: {_TORTURE}")
 

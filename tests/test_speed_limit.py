@@ -22,11 +22,19 @@ class Item:
         return name if name in self.markers else None
 
 
-def run(patch: pytest.MonkeyPatch, item: Item, seconds: float, test: Callable[[], object] = lambda: None) -> None:
+def run(
+    patch: pytest.MonkeyPatch,
+    item: Item,
+    seconds: float,
+    test: Callable[[], object] = lambda: None,
+    *,
+    is_busy: bool = False,
+) -> None:
     """A test that takes so much processor time."""
     clock = iter((5.0, 5.0 + seconds))
     with patch.context() as only_here:  # this test is timed too
         only_here.setattr(speed_limit, "_processor_s", lambda: next(clock))
+        only_here.setattr(speed_limit, "_is_busy", lambda: is_busy)
         call = speed_limit.pytest_runtest_call(item)  # type: ignore[arg-type]
         next(call)
         test()
@@ -43,6 +51,10 @@ def test_a_test_within_the_limit_passes_and_its_time_is_told(monkeypatch: pytest
 def test_a_test_beyond_it_fails_and_is_told_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(pytest.fail.Exception, match=r"2\.1 s .* mark it slow"):
         run(monkeypatch, Item(), 2.1)
+
+
+def test_a_busy_machine_fails_no_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    run(monkeypatch, Item(), 60.0, is_busy=True)
 
 
 @pytest.mark.parametrize("marker", ["slow", "serial", "smoke"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -61,12 +61,20 @@ def test_every_engine_answers_and_finds_its_state_after_a_restart(
 ) -> None:
     kind = make(tmp_path)
     config = Config(model=str(kind.model), engine=kind.engine, data_dir=tmp_path / "data", threads=1)
-
-    def ask() -> tuple[int, int, str]:
-        with Emberkeep.open(config) as llm:
-            result = llm.chat(PROMPT, max_tokens=8, temperature=0, logit_bias=kind.unprintable)
-        return result.usage.prompt_tokens, result.usage.cached_tokens, result.text
-
-    prompt, cached, text = ask()
+    prompt, cached, text = ask(config, kind)
     assert (cached, prompt > 256, bool(text)) == (0, True, True)
-    assert ask() == (prompt, prompt - 1, text)
+    assert ask(config, kind) == (prompt, prompt - 1, text)
+
+
+def test_state_is_found_with_another_number_of_threads(tmp_path: Path) -> None:
+    kind = gguf(tmp_path)
+    config = Config(model=str(kind.model), data_dir=tmp_path / "data", threads=1)
+    prompt, *_ = ask(config, kind)
+    assert ask(replace(config, threads=2), kind)[:2] == (prompt, prompt - 1)
+
+
+def ask(config: Config, kind: Kind) -> tuple[int, int, str]:
+    """(tokens of the prompt, of which reused, answer) of a process that begins and ends."""
+    with Emberkeep.open(config) as llm:
+        result = llm.chat(PROMPT, max_tokens=8, temperature=0, logit_bias=kind.unprintable)
+    return result.usage.prompt_tokens, result.usage.cached_tokens, result.text

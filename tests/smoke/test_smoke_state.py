@@ -76,11 +76,14 @@ def test_after_a_kill_state_is_found_or_missed_and_never_wrong(lives: ServerLive
     stored = ask(lives.now, f"{me}-early")
     lives.now.wait_until_stored()
     just_answered = ask(lives.now, f"{me}-late")
+    facts = f"/v1/memory/facts/town?user_id={me}"
+    assert lives.now.http.put(f"{lives.now.url}{facts}", json={"value": "Brest"}).status_code == 200
     lives.now.kill()
     found = ask(lives.now, f"{me}-early")
     assert found.cached_tokens >= found.prompt_tokens - 3
     assert found.text == stored.text
     assert ask(lives.now, f"{me}-late").text == just_answered.text
+    assert lives.now.http.get(f"{lives.now.url}{facts}").json()["value"] == "Brest"
     assert cold(lives.now)["damaged_chunks"] == 0
 
 
