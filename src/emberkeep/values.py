@@ -134,7 +134,7 @@ def _compiling_init(
 ) -> Callable[..., None]:
     def __init__(self: Any, /, *args: Any, **named: Any) -> None:
         compiled = _compile_init(made, listed, frozen=frozen, slots=slots)
-        made.__init__ = compiled  # type: ignore[misc]
+        made.__init__ = compiled
         compiled(self, *args, **named)
 
     return __init__

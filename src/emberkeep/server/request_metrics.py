@@ -56,13 +56,11 @@ class RequestMetrics:
 
     def __init__(self) -> None:
         # A counter that is there from the beginning has no first increase for a rate to miss.
-        outcomes = dict.fromkeys(RequestOutcome, 0)
-        misses = {reason: 0 for reason in MissReason if reason is not MissReason.NONE}
-        self._requests = Tally("requests_total", "HTTP requests by how they ended.", "outcome", {**outcomes})
+        outcomes = {str(outcome): 0 for outcome in RequestOutcome}
+        misses = {str(reason): 0 for reason in MissReason if reason is not MissReason.NONE}
+        self._requests = Tally("requests_total", "HTTP requests by how they ended.", "outcome", outcomes)
         self._refused = Tally("requests_refused_total", "Requests that got an error as answer.", "reason")
-        self._misses = Tally(
-            "prefix_cache_misses_total", "Prompts not wholly reused, and why.", "reason", {**misses}
-        )
+        self._misses = Tally("prefix_cache_misses_total", "Prompts not wholly reused, and why.", "reason", misses)
         self._first_token = Distribution("time_to_first_token_seconds", "From arrival to the first token.", _WAITS)
         self._per_token = Distribution("time_per_output_token_seconds", "Between tokens of an answer.", _STEPS)
         self._queue = Distribution("request_queue_time_seconds", "From arrival to a slot in the engine.", _WAITS)
