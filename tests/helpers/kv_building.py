@@ -148,12 +148,6 @@ def chunks_of(store: KvStore) -> list[Chunk]:
         return list(store._ledger.tree)
 
 
-def chunks_of(store: KvStore) -> list[Chunk]:
-    """All that there are now. Its own threads may add some and drop others meanwhile."""
-    with store._lock:
-        return list(store._ledger.tree)
-
-
 def check_ledger(store: KvStore) -> None:
     """Counters equal what they count, and every chunk can be reached from its root."""
     with store._lock:
