@@ -56,8 +56,8 @@ class RequestMetrics:
 
     def __init__(self) -> None:
         # A counter that is there from the beginning has no first increase for a rate to miss.
-        outcomes = {outcome.value: 0 for outcome in RequestOutcome}
-        misses = {reason.value: 0 for reason in MissReason if reason is not MissReason.NONE}
+        outcomes = {str(outcome): 0 for outcome in RequestOutcome}
+        misses = {str(reason): 0 for reason in MissReason if reason is not MissReason.NONE}
         self._requests = Tally("requests_total", "HTTP requests by how they ended.", "outcome", outcomes)
         self._refused = Tally("requests_refused_total", "Requests that got an error as answer.", "reason")
         self._misses = Tally("prefix_cache_misses_total", "Prompts not wholly reused, and why.", "reason", misses)
