@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from benchmarks.gpu.rig import Rig
+from benchmarks.gpu.rig import Rig, improved
 from benchmarks.gpu.workload import Workload
 from benchmarks.listener import Listener
 from emberkeep.bench.figures import ratios, series
@@ -84,7 +84,10 @@ def _pair(plan: Workload, *, agrees: bool) -> Iterator[Scheduler]:
     thread = EngineThread()
     models = thread.submit(lambda: random_pair(shape, plan.draft_layers, plan.device, agrees=agrees)).result()
     engine, draft = thread.submit(
-        lambda: [HfEngine(each, settings, f"random, {len(each.network.model.layers)} layers") for each in models]
+        lambda: [
+            improved(HfEngine(each, settings, f"random, {len(each.network.model.layers)} layers"))
+            for each in models
+        ]
     ).result()
     stores = [KvStore(each.fingerprint, Budgets(_STORED)) for each in (engine, draft)]
     loop = Scheduler(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.rig import decode, fill
+from benchmarks.gpu.rig import decode, fill, improved
 from benchmarks.gpu.speculation import answers, tokens_per_second
 from benchmarks.gpu.workload import Workload
 from emberkeep.bench.figures import ratios, series
@@ -88,7 +88,7 @@ def _open(plan: Workload, placing: Placing) -> tuple[HfEngine, str]:
     model = random_int4_model(_shape(plan, plan.streamed_layers), plan.device, placing, plan.draft_layers)
     stream = model.stream
     kept = plan.streamed_layers - (len(stream.plan.streamed) if stream else 0)
-    return HfEngine(model, _settings(placing), "random"), f"{kept} of {plan.streamed_layers} layers stay"
+    return improved(HfEngine(model, _settings(placing), "random")), f"{kept} of {plan.streamed_layers} layers stay"
 
 
 def _shape(plan: Workload, layers: int) -> Shape:
@@ -170,7 +170,7 @@ def _pair(plan: Workload) -> Iterator[tuple[Scheduler, SometimesRight]]:
 
     def open_both() -> tuple[HfEngine, HfEngine]:
         small = random_int4_model(_shape(plan, plan.draft_layers), plan.device, Placing())
-        draft = HfEngine(small, replace(_settings(placing), cells=2 * _CONTEXT), "random draft")
+        draft = improved(HfEngine(small, replace(_settings(placing), cells=2 * _CONTEXT), "random draft"))
         return _open(plan, placing)[0], draft
 
     engine, small = thread.submit(open_both).result()

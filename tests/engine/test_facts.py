@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.engine.llamacpp import Facts, LlamaEngine, LlamaModel, LlamaSettings, facts, learning, vocab
+from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, facts, learning, vocab
 from emberkeep.engine.llamacpp.context import Tuning
+from emberkeep.engine.llamacpp.facts import facts_about
 from emberkeep.engine.llamacpp.learning import Learned, StateFacts
 from emberkeep.errors import EngineError
 from helpers.engines import KINDS, evaluate
@@ -19,7 +20,7 @@ CHOICE = Tuning("", has_choice=True)
 
 
 def open_engine(path: Path, folder: Path, settings: LlamaSettings = SETTINGS) -> LlamaEngine:
-    known = Facts("digest", folder=folder)
+    known = facts_about("digest", folder=folder)
     return LlamaEngine(LlamaModel(path, facts=known), settings, "digest", CHOICE, known)
 
 
@@ -27,11 +28,11 @@ def open_engine(path: Path, folder: Path, settings: LlamaSettings = SETTINGS) ->
 
 
 def test_a_fact_is_found_again_by_what_it_depends_on(tmp_path: Path) -> None:
-    Facts("weights", 2, folder=tmp_path).remember("steps", b"fast")
-    assert Facts("weights", 2, folder=tmp_path).read("steps") == b"fast"
-    assert Facts("weights", 3, folder=tmp_path).read("steps") is None
-    assert Facts("other weights", 2, folder=tmp_path).read("steps") is None
-    assert Facts("weights", 2, folder=tmp_path).read("layout") is None
+    facts_about("weights", 2, folder=tmp_path).remember("steps", b"fast")
+    assert facts_about("weights", 2, folder=tmp_path).read("steps") == b"fast"
+    assert facts_about("weights", 3, folder=tmp_path).read("steps") is None
+    assert facts_about("other weights", 2, folder=tmp_path).read("steps") is None
+    assert facts_about("weights", 2, folder=tmp_path).read("layout") is None
 
 
 @pytest.mark.parametrize(
@@ -43,13 +44,13 @@ def test_a_fact_is_found_again_by_what_it_depends_on(tmp_path: Path) -> None:
     ],
 )
 def test_another_library_cpu_or_loader_finds_nothing(tmp_path: Path, monkeypatch, name: str, other) -> None:
-    Facts("weights", folder=tmp_path).remember("steps", b"fast")
+    facts_about("weights", folder=tmp_path).remember("steps", b"fast")
     monkeypatch.setattr(facts, name, other)
-    assert Facts("weights", folder=tmp_path).read("steps") is None
+    assert facts_about("weights", folder=tmp_path).read("steps") is None
 
 
 def test_a_damaged_fact_is_none(tmp_path: Path) -> None:
-    known = Facts("weights", folder=tmp_path)
+    known = facts_about("weights", folder=tmp_path)
     known.remember("steps", b"fast")
     (file,) = tmp_path.iterdir()
     whole = file.read_bytes()
@@ -64,7 +65,7 @@ def test_a_damaged_fact_is_none(tmp_path: Path) -> None:
 
 def test_where_nothing_can_be_written_nothing_is_remembered(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    known = Facts("weights", folder=tmp_path / "file" / "folder")
+    known = facts_about("weights", folder=tmp_path / "file" / "folder")
     known.remember("steps", b"fast")
     assert known.read("steps") is None
 
@@ -116,7 +117,7 @@ def test_a_layout_that_is_wrong_is_noticed_before_anything_is_stored(model_file,
     right = open_engine(model_file("dense"), tmp_path)
     expected = evaluate(right, 0, 0, 40)
     right.close()
-    known = Facts("digest", folder=tmp_path)
+    known = facts_about("digest", folder=tmp_path)
     what = StateFacts(known, right._model, SETTINGS, both=True)._what
     assert known.read(what) is not None
     known.remember(what, json.dumps(learned.json()).encode())
@@ -132,7 +133,7 @@ def test_a_layout_that_is_wrong_is_noticed_before_anything_is_stored(model_file,
 
 
 def test_remembered_tokens_that_differ_from_the_librarys_are_read_anew(model_file, tmp_path: Path) -> None:
-    known = Facts("digest", folder=tmp_path)
+    known = facts_about("digest", folder=tmp_path)
     model = LlamaModel(model_file("dense"), facts=known)
     pieces = model.vocab.pieces
     tokens = vocab._Tokens.from_bytes(known.read(vocab._TOKENS))
@@ -146,7 +147,7 @@ def test_remembered_tokens_that_differ_from_the_librarys_are_read_anew(model_fil
 
 @pytest.mark.parametrize("fact", [b"", b"\1\0\0\0", b"\xff" * 64])
 def test_tokens_that_are_none_are_read_anew(model_file, tmp_path: Path, fact: bytes) -> None:
-    known = Facts("digest", folder=tmp_path)
+    known = facts_about("digest", folder=tmp_path)
     known.remember(vocab._TOKENS, fact)
     model = LlamaModel(model_file("dense"), facts=known)
     assert len(model.vocab.pieces) == model.vocab.size

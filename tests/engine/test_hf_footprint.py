@@ -10,10 +10,13 @@ import torch
 from emberkeep.engine.hf import device as devices
 from emberkeep.engine.hf import footprint as footprints
 from emberkeep.engine.hf.footprint import (
+    StepBytes,
     affordable_batch,
     affordable_cells,
+    estimate_step,
     footprint,
     kv_bytes_per_token,
+    measure_step,
     state_reserve,
 )
 from emberkeep.engine.hf.model_loader import HfSettings
@@ -28,15 +31,11 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("context", [100, 1344, 8192])
 def test_no_prompt_is_longer_than_the_context(monkeypatch, context):
-    for name in ("reset_peak_memory_stats", "max_memory_allocated", "memory_allocated", "memory_reserved"):
+    for name in ("reset_peak_memory_stats", "max_memory_allocated", "memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 1)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 1))
     engine = RecordingEngine(cells=1 << 14, context=context, batch=4096)
-    channels = SimpleNamespace(channels=8)
     memory = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
-    model = SimpleNamespace(vocab=SimpleNamespace(size=100))
-    layers = [SimpleNamespace(keys=channels, values=channels)]
-    footprint(model, memory, layers, engine, HfSettings(context, None, 4, 4096))
+    measure_step(StepBytes(1, 1), memory, [], engine, HfSettings(context, None, 4, 4096))
     ends = [shape[1] + shape[2] for (shape,) in engine.shapes]
     assert 0 < max(ends) <= context
 
@@ -57,20 +56,24 @@ class Slow(RecordingEngine):
 )
 def test_steps_on_a_cpu_are_measured_unless_they_take_long(seconds, steps):
     engine = Slow(seconds)
-    found = footprint(*on_cpu(), engine, HfSettings(4096, None, 4, 512))
+    model, memory, layers = on_cpu()
+    estimate = estimate_step(model, memory, has_masks=True)
+    found = measure_step(estimate, memory, layers, engine, HfSettings(4096, None, 4, 512))
     assert [shape[2] for (shape,) in engine.shapes] == steps
-    assert found.device == "cpu"
-    assert found.fixed > 0
+    assert found.per_step_token >= estimate.per_step_token
+    assert found.per_pair == estimate.per_pair
 
 
 def test_what_a_step_takes_on_a_cpu_is_measured_where_that_is_more_than_estimated(monkeypatch):
     """As a library's workspaces are: nobody knows them before."""
     peaks = {"now": 0}
-    monkeypatch.setattr("emberkeep.config.resident_ram", lambda: 1000 * MB)
+    monkeypatch.setattr(footprints, "resident_ram", lambda: 1000 * MB)
     monkeypatch.setattr(footprints, "peak_bytes", lambda device: peaks["now"])
-    taken = []
+    (model, memory, layers), settings, taken = on_cpu(), HfSettings(4096, None, 4, 512), []
+    estimate = estimate_step(model, memory, has_masks=True)
     for peaks["now"] in (1000 * MB, 1600 * MB):
-        taken.append(footprint(*on_cpu(), Slow(0.01), HfSettings(4096, None, 4, 512)))
+        adds = measure_step(estimate, memory, layers, Slow(0.01), settings)
+        taken.append(footprint(model, memory, layers, adds, settings))
     little, much = taken
     assert little.fixed == much.fixed == 1000 * MB
     assert little.per_step_token == 4 * (8 * 64 + 4 * 128)

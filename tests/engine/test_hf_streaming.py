@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,8 +84,8 @@ def test_weights_that_pass_are_computed_to_the_bit_where_the_same_code_computes(
     dtype = "bfloat16" if DEVICE == "cuda" else "float32"
     streamed = answer(opened(folder, placing, dtype))
     if DEVICE == "cuda":
-        monkeypatch.setattr("emberkeep.engine.hf.engine._fuse_layers", lambda *_: None)
-        monkeypatch.setattr("emberkeep.engine.hf.cuda_graphs.compile_parts", lambda _: nullcontext())
+        monkeypatch.setattr("emberkeep.engine.hf.own_steps.fuse_layers", lambda *_: None)
+        monkeypatch.setattr("emberkeep.engine.hf.cuda_graphs.compile_parts", lambda _: [])
     resident = answer(opened(folder, dtype=dtype))
     assert streamed[0] == resident[0]
     np.testing.assert_array_equal(streamed[1], resident[1])

@@ -173,7 +173,7 @@ def test_kernels_have_a_row_of_the_widest_product_in_hand_and_unpack_a_layer(pla
 
 def admission(footprint: Footprint, open_engine) -> Admission:
     shape = open_engine().capabilities
-    opened = open_admission(footprint, shape, largest_slice=512, margin=0.0, store_room=lambda: 0)
+    opened = open_admission(lambda: footprint, shape, largest_slice=512, margin=0.0, store_room=lambda: 0)
     assert opened is not None
     return opened
 

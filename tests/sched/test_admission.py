@@ -37,7 +37,7 @@ def admission(
 ) -> Admission:
     shape = replace(FakeEngine().capabilities, kv_bytes_per_token=40_000, packs=packs)
     return Admission(
-        footprint, shape, largest_slice=512, margin=0.1, store_room=lambda: 16 * GIB, free=lambda: free
+        lambda: footprint, shape, largest_slice=512, margin=0.1, store_room=lambda: 16 * GIB, free=lambda: free
     )
 
 
@@ -203,7 +203,7 @@ def test_what_is_not_kept_takes_no_ram():
 def test_an_engine_that_nothing_is_known_about_is_not_planned_for(caplog):
     def opened(footprint: Footprint | None) -> Admission | None:
         shape = FakeEngine().capabilities
-        return open_admission(footprint, shape, largest_slice=512, margin=0.1, store_room=lambda: 0)
+        return open_admission(lambda: footprint, shape, largest_slice=512, margin=0.1, store_room=lambda: 0)
 
     assert opened(None) is None
     assert opened(GPU) is not None

@@ -424,3 +424,39 @@ def test_a_model_that_is_never_right_is_soon_left_alone():
         rig.scheduler._draft._times.seconds = lambda rows, depth: 0.004
         recorder = rig.run(text(64), max_new=600, sampling=ENDLESS)
         assert recorder.ending.drafted_tokens < 40
+
+
+# ── in gaps ──
+
+
+class Improving(SmallEngine):
+    """Knows how many tokens it holds when it is to become quicker, and what else is asked of it then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[int] = []
+        self.improved = threading.Event()
+
+    def improve(self, is_wanted):
+        self.held.append(self.stats()["pool"]["used_blocks"])
+        self.improved.set()
+        return True
+
+
+def test_it_becomes_quicker_in_gaps_when_nothing_is_in_it(monkeypatch, plain):
+    monkeypatch.setattr("emberkeep.sched.scheduler._GAP_S", 0.01)
+    small = Improving()
+    with Rig(draft=small) as rig:
+        assert small.improved.wait(PATIENCE)
+        assert rig.run(PROMPT, max_new=LONG).answer == plain
+    assert small.held == [0]
+
+
+def test_what_is_idle_in_it_makes_way(plain):
+    small = Improving()
+    with Rig(draft=small) as rig:
+        assert rig.run(PROMPT, max_new=LONG).answer == plain
+        assert model_stats(rig).resident_tokens
+        assert rig.scheduler.call(lambda: rig.scheduler._draft.improve(lambda: False)).result(PATIENCE)
+        assert model_stats(rig).resident_tokens == 0
+    assert small.held == [0]

@@ -18,6 +18,7 @@ from emberkeep.config import OFF, Config, slice_tokens, total_ram, ttls
 from emberkeep.engine.base import Engine
 from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.engine.extras import require_hf
+from emberkeep.engine.facts import facts_folder
 from emberkeep.engine.locked_memory import lock_weights
 from emberkeep.errors import ConfigError, EngineError, ModelBroken, Overloaded, TemplateFailed
 from emberkeep.kv.store import KvStore
@@ -265,7 +266,7 @@ def _admission(config: Config, engine: Engine, store: KvStore, largest_slice: in
     if not config.planning:
         return None
     return open_admission(
-        engine.footprint,
+        lambda: engine.footprint,
         engine.capabilities,
         largest_slice=largest_slice,
         margin=config.memory_margin,
@@ -278,11 +279,11 @@ def _open_llamacpp(
 ) -> _Opened:
     from emberkeep.engine.llamacpp import (
         Adapter,
-        Facts,
         LlamaEngine,
         LlamaModel,
         LlamaSettings,
         choose_library,
+        facts_about,
         name_workers,
         prove_model,
         try_together,
@@ -299,7 +300,7 @@ def _open_llamacpp(
     try_together(config.llama_library, model.path, digest)
     choose_library(config.llama_library)
     prove_model(model.path, digest)
-    facts, size = Facts(digest), sum(part.stat().st_size for part in part_files(model.path))
+    facts, size = facts_about(digest), sum(part.stat().st_size for part in part_files(model.path))
     adapters = [Adapter(weights_digest(lora.path, digests), lora.scale, lora.path) for lora in config.lora]
     kv_bytes = live_kv_bytes(shape, config.kv_type)
     settings = LlamaSettings(
@@ -380,6 +381,9 @@ def _open_hf(
     """A draft model leaves most of a GPU's memory to the other one."""
     if report is not None:
         report(0, None)  # importing torch takes seconds
+    # Beside it: reading all of a large model takes as long as importing and loading.
+    digest, compute_digest = promised(lambda: model_digest(model.path, digests))
+    threading.Thread(target=compute_digest, name="emberkeep-digest", daemon=True).start()
     from emberkeep.engine.hf import HfSettings, affordable_batch, cells_of_share, load_model, open_engine
 
     blocks = None if is_draft else _most_blocks(config)
@@ -411,11 +415,11 @@ def _open_hf(
         gpu_memory=config.gpu_memory,
         most_blocks=blocks,
         chunk=config.chunk_size,
+        facts=facts_folder("hf"),
         stored=stored_by(config),
     )
-    digest = model_digest(model.path, digests)
     try:
-        engine = open_engine(loaded, settings, digest)
+        engine = open_engine(loaded, settings, digest.result())
     except BaseException:
         loaded.close()
         raise
@@ -440,7 +444,7 @@ def _open_hf(
         "layers": engine.capabilities.layers,
         "trained_context": loaded.context_length,
         "kv_bytes_per_token": engine.capabilities.kv_bytes_per_token,
-        "weights_sha256": digest,
+        "weights_sha256": digest.result(),
     }
     return _Opened(engine, loaded.chat_template, details, device=None if on_cpu else device_probe(loaded.device))
 

@@ -140,7 +140,7 @@ class Admission:
 
     def __init__(
         self,
-        footprint: Footprint,
+        footprint: Callable[[], Footprint],
         capabilities: Capabilities,
         *,
         largest_slice: int,
@@ -148,14 +148,18 @@ class Admission:
         store_room: Callable[[], int],
         free: Callable[[], int | None] = free_ram,
     ) -> None:
-        """`store_room`: bytes of RAM by which the store can still grow."""
-        self.footprint = footprint
+        """`footprint`: as it is known now. `store_room`: bytes of RAM by which the store can still grow."""
+        self._footprint = footprint
         self.margin = margin
         self._packs = capabilities.packs
         self._kv_bytes_per_token = capabilities.kv_bytes_per_token
         self._largest_slice = largest_slice
         self._store_room = store_room
         self._free = free
+
+    @property
+    def footprint(self) -> Footprint:
+        return self._footprint()
 
     @property
     def budget(self) -> int:
@@ -188,8 +192,8 @@ class Admission:
             raise _too_large(chosen, prompt_tokens)
         plan = chosen
         answer = largest(lambda count: not room.lacks(plan, prompt_tokens, count), max_new)
-        predicted = peak(self.footprint, plan, prompt_tokens, answer, rows=1)
-        return Admitted(plan, prompt_tokens, answer, predicted, predicted - self.footprint.fixed)
+        predicted = peak(room.footprint, plan, prompt_tokens, answer, rows=1)
+        return Admitted(plan, prompt_tokens, answer, predicted, predicted - room.footprint.fixed)
 
     def _room(self, is_kept: bool) -> Room:
         return Room(
@@ -203,14 +207,17 @@ class Admission:
 
 
 def open_admission(
-    footprint: Footprint | None,
+    known: Callable[[], Footprint | None],
     capabilities: Capabilities,
     *,
     largest_slice: int,
     margin: float,
     store_room: Callable[[], int],
 ) -> Admission | None:
-    """None where nothing can be planned: what the engine needs is not known, or it has all there is already."""
+    """None where nothing can be planned: what the engine needs is not known, or it has all there is already.
+
+    `known`: what is known of that, which may become more exact."""
+    footprint = known()
     if footprint is None:
         return None
     smallest = ladder(largest_slice, [16])[-1]
@@ -224,7 +231,13 @@ def open_admission(
             footprint.device,
         )
         return None
-    return Admission(footprint, capabilities, largest_slice=largest_slice, margin=margin, store_room=store_room)
+    return Admission(
+        lambda: known() or footprint,
+        capabilities,
+        largest_slice=largest_slice,
+        margin=margin,
+        store_room=store_room,
+    )
 
 
 def _too_large(refusal: Refusal, prompt_tokens: int) -> TooLarge:

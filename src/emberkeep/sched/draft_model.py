@@ -294,6 +294,13 @@ class DraftModel:
                 self._warming.popleft()
                 self._rest(shadow)
 
+    def improve(self, is_wanted: Callable[[], bool]) -> bool:
+        """See `Engine`: what is idle is given up for it, which the store has as well."""
+        if self.reason:
+            return True
+        self._slots.clear_the_way(None)
+        return not self._slots.active and self._engine.improve(is_wanted)
+
     def forget(self, owners: Container[str]) -> None:
         """Drop what is idle for these; of what is drafted for them now nothing is kept."""
         self._slots.forget(owners)

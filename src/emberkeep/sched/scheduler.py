@@ -170,6 +170,8 @@ class Scheduler:
         """The engine has rested since something ran."""
         self._slots = Slots(engine, settings.tracked)
         self._draft = DraftModel(draft, settings.tracked, settings.prefill_slice, self._wake) if draft else None
+        if self._draft is not None:
+            self._gap_work.append(self._draft.improve)
         self._speculation = _speculation(engine, store, settings, self._draft)
         able = engine.capabilities
         spare = able.outputs - able.max_sequences

@@ -1,18 +1,24 @@
-"""Steps on CUDA, recorded once for a few numbers of tokens and replayed.
+"""Steps on CUDA, of a few numbers of tokens each: recorded one after the other while nothing waits, and replayed.
 
 A step of few tokens is hundreds of small kernels, and launching them from Python takes ten times as long as
 running them. What changes from step to step (tokens, positions, cells, tables, tiles) lies in tensors that are
-filled before the replay; tokens that a recorded step has room for and that are not there write to the block that
-no sequence owns. Small operations between the matrix products are compiled into few kernels while a step is
-recorded; a recorded step does not run Python again, so nothing of the model stays changed."""
+filled before the replay; tokens that a step has room for and that are not there write to the block that no
+sequence owns. A size that is not recorded yet has its kernels launched one by one, the same ones over the same
+tensors: so state has the same bytes either way, and the engine's fingerprint need not know. While such a step
+runs, layers are computed by code of ours, or have their small operations compiled into few kernels; other steps
+find the model as it was."""
 
 from __future__ import annotations
 
 import gc
+import logging
 import sys
+import threading
+from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,10 +30,14 @@ from emberkeep.engine.hf.kernels import PagedKv, choose_splits, choose_tiles, pa
 from emberkeep.engine.hf.network import Network
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
 from emberkeep.engine.hf.streaming import LayerStream
+from emberkeep.types import Json
 from emberkeep.values import dataclass
 
-_WARM_UPS = 3
+log = logging.getLogger("emberkeep.engine")
+
 _TILE_NUMBERS = 4
+_TRIAL_TOKENS = 61
+"""Different tokens of a prompt that a recorded step is tried with."""
 _FINER = 128
 """Rows from which on a step takes about as long as it has rows: what it has room for and lacks is not free."""
 
@@ -118,7 +128,7 @@ class StepBatch:
 
 
 class StepGraphs:
-    """A recorded step for each of a few numbers of tokens. Belongs to the engine's thread."""
+    """A step for each of a few numbers of tokens, made when it is first needed. Belongs to the engine's thread."""
 
     def __init__(
         self,
@@ -130,61 +140,150 @@ class StepGraphs:
         stream: LayerStream | None,
     ) -> None:
         """`fused`: what computes the layers; None: their own code, in parts compiled. `stream`: of weights that
-        pass, which are copied within the recorded steps; nothing is compiled then. Blocks for seconds while it
-        compiles and records. Raises what torch raises where it cannot."""
-        self._network = network
-        self._stream = stream
+        pass, which are copied within the steps; nothing is compiled then."""
+        self._network, self._memory, self._stream = network, memory, stream
+        self._largest, self._group = largest, group
         self.layers = "plain" if stream else "fused" if fused else "compiled"
         """What computes them."""
-        self._graphs: list[tuple[StepBatch, torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = []
-        pool = None
-        with (
-            nullcontext()
-            if stream
-            else use_fused(network.layers, fused)
-            if fused
-            else compile_parts(network.layers)
-        ):
-            # The largest first: the others find room in what it has let go of.
-            for rows in reversed(_sizes(largest.rows)):
-                outputs, sequences = min(rows, largest.outputs), min(rows, largest.sequences)
-                batch = StepBatch(memory, StepSize(rows, outputs, sequences, largest.blocks), group)
-                graph, logits, likeliest = self._record(batch, pool)
-                pool = graph.pool()
-                self._graphs.insert(0, (batch, graph, logits, likeliest))
+        self._swaps = (
+            [] if stream else use_fused(network.layers, fused) if fused else compile_parts(network.layers)
+        )
+        self._steps: dict[int, _SizedStep] = {}
+        """By their rows."""
+        self._sizes = _sizes(largest.rows)
+        self._left = _recording_order(self._sizes)
+        """Sizes that are to be recorded."""
+        self._logits: torch.Tensor | None = None
+        """Of the latest step, whatever its size: recorded ones need not keep one each."""
+        self._likeliest = torch.empty(largest.outputs, dtype=torch.int64, device=memory.device)
+        if self.layers == "compiled":
+            # How a compiled part adds up may follow the first size that it sees: always the same one.
+            self._compute(self._sized(largest.rows).batch)
 
     def run(self, batch: Sequence[Rows], tables: Sequence[BlockTable]) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of every row that wants them, in float32, and the tokens with the highest: valid until the next
         call."""
         count, outputs = sum(len(rows.tokens) for rows in batch), sum(rows.outputs for rows in batch)
-        step, graph, logits, likeliest = next(
-            entry for entry in self._graphs if entry[0].size.rows >= count and entry[0].size.outputs >= outputs
-        )
-        step.fill(batch, tables)
+        self._run(self._sized(next(size for size in self._sizes if size >= count)), batch, tables)
+        assert self._logits is not None
+        return self._logits[:outputs], self._likeliest[:outputs]
+
+    def stats(self) -> dict[str, Json]:
+        """How many sizes are replayed, and how many there are. May be asked by any thread."""
+        replayed = sum(step.graph is not None for step in list(self._steps.values()))
+        return {"layers": self.layers, "replayed": replayed, "sizes": len(self._sizes)}
+
+    @property
+    def is_recorded(self) -> bool:
+        """As many sizes are as can be."""
+        return not self._left
+
+    def record_next(self) -> None:
+        """Record one more size, unless `is_recorded`. Nothing may be in the engine. Blocks for about as long as
+        three of its steps take. Never raises: a size that cannot be recorded, or that computes other bits then,
+        is launched as before."""
+        step = self._sized(self._left.pop(0))
+        try:
+            if not self._record(step):
+                log.warning("a step of %d tokens is not recorded: replayed it differs", step.batch.size.rows)
+                step.graph = None
+        except Exception as error:
+            log.warning("steps are not recorded and will be slower: %s", str(error).splitlines()[0])
+            step.graph = None
+            self._left.clear()
+            if self._stream is not None:
+                self._stream.give_up_recording()
+
+    def record_anew(self) -> None:
+        """What was recorded, because the model is watched from now on, or no longer."""
+        before = [rows for rows, step in self._steps.items() if step.graph is not None]
+        for rows in before:
+            self._steps[rows].graph = None
+        left, self._left = self._left, [rows for rows in _recording_order(self._sizes) if rows in before]
+        while self._left:
+            self.record_next()
+        self._left = left
+
+    def _sized(self, rows: int) -> _SizedStep:
+        step = self._steps.get(rows)
+        if step is None:
+            outputs, sequences = min(rows, self._largest.outputs), min(rows, self._largest.sequences)
+            size = StepSize(rows, outputs, sequences, self._largest.blocks)
+            step = self._steps[rows] = _SizedStep(StepBatch(self._memory, size, self._group))
+        return step
+
+    def _run(self, step: _SizedStep, batch: Sequence[Rows], tables: Sequence[BlockTable]) -> None:
+        step.batch.fill(batch, tables)
+        if step.graph is None:
+            self._compute(step.batch)
+            return
         if self._stream is not None:
             self._stream.rewind()
             self._stream.replayed()
-        graph.replay()
-        return logits[:outputs], likeliest[:outputs]
+        step.graph.replay()
 
-    def _record(self, batch: StepBatch, pool: object) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]:
-        batch.fill([], [])
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(1 if self._stream else _WARM_UPS):
-                self._network.run(batch, batch.tokens, batch.positions, batch.wanted)
-        torch.cuda.current_stream().wait_stream(stream)
+    def _compute(self, batch: StepBatch) -> None:
+        """Launch the kernels of a step, or record them."""
+        batch.normed = None  # a step that failed may have left something
+        with swapped(self._swaps):
+            logits = self._network.run(batch, batch.tokens, batch.positions, batch.wanted)
+        if self._logits is None:
+            shape = (self._largest.outputs, logits.shape[-1])
+            self._logits = torch.empty(shape, dtype=torch.float32, device=logits.device)
+        taken, likeliest = self._logits[: len(logits)], self._likeliest[: len(logits)]
+        taken.copy_(logits)
+        torch.argmax(taken, -1, out=likeliest)
+
+    def _record(self, step: _SizedStep) -> bool:
+        """Whether it computes the same bits when it is replayed: of a prompt whose state goes to other cells."""
+        batch, tables = self._trial(step.batch.size)
+        self._run(step, batch, tables[:1])
+        launched = self._bits()
+        step.batch.fill([], [])
+        step.graph = self._capture(step.batch)
+        self._run(step, batch, tables[1:])
+        replayed = self._bits()
+        there, here = (slice(table.blocks[0] * BLOCK, table.blocks[0] * BLOCK + table.length) for table in tables)
+        pool = (*self._memory.keys, *self._memory.values)
+        return torch.equal(launched, replayed) and all(
+            torch.equal(part[there].view(torch.uint8), part[here].view(torch.uint8)) for part in pool
+        )
+
+    def _trial(self, size: StepSize) -> tuple[list[Rows], list[BlockTable]]:
+        """A prompt that fills the step as far as there is room for it twice, and the two places."""
+        # The first block is for rows that are no tokens.
+        half = (self._memory.keys[0].shape[0] // BLOCK - 1) // 2
+        blocks = min(-(-size.rows // BLOCK), half, size.blocks)
+        count = min(size.rows, blocks * BLOCK)
+        places = [BlockTable(array("i", range(first, first + blocks)), count) for first in (1, 1 + half)]
+        return [Rows(0, 0, np.arange(count, dtype=np.int32) % _TRIAL_TOKENS, outputs=1)], places
+
+    def _bits(self) -> torch.Tensor:
+        """A copy of the one row of logits that a trial wants."""
+        assert self._logits is not None
+        return self._logits[:1].view(torch.uint8).clone()
+
+    def _capture(self, batch: StepBatch) -> torch.cuda.CUDAGraph:
+        """What `_compute` does, which it has done before: everything is compiled."""
         if self._stream is not None:
             self._stream.rewind()
         graph = torch.cuda.CUDAGraph()
+        pool = next((step.graph.pool() for step in self._steps.values() if step.graph is not None), None)
         # Other engines' threads may prepare memory meanwhile; what Python lets go of here may be such memory.
-        with _without_collection(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            logits = self._network.run(batch, batch.tokens, batch.positions, batch.wanted).float()
-            likeliest = logits.argmax(-1)
+        recording = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+        # A recording that fails would leave its own stream in use.
+        with _without_collection(), torch.cuda.stream(torch.cuda.current_stream()), recording:
+            self._compute(batch)
             if self._stream is not None:
                 self._stream.end_recording()
-        return graph, logits, likeliest
+        return graph
+
+
+@dataclass(slots=True)
+class _SizedStep:
+    batch: StepBatch
+    graph: torch.cuda.CUDAGraph | None = None
+    """None: it is not recorded."""
 
 
 @contextmanager
@@ -209,50 +308,94 @@ def _sizes(most: int) -> list[int]:
     return sizes
 
 
+def _recording_order(sizes: Sequence[int]) -> list[int]:
+    """First those of few rows, which answers have and which gain most. They need little memory; of the others the
+    largest come first, so that the rest find room in what it has let go of."""
+    few = [rows for rows in sizes if rows <= _FINER]
+    return [*few, *reversed(sizes[len(few) :])]
+
+
+# ── other code in place of the model's, while such a step runs ──
+
 _ROTATE = "apply_rotary_pos_emb"
 """What transformers calls the function in each of its model files that rotates queries and keys."""
 
 
+class Swap(Protocol):
+    """Other code for a part of a model."""
+
+    def use(self) -> None: ...
+
+    def take_back(self) -> None: ...
+
+
 @contextmanager
-def use_fused(layers: Sequence[torch.nn.Module], fused: Sequence[FusedLayer]) -> Iterator[None]:
-    """Within it, `fused` compute what the layers would."""
-    for layer, own in zip(layers, fused, strict=True):
-        layer.forward = own
+def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
     try:
+        for swap in swaps:
+            swap.use()
         yield
     finally:
-        for layer in layers:
-            del layer.forward
+        for swap in swaps:
+            swap.take_back()
 
 
-@contextmanager
-def compile_parts(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Within it, norms, feed-forward parts and rotations of these layers run compiled.
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    module: torch.nn.Module
+    forward: Callable[..., Any]
+
+    def use(self) -> None:
+        self.module.forward = self.forward
+
+    def take_back(self) -> None:
+        vars(self.module).pop("forward", None)
+
+
+@dataclass(slots=True)
+class _Rotation:
+    """Stands in a model file for the function that rotates, which engines on other threads call, too: only for the
+    thread that uses it is it the compiled one."""
+
+    plain: Callable[..., Any]
+    compiled: Callable[..., Any]
+    _thread: threading.local = field(default_factory=threading.local)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        is_used = getattr(self._thread, "is_used", False)
+        return (self.compiled if is_used else self.plain)(*given, **named)
+
+    def use(self) -> None:
+        self._thread.is_used = True
+
+    def take_back(self) -> None:
+        self._thread.is_used = False
+
+
+def use_fused(layers: Sequence[torch.nn.Module], fused: Sequence[FusedLayer]) -> list[Swap]:
+    """`fused` compute what the layers would."""
+    return [_Forward(layer, own) for layer, own in zip(layers, fused, strict=True)]
+
+
+def compile_parts(layers: Sequence[torch.nn.Module]) -> list[Swap]:
+    """Norms, feed-forward parts and rotations of these layers run compiled.
 
     Mixtures do not: compiled, transformers would ask the device how many tokens each expert has.
     """
     parts = [part for layer in layers for part in layer.children() if not hasattr(part, "layer_idx")]
     parts = [part for part in parts if not hasattr(part, "experts")]
     homes = {sys.modules[type(part).__module__] for layer in layers for part in layer.children()}
-    replaced: list[tuple[Any, str, Any]] = []
-    try:
-        for part in parts:
-            _replace(replaced, part, "forward", _compile(part.forward))
-        for home in homes:
-            if hasattr(home, _ROTATE):
-                _replace(replaced, home, _ROTATE, _compile(getattr(home, _ROTATE)))
-        yield
-    finally:
-        for owner, name, before in reversed(replaced):
-            if before is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
+    rotations = [_rotation(home) for home in homes if hasattr(home, _ROTATE)]
+    return [*(_Forward(part, _compile(part.forward)) for part in parts), *rotations]
 
 
-def _replace(replaced: list[tuple[Any, str, Any]], owner: Any, name: str, by: Any) -> None:
-    replaced.append((owner, name, vars(owner).get(name)))
-    setattr(owner, name, by)
+def _rotation(home: Any) -> _Rotation:
+    """Put into a model file, where it stays."""
+    rotate = getattr(home, _ROTATE)
+    if not isinstance(rotate, _Rotation):
+        rotate = _Rotation(rotate, _compile(rotate))
+        setattr(home, _ROTATE, rotate)
+    return rotate
 
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,38 +29,56 @@ from emberkeep.engine.base import (
     Rows,
     check_splice,
 )
+from emberkeep.engine.facts import Facts
 from emberkeep.engine.hf.attention import PoolStep, Tiers
 from emberkeep.engine.hf.blend import FULL_LAYERS, BlendStep, evaluate_deviating, evaluate_some
 from emberkeep.engine.hf.expert_counter import ExpertCounter
 from emberkeep.engine.hf.fingerprint import fingerprint
-from emberkeep.engine.hf.footprint import affordable_cells, footprint, peak_bytes
+from emberkeep.engine.hf.footprint import (
+    StepBytes,
+    affordable_cells,
+    estimate_step,
+    footprint,
+    measure_step,
+    peak_bytes,
+)
+from emberkeep.engine.hf.host_memory import HostLogits
 from emberkeep.engine.hf.model_loader import HfModel, HfSettings
-from emberkeep.engine.hf.network import LearningStep, Network, learn
+from emberkeep.engine.hf.network import Network, has_choice, learn
+from emberkeep.engine.hf.own_steps import Reference, open_graphs
 from emberkeep.engine.hf.pool import BLOCK, BlockPool, BlockTable, KvMemory
 from emberkeep.engine.hf.rope import learn_rotations
 from emberkeep.engine.hf.side_stream import Mark
 from emberkeep.engine.hf.step import Span
 from emberkeep.engine.hf.step_timing import measure_steps
 from emberkeep.engine.hf.transfer import Transfer
+from emberkeep.engine.hf.whole_engine import HfWholeEngine
+from emberkeep.engine.idle_steps import IdleSteps, Interrupted
+from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.types import AttentionTier, Json
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from emberkeep.engine.hf.cuda_graphs import StepGraphs
-    from emberkeep.engine.hf.fused_layers import FusedLayer
-    from emberkeep.engine.hf.streaming import LayerStream
-from emberkeep.engine.hf.network import has_choice
-from emberkeep.engine.hf.whole_engine import HfWholeEngine
 
 log = logging.getLogger("emberkeep.engine")
 
-_COMPARED = 16
-"""Tokens of which layers are computed in two ways."""
+_CHOSEN, _TIMES, _MEMORY = "code of steps", "times of steps", "memory of a step"
+"""What is remembered."""
+_OF_MODEL = "model"
+"""The model's own code computes its steps."""
+
+_Chore = Callable[[IdleSteps], None]
 
 
 class HfEngine:
-    """See `Engine` for the contracts."""
+    """See `Engine` for the contracts.
+
+    Only what the fingerprint and plans depend on is found out before it is open. What makes steps quicker, and
+    measures them, is done by `improve`; until then steps are launched kernel by kernel, and what was measured by
+    the latest start counts.
+    """
 
     @torch.no_grad()
     def __init__(self, model: HfModel, settings: HfSettings, weights_digest: str) -> None:
@@ -103,17 +122,22 @@ class HfEngine:
             can_blend=self._rotations is not None and len(self._network.layers) > FULL_LAYERS,
             packs=self._transfer.packs,
         )
-        self._check_against_reference()
-        self._stream = model.stream
-        self._learned = learned
+        self._settings, self._stream, self._learned = settings, model.stream, learned
         shapes = [(len(g.streams), g.shape.heads, g.shape.width) for g in self._memory.groups]
         self._identify = partial(
             fingerprint, model, [str(learned.dtype), shapes], weights_digest, stored=settings.stored
         )
-        self._record()
-        self._step_table = measure_steps(self)
-        self.footprint: Footprint | None = footprint(model, self._memory, layers, self, settings)
-        self._transfer.prepare()
+        self._facts = self._open_facts()
+        is_known = self._choose_steps()
+        computed = self._graphs.layers if self._graphs else None
+        self._fingerprints = {tier: self._identify(tier, layers=computed) for tier in self.attention.available}
+        self._step_table = self._facts.read_json(_TIMES, StepTable.from_json)
+        self._estimate = estimate_step(model, self._memory, has_masks=self._graphs is None)
+        adds = self._facts.read_json(_MEMORY, StepBytes.from_json) or self._estimate
+        self.footprint: Footprint | None = footprint(model, self._memory, layers, adds, settings)
+        self._chores: deque[_Chore] = deque([self._record, self._time_steps, self._measure_memory, self._prepare])
+        if is_known:
+            self._chores.append(self._verify)
 
     # ── evaluating ──
 
@@ -349,9 +373,6 @@ class HfEngine:
     def rest(self) -> None:
         pass
 
-    def improve(self, is_wanted: Callable[[], bool]) -> bool:
-        return True
-
     def step_seconds(self, rows: int, depth: int, outputs: int) -> float | None:
         return self._step_table.seconds(rows, depth, outputs) if self._step_table else None
 
@@ -360,7 +381,8 @@ class HfEngine:
 
     def stats(self) -> dict[str, Json]:
         streaming: dict[str, Json] = {"streaming": self._stream.stats()} if self._stream else {}
-        return {"pool": self._pool.stats(), **streaming}
+        recorded: dict[str, Json] = {"recorded_steps": self._graphs.stats()} if self._graphs else {}
+        return {"pool": self._pool.stats(), **recorded, **streaming}
 
     def close(self) -> None:
         if self._transfer is not None:
@@ -368,6 +390,7 @@ class HfEngine:
         self._tables.clear()
         self._loading.clear()
         self._graphs = None
+        self._chores.clear()
         if self._stream is not None:
             self._stream.close()
         if self.experts is not None:
@@ -413,75 +436,114 @@ class HfEngine:
     def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._network.device, non_blocking=True)
 
-    @torch.no_grad()
-    def _record_anew(self) -> None:
+    # ── which code computes steps ──
+
+    def _open_facts(self) -> Facts:
+        settings, stream = self._settings, self._stream
+        return Facts(
+            settings.facts,
+            # By whichever name its state is stored.
+            self._identify(self.attention.tier, stored=None).hex(),
+            [settings.batch, settings.context, settings.sequences, torch.get_num_threads()],
+            [stream.plan.streamed, stream.can_record] if stream else None,
+        )
+
+    def _choose_steps(self) -> bool:
+        """Whether it is remembered what computes them. Raises EngineError for a model that cannot run so."""
+        given = (self._network, self._memory, self.capabilities, self._learned, self._stream)
+        if (layers := self._facts.read_json(_CHOSEN, str)) is not None:
+            self._graphs = None if layers == _OF_MODEL else open_graphs(*given, layers=layers)
+            return True
+        reference = self._reference()
+        reference.check(self)
+        self._graphs = open_graphs(*given)
+        if self._graphs is not None and not self._passes(reference):
+            self._graphs = None
+        # What failed may have done so by chance: only success is remembered.
+        if self._graphs is not None or self._network.device.type != "cuda":
+            self._facts.remember_json(_CHOSEN, self._graphs.layers if self._graphs else _OF_MODEL)
+        return False
+
+    def _reference(self) -> Reference:
+        return Reference(self._network, self._memory.dtype, self.capabilities, self.vocab.size)
+
+    def _passes(self, reference: Reference) -> bool:
+        try:
+            reference.check(self)
+        except EngineError as error:
+            log.warning("steps are not recorded, and will be slower: %s", error)
+            self._empty()
+            return False
+        return True
+
+    def _empty(self) -> None:
         for sequence in list(self._tables):
             self.trim(sequence, 0)
-        self._record()
 
-    def _record(self) -> None:
-        """Record steps where that is possible. Nothing may be in the engine."""
-        self._graphs = None
-        if self._network.device.type == "cuda" and (self._stream is None or self._stream.can_record):
-            self._graphs = _record_steps(
-                self._network, self._memory, self.capabilities, self._learned, self._stream
-            )
-            self._check_recorded()
-        computed = self._graphs.layers if self._graphs else None
-        self._fingerprints = {tier: self._identify(tier, layers=computed) for tier in self.attention.available}
+    @torch.no_grad()
+    def _record_anew(self) -> None:
+        self._empty()
+        if self._graphs is not None:
+            self._graphs.record_anew()
 
-    def _check_recorded(self) -> None:
+    # ── in gaps ──
+
+    @torch.no_grad()
+    def improve(self, is_wanted: Callable[[], bool]) -> bool:
+        steps = IdleSteps(self, is_wanted)
         try:
-            self._check_against_reference()
+            with self.experts.pausing() if self.experts is not None else nullcontext():
+                while self._chores:
+                    self._do(self._chores[0], steps)
+                    self._chores.popleft()
+        except Interrupted:
+            return False
+        return True
+
+    def _do(self, chore: _Chore, steps: IdleSteps) -> None:
+        """Raises Interrupted, and nothing else: steps are as they were then, and it begins anew."""
+        try:
+            steps.give_way()
+            chore(steps)
         except EngineError as error:
-            log.warning("recorded steps are not used, and steps will be slower: %s", error)
+            log.warning("what would make steps quicker has failed: %s", error)
+        finally:
+            self._empty()
+
+    def _record(self, steps: IdleSteps) -> None:
+        while self._graphs is not None and not self._graphs.is_recorded:
+            steps.give_way()
+            self._graphs.record_next()
+
+    def _time_steps(self, steps: IdleSteps) -> None:
+        # At every start: one that was busy is not remembered for ever.
+        if (table := measure_steps(steps)) is not None:
+            self._step_table = table
+            self._facts.remember_json(_TIMES, table.json())
+
+    def _measure_memory(self, steps: IdleSteps) -> None:
+        layers = [self._learned.shapes[index] for index in range(len(self._learned.shapes))]
+        adds = measure_step(self._estimate, self._memory, layers, steps, self._settings)
+        assert self.footprint is not None
+        # What is always there was counted before anything was stored.
+        self.footprint = replace(self.footprint, per_step_token=adds.per_step_token, per_pair=adds.per_pair)
+        self._facts.remember_json(_MEMORY, adds.json())
+
+    def _prepare(self, _: IdleSteps) -> None:
+        self._transfer.prepare()
+
+    def _verify(self, steps: IdleSteps) -> None:
+        """What was remembered of the code of steps still holds: a library may have changed beneath it."""
+        reference, graphs = self._reference(), self._graphs
+        try:
+            reference.check(steps)
             self._graphs = None
-            for sequence in (0, 1):
-                self.trim(sequence, 0)
-
-    def _check_against_reference(self) -> None:
-        """Two prompts, evaluated in slices beside each other, must give what the model's own code gives."""
-        count = min(24, self.capabilities.cells // 2)
-        prompts = [np.arange(offset, offset + count, dtype=np.int32) % self.vocab.size for offset in (3, 5)]
-        for start, end in ((0, count // 2), (count // 2, count - 1), (count - 1, count)):
-            self.evaluate([Rows(s, start, prompts[s][start:end], outputs=1) for s in (0, 1)])
-        for sequence, prompt in enumerate(prompts):
-            expected = self._network.reference(self._tensor(prompt.astype(np.int64)))[-1].float().cpu().numpy()
-            # Half precision rounds differently in every batch shape; what is wrong is not even similar.
-            least = 1 - 1e-5 if self._memory.dtype == torch.float32 else 0.98
-            if not np.corrcoef(self.logits(sequence), expected)[0, 1] > least:
-                raise EngineError("This model computes something else in a batch of several sequences.")
-            self.trim(sequence, 0)
-
-
-def _record_steps(
-    network: Network, memory: KvMemory, able: Capabilities, learned: LearningStep, stream: LayerStream | None
-) -> StepGraphs | None:
-    """Steps as they are replayed, where this model's can be recorded; else they run as they are, more slowly."""
-    # Needs Triton, which comes with torch for CUDA only.
-    from emberkeep.engine.hf.cuda_graphs import StepGraphs, StepSize
-
-    largest = StepSize(able.batch, able.outputs, able.max_sequences, -(-able.context // BLOCK))
-    try:
-        fused = None if stream else _fuse_layers(network, memory, learned)
-        return StepGraphs(network, memory, largest, learned.group, fused, stream)
-    except Exception as error:
-        log.warning("steps are not recorded and will be slower: %s", str(error).splitlines()[0])
-        if stream is not None:
-            stream.give_up_recording()
-        return None
-
-
-def _fuse_layers(network: Network, memory: KvMemory, learned: LearningStep) -> list[FusedLayer] | None:
-    """What computes the layers with fewer kernels, if they are of the usual make. Nothing may be in the pool."""
-    from emberkeep.engine.hf.fused_layers import agree, fuse
-
-    fused = fuse(network.layers, [learned.options[layer] for layer in range(len(learned.options))])
-    rows = torch.arange(_COMPARED, device=network.device)
-    step = PoolStep(memory, [Span(0, _COMPARED, BlockTable([0], _COMPARED), 0)], rows, tier=AttentionTier.PLAIN)
-    if fused and agree(network.layers, fused, lambda: network.run(step, rows, rows, rows[:1])):
-        return fused
-    return None
+            reference.check(steps)
+        except EngineError as error:
+            self._facts.forget(_CHOSEN)
+            log.error("answers may be wrong, so restart, and steps are chosen anew: %s", error)
+        finally:
+            self._graphs = graphs
 
 
 @contextmanager
@@ -536,45 +598,3 @@ class DeviceExport:
         with translate_errors():
             self.mark.wait()
         return self.copies
-
-
-class HostLogits:
-    """Logits on their way from the device to the sampler: they come when they are asked for, and which of them is
-    the highest comes at once.
-
-    Belongs to the engine's thread. What was taken for one step is overwritten by the next.
-    """
-
-    def __init__(self, device: torch.device, rows: int, width: int) -> None:
-        is_cuda = device.type == "cuda"
-        self._buffer = torch.empty((rows, width), dtype=torch.float32, pin_memory=True) if is_cuda else None
-        self._best = torch.empty(rows, dtype=torch.int64, pin_memory=is_cuda)
-        self.likeliest: npt.NDArray[np.int64] | None = None
-        """Of each row, where it was found on the device."""
-        self._logits: torch.Tensor | None = None
-        self._rows: Logits | None = None
-
-    def take(self, logits: torch.Tensor, likeliest: torch.Tensor | None) -> None:
-        """Rows of any dtype. Blocks until they are computed."""
-        self._logits, self._rows, self.likeliest = logits, None, None
-        if likeliest is not None:
-            self._best[: len(likeliest)].copy_(likeliest, non_blocking=True)
-            self.likeliest = self._best.numpy()
-        self._wait()
-
-    def rows(self) -> Logits:
-        """Of the latest step, as float32. Blocks until they are there."""
-        if self._rows is None:
-            assert self._logits is not None
-            if self._buffer is None:
-                self._rows = self._logits.float().cpu().numpy()
-            else:
-                self._buffer[: len(self._logits)].copy_(self._logits, non_blocking=True)
-                self._wait()
-                self._rows = self._buffer[: len(self._logits)].numpy()
-            self._logits = None
-        return self._rows
-
-    def _wait(self) -> None:
-        if self._buffer is not None:
-            torch.cuda.current_stream().synchronize()

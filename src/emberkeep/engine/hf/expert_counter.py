@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -102,10 +103,18 @@ class ExpertCounter:
             self._hooks = [choice.watch(self._counting(at)) for at, choice in enumerate(self._choices)]
         else:
             self._unhook()
+        with self.pausing():  # steps are tried when they are recorded
+            self._record()
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Steps within it are not counted."""
         counted = self._totals
-        self._record()
-        self._totals = counted  # steps are tried when they are recorded
-        self._step.zero_()
+        try:
+            yield
+        finally:
+            self._totals = counted
+            self._step.zero_()
 
     def _unhook(self) -> None:
         for hook in self._hooks:

@@ -1,20 +1,27 @@
-"""What a Hugging Face engine needs of memory: measured with a few steps when it is opened.
+"""What a Hugging Face engine needs of memory.
 
-On CUDA torch counts every byte. In RAM only the pages of the whole process are counted, so what a step adds is
-estimated too, and the larger number counts.
+What is always there is counted when it is opened. What a step adds is estimated, and measured with a few steps
+when nothing waits: on CUDA torch counts every byte; in RAM only the pages of the whole process are counted, so the
+larger of both numbers counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import asdict
+from math import isfinite
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from emberkeep.engine.base import Capabilities, Footprint, Outcome, Rows
+from emberkeep.config import peak_ram, resident_ram, total_ram
+from emberkeep.engine.base import Footprint, Rows
 from emberkeep.engine.hf.device import FOR_STATE, RESERVE, free_bytes
 from emberkeep.engine.hf.pool import KvMemory, LayerShape
+from emberkeep.engine.idle_steps import Steps
+from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from emberkeep.engine.hf.model_loader import HfModel, HfSettings
@@ -27,22 +34,28 @@ _SMALLEST_BATCH = 512
 _PROBES = (512, 2048)
 """Prompt tokens per step whose peaks are compared."""
 _LONG_ENOUGH_S, _TIMED_ROWS = 1.0, 128
-"""What the steps on a CPU take together, about, by what one of so many rows took; a person waits for the model."""
+"""What the steps on a CPU take together, about, by what one of so many rows took: a gap may be short."""
 _FEWEST_ROWS = 32
 """Fewer say nothing: a count of pages is off by some MiB."""
 
 
-class _Steps(Protocol):
-    """What of an engine a measurement needs."""
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """What a step adds: see `Footprint`."""
 
-    @property
-    def capabilities(self) -> Capabilities: ...
+    per_step_token: float
+    per_pair: float
 
-    def evaluate(self, batch: Sequence[Rows]) -> Outcome: ...
+    def json(self) -> dict[str, Json]:
+        return asdict(self)
 
-    def trim(self, sequence: int, start: int) -> None: ...
-
-    def step_seconds(self, rows: int, depth: int, outputs: int) -> float | None: ...
+    @classmethod
+    def from_json(cls, data: Any) -> StepBytes:
+        """Raises ValueError, KeyError or TypeError for anything else than what `json` gave."""
+        found = cls(float(data["per_step_token"]), float(data["per_pair"]))
+        if not all(isfinite(each) and each >= 0 for each in (found.per_step_token, found.per_pair)):
+            raise ValueError("This is not what a step adds.")
+        return found
 
 
 def affordable_cells(
@@ -97,13 +110,46 @@ def cells_of_share(model: HfModel, share: float) -> int:
 
 
 def footprint(
-    model: HfModel, memory: KvMemory, layers: Sequence[LayerShape], engine: _Steps, settings: HfSettings
+    model: HfModel, memory: KvMemory, layers: Sequence[LayerShape], adds: StepBytes, settings: HfSettings
 ) -> Footprint:
-    """`engine` is idle, and evaluates a few prompts; on a CPU none that would take long by its `step_seconds`."""
-    row = max(layer.keys.channels + layer.values.channels for layer in layers) * memory.dtype.itemsize
+    """Of an engine that was just opened."""
+    device = memory.device
+    if device.type == "cuda":
+        capacity = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        capacity, fixed = min(capacity, settings.gpu_memory or capacity), torch.cuda.memory_allocated(device)
+    else:
+        capacity, fixed = total_ram(), resident_ram() or model.weights_bytes + memory.bytes
+    return Footprint(
+        device=str(device) if device.type == "cuda" else device.type,
+        capacity=capacity,
+        fixed=fixed,
+        per_step_token=adds.per_step_token,
+        # Read together where a sequence's blocks lie apart.
+        per_context_token=_row_bytes(memory, layers),
+        per_pair=adds.per_pair,
+        per_logits_row=_per_logits_row(model, memory.dtype),
+    )
+
+
+def estimate_step(model: HfModel, memory: KvMemory, *, has_masks: bool) -> StepBytes:
+    """`has_masks`: attention is told what each token sees by a mask, as it is written and as the kernel wants
+    it."""
+    per_pair = 1 + memory.dtype.itemsize if has_masks else 0
+    return StepBytes(float(_per_step_token(model, memory.dtype)), float(per_pair))
+
+
+def measure_step(
+    estimate: StepBytes, memory: KvMemory, layers: Sequence[LayerShape], engine: Steps, settings: HfSettings
+) -> StepBytes:
+    """`engine` is idle, and evaluates a few prompts; on a CPU none that would take long by its `step_seconds`.
+    Raises what it raises."""
     if memory.device.type == "cuda":
-        return _measure(model, memory, row, engine, settings)
-    return _measure_ram(model, memory, row, engine, settings)
+        return _measure(memory, engine, settings)
+    return _measure_ram(estimate, memory, _row_bytes(memory, layers), engine, settings)
+
+
+def _row_bytes(memory: KvMemory, layers: Sequence[LayerShape]) -> int:
+    return max(layer.keys.channels + layer.values.channels for layer in layers) * memory.dtype.itemsize
 
 
 def peak_bytes(device: torch.device) -> int | None:
@@ -111,12 +157,10 @@ def peak_bytes(device: torch.device) -> int | None:
         peak = int(torch.cuda.max_memory_allocated(device))
         torch.cuda.reset_peak_memory_stats(device)
         return peak
-    from emberkeep.config import peak_ram
-
     return peak_ram()
 
 
-def _measure(model: HfModel, memory: KvMemory, row: int, engine: _Steps, settings: HfSettings) -> Footprint:
+def _measure(memory: KvMemory, engine: Steps, settings: HfSettings) -> StepBytes:
     device = memory.device
     most = min(settings.batch, engine.capabilities.context // 2)  # both of them are in one sequence, too
     small, large = (min(tokens, most) for tokens in _PROBES)
@@ -124,47 +168,30 @@ def _measure(model: HfModel, memory: KvMemory, row: int, engine: _Steps, setting
     base = torch.cuda.memory_allocated(device)
     peaks = [_peak_of(engine, device, tokens, 0) - base for tokens in (small, large)]
     behind = _peak_of(engine, device, small, large) - base
-    capacity = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     each = max((peaks[1] - peaks[0]) / max(large - small, 1), peaks[1] / large)
-    return Footprint(
-        device=str(device),
-        capacity=min(capacity, settings.gpu_memory or capacity),
-        fixed=base,
-        per_step_token=each,
-        per_context_token=row,  # read together where a sequence's blocks lie apart
-        per_pair=max(behind - peaks[0], 0) / (small * (small + large)),
-        per_logits_row=_per_logits_row(model, memory.dtype),
-    )
+    return StepBytes(each, max(behind - peaks[0], 0) / (small * (small + large)))
 
 
-def _measure_ram(model: HfModel, memory: KvMemory, row: int, engine: _Steps, settings: HfSettings) -> Footprint:
-    from emberkeep.config import resident_ram, total_ram
-
-    each, per_pair = float(_per_step_token(model, memory.dtype)), 1 + memory.dtype.itemsize
+def _measure_ram(
+    estimate: StepBytes, memory: KvMemory, row: int, engine: Steps, settings: HfSettings
+) -> StepBytes:
     tokens = _quick_rows(engine, min(settings.batch, engine.capabilities.context))
-    if tokens >= _FEWEST_ROWS:
-        _peak_of(engine, memory.device, tokens, 0)  # libraries and threads allocate their workspaces once
-        base = resident_ram() or 0
-        beyond = _peak_of(engine, memory.device, tokens, 0) - base
-        each = max(each, beyond / tokens - row - tokens * per_pair)
-    return Footprint(
-        device=memory.device.type,
-        capacity=total_ram(),
-        fixed=resident_ram() or model.weights_bytes + memory.bytes,
-        per_step_token=each,
-        per_context_token=row,
-        per_pair=per_pair,  # a mask, as it is written and as the kernel wants it
-        per_logits_row=_per_logits_row(model, memory.dtype),
-    )
+    if tokens < _FEWEST_ROWS:
+        return estimate
+    _peak_of(engine, memory.device, tokens, 0)  # libraries and threads allocate their workspaces once
+    base = resident_ram() or 0
+    beyond = _peak_of(engine, memory.device, tokens, 0) - base
+    each = beyond / tokens - row - tokens * estimate.per_pair
+    return StepBytes(max(estimate.per_step_token, each), estimate.per_pair)
 
 
-def _quick_rows(engine: _Steps, most: int) -> int:
+def _quick_rows(engine: Steps, most: int) -> int:
     """So many that two steps of them are quick; 0 where it is not known what a step takes."""
     seconds = engine.step_seconds(_TIMED_ROWS, 0, 0)
     return min(int(_TIMED_ROWS * _LONG_ENOUGH_S / 2 / seconds), most) if seconds else 0
 
 
-def _peak_of(engine: _Steps, device: torch.device, tokens: int, before: int) -> int:
+def _peak_of(engine: Steps, device: torch.device, tokens: int, before: int) -> int:
     """The most memory while a prompt of so many tokens is evaluated, `before` others coming first."""
     for start, count in ((0, before), (before, tokens)):
         peak_bytes(device)

@@ -1,4 +1,4 @@
-"""RAM that a GPU can fetch from and bring to by itself: weights wait in it, and stored state."""
+"""RAM that a GPU can fetch from and bring to by itself: weights wait in it, stored state and logits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import mmap
 import sys
 from contextlib import suppress
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+from emberkeep.engine.base import Logits
 
 log = logging.getLogger("emberkeep.engine")
 
@@ -55,3 +59,45 @@ class _Pages(mmap.mmap):
     def __del__(self) -> None:
         if self._pinned is not None and not sys.is_finalizing():
             torch.cuda.cudart().cudaHostUnregister(self._pinned)
+
+
+class HostLogits:
+    """Logits on their way from the device to the sampler: they come when they are asked for, and which of them is
+    the highest comes at once.
+
+    Belongs to the engine's thread. What was taken for one step is overwritten by the next.
+    """
+
+    def __init__(self, device: torch.device, rows: int, width: int) -> None:
+        is_cuda = device.type == "cuda"
+        self._buffer = torch.empty((rows, width), dtype=torch.float32, pin_memory=True) if is_cuda else None
+        self._best = torch.empty(rows, dtype=torch.int64, pin_memory=is_cuda)
+        self.likeliest: npt.NDArray[np.int64] | None = None
+        """Of each row, where it was found on the device."""
+        self._logits: torch.Tensor | None = None
+        self._rows: Logits | None = None
+
+    def take(self, logits: torch.Tensor, likeliest: torch.Tensor | None) -> None:
+        """Rows of any dtype. Blocks until they are computed."""
+        self._logits, self._rows, self.likeliest = logits, None, None
+        if likeliest is not None:
+            self._best[: len(likeliest)].copy_(likeliest, non_blocking=True)
+            self.likeliest = self._best.numpy()
+        self._wait()
+
+    def rows(self) -> Logits:
+        """Of the latest step, as float32. Blocks until they are there."""
+        if self._rows is None:
+            assert self._logits is not None
+            if self._buffer is None:
+                self._rows = self._logits.float().cpu().numpy()
+            else:
+                self._buffer[: len(self._logits)].copy_(self._logits, non_blocking=True)
+                self._wait()
+                self._rows = self._buffer[: len(self._logits)].numpy()
+            self._logits = None
+        return self._rows
+
+    def _wait(self) -> None:
+        if self._buffer is not None:
+            torch.cuda.current_stream().synchronize()

@@ -101,6 +101,8 @@ class HfSettings:
     """Most blocks of the pool; None: as many as `cells` need."""
     chunk: int = 128
     """Tokens of the payloads that there will be most of: their memory is prepared for fast copies."""
+    facts: Path | None = None
+    """A folder with what was learned of models; None: nothing is remembered."""
     stored: Stored | None = None
     """None: nothing is, or not by a fingerprint of before."""
 

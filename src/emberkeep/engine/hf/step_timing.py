@@ -1,14 +1,13 @@
-"""How long the steps of a Hugging Face engine take: measured when it is opened, in about a second."""
+"""How long the steps of a Hugging Face engine take: measured when nothing waits, in about a second."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from time import perf_counter
-from typing import Protocol
 
 import numpy as np
 
-from emberkeep.engine.base import Capabilities, Outcome, Rows
+from emberkeep.engine.base import Rows
+from emberkeep.engine.idle_steps import Steps
 from emberkeep.engine.step_table import StepTable
 
 _ROWS = (1, 8, 32, 2, 16, 4, 128)
@@ -18,23 +17,14 @@ _SHALLOW, _DEEP = 64, (2048, 1024, 512)
 _TIMES = 3
 """Each step is taken up to so often, once more to warm up while there is time, and the quickest counts."""
 _LONG_ENOUGH_S = 2.0
-"""What takes longer is told by fewer steps, and by none that is deep: a person waits for the model."""
+"""What takes longer is told by fewer steps, and by none that is deep: a gap may be short."""
+_SLICE = 256
+"""Tokens that a depth is filled with at once: whoever comes meanwhile waits for them."""
 
 
-class _Steps(Protocol):
-    """What of an engine a measurement needs."""
-
-    @property
-    def capabilities(self) -> Capabilities: ...
-
-    def evaluate(self, batch: Sequence[Rows]) -> Outcome: ...
-
-    def trim(self, sequence: int, start: int) -> None: ...
-
-
-def measure_steps(engine: _Steps) -> StepTable | None:
+def measure_steps(engine: Steps) -> StepTable | None:
     """One sequence with more and more rows, as drafts have them. `engine` holds nothing, before and after. None
-    where a context is too small for it. Raises EngineError."""
+    where a context is too small for it. Raises what the engine raises."""
     begin, able = perf_counter(), engine.capabilities
     most = min(able.batch, able.outputs)
     room = able.context - max(_ROWS)
@@ -59,13 +49,13 @@ def measure_steps(engine: _Steps) -> StepTable | None:
     )
 
 
-def _fill(engine: _Steps, depth: int) -> None:
-    step = engine.capabilities.batch
+def _fill(engine: Steps, depth: int) -> None:
+    step = min(engine.capabilities.batch, _SLICE)
     for start in range(0, depth, step):
         engine.evaluate([Rows(0, start, np.zeros(min(step, depth - start), np.int32), outputs=0)])
 
 
-def _milliseconds(engine: _Steps, depth: int, count: int, until: float) -> float:
+def _milliseconds(engine: Steps, depth: int, count: int, until: float) -> float:
     rows = Rows(0, depth, np.zeros(count, np.int32), outputs=count)
     seconds: list[float] = []
     while len(seconds) < 2 or (len(seconds) <= _TIMES and sum(seconds) < _LONG_ENOUGH_S / len(_ROWS)):

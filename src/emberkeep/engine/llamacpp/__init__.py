@@ -3,7 +3,7 @@
 from emberkeep.engine.llamacpp.context import LlamaSettings, name_workers, one_core_each
 from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingEngine, LlamaEmbeddingSettings
 from emberkeep.engine.llamacpp.engine import LlamaEngine
-from emberkeep.engine.llamacpp.facts import Facts
+from emberkeep.engine.llamacpp.facts import facts_about
 from emberkeep.engine.llamacpp.model import (
     ON_CPU,
     Adapter,
@@ -30,7 +30,6 @@ from emberkeep.engine.llamacpp.tuning import Subject, tune
 __all__ = [
     "ON_CPU",
     "Adapter",
-    "Facts",
     "Gpu",
     "LayerBytes",
     "LlamaEmbeddingEngine",
@@ -42,6 +41,7 @@ __all__ = [
     "Placement",
     "Subject",
     "choose_library",
+    "facts_about",
     "find_failures",
     "gpus",
     "is_installed",

@@ -28,6 +28,7 @@ from emberkeep.engine.base import (
     Rows,
     check_splice,
 )
+from emberkeep.engine.facts import Facts
 from emberkeep.engine.llamacpp.c_api import Handle
 from emberkeep.engine.llamacpp.cells import CellMap
 from emberkeep.engine.llamacpp.context import (
@@ -44,7 +45,6 @@ from emberkeep.engine.llamacpp.context import (
     windows_suffice,
 )
 from emberkeep.engine.llamacpp.expert_counter import ExpertCounter
-from emberkeep.engine.llamacpp.facts import Facts
 from emberkeep.engine.llamacpp.flash_switch import FlashSwitch
 from emberkeep.engine.llamacpp.footprint import footprint_of
 from emberkeep.engine.llamacpp.kv_packing import pack_range, packs, unpack_range

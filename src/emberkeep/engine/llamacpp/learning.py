@@ -7,13 +7,12 @@ state is exported, whose every skeleton byte is compared with the layout (`Llama
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from emberkeep.engine.facts import Facts
 from emberkeep.engine.llamacpp.context import LlamaSettings, open_context, probe_layout
-from emberkeep.engine.llamacpp.facts import Facts
 from emberkeep.engine.llamacpp.kv_state import Attention, LayerTensor, Layout, Recurrent
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.reposition import can_reposition
@@ -64,7 +63,7 @@ class StateFacts:
         if known is None:
             known = _learn(self._model, self._settings, both=self._both)
             if self._facts is not None:
-                self._facts.remember(self._what, json.dumps(known.json()).encode())
+                self._facts.remember_json(self._what, known.json())
         return known
 
     def forget(self) -> None:
@@ -72,11 +71,7 @@ class StateFacts:
             self._facts.forget(self._what)
 
     def _recall(self) -> Learned | None:
-        fact = self._facts.read(self._what) if self._facts is not None else None
-        try:
-            return Learned.from_json(json.loads(fact)) if fact is not None else None
-        except (ValueError, KeyError, TypeError):
-            return None
+        return self._facts.read_json(self._what, Learned.from_json) if self._facts is not None else None
 
     @property
     def _what(self) -> str:

@@ -15,8 +15,8 @@ import numpy as np
 
 from emberkeep.config import resident_ram
 from emberkeep.engine.devices import Device
+from emberkeep.engine.facts import Facts
 from emberkeep.engine.llamacpp.c_api import BufferOverride, DeviceProps, Handle, ProgressCallback, defaults
-from emberkeep.engine.llamacpp.facts import Facts
 from emberkeep.engine.llamacpp.shared_library import llama, start_backend, take_buffers, take_errors
 from emberkeep.engine.llamacpp.vocab import LlamaVocab
 from emberkeep.engine.locked_memory import CAN_TELL_MEMORY, added, lock_weights, private_memory

@@ -12,6 +12,7 @@ from time import perf_counter, process_time
 import numpy as np
 
 from emberkeep.engine.base import KvUnit, Rows
+from emberkeep.engine.idle_steps import Interrupted
 from emberkeep.engine.llamacpp.c_api import Handle
 from emberkeep.engine.llamacpp.context import (
     LlamaSettings,
@@ -102,10 +103,6 @@ class Measured:
 def _lines(table: StepTable) -> Iterator[tuple[int, _Times]]:
     for depth, line in zip(table.depths, table.milliseconds, strict=True):
         yield depth, {rows: time / 1e3 for rows, time in zip(table.rows, line, strict=True)}
-
-
-class Interrupted(Exception):
-    """Something waits for the thread that measures."""
 
 
 def measure(

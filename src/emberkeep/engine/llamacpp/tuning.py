@@ -6,7 +6,6 @@ Where both are possible the engine goes from one to the other as work demands (`
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from emberkeep.config import total_ram
+from emberkeep.engine.facts import Facts
+from emberkeep.engine.idle_steps import Interrupted
 from emberkeep.engine.llamacpp.context import LlamaSettings, Tuning, available_cores, score_bytes
-from emberkeep.engine.llamacpp.facts import Facts
+from emberkeep.engine.llamacpp.facts import facts_about
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import llama
-from emberkeep.engine.llamacpp.step_timing import Interrupted, Measured, measure
+from emberkeep.engine.llamacpp.step_timing import Measured, measure
 from emberkeep.engine.llamacpp.trial import survives_without_flash
 from emberkeep.errors import EngineError
 from emberkeep.values import dataclass
@@ -93,22 +94,18 @@ class Subject:
 
     def measured(self, flash: bool, folder: Path | None) -> Measured | None:
         """None where nothing is remembered that can be read."""
-        fact = self._facts(folder).read(f"steps {flash}")
-        try:
-            return Measured.from_json(json.loads(fact)) if fact is not None else None
-        except ValueError:
-            return None
+        return self._facts(folder).read_json(f"steps {flash}", Measured.from_json)
 
     def is_measured(self, folder: Path | None = None) -> bool:
         """Whether both ways were. Raises EngineError."""
         return all(self.measured(flash, folder) is not None for flash in (True, False))
 
     def remember(self, flash: bool, measured: Measured, folder: Path | None) -> None:
-        self._facts(folder).remember(f"steps {flash}", json.dumps(measured.json()).encode())
+        self._facts(folder).remember_json(f"steps {flash}", measured.json())
 
     def _facts(self, folder: Path | None) -> Facts:
         about = (self.weights_digest, self.threads or available_cores(), self.kv_type, self.placement)
-        return Facts(*about, folder=folder)
+        return facts_about(*about, folder=folder)
 
 
 class Results:

@@ -19,9 +19,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from emberkeep.engine.facts import Facts
 from emberkeep.engine.llamacpp import c_api
 from emberkeep.engine.llamacpp.c_api import Handle
-from emberkeep.engine.llamacpp.facts import Facts
 from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.engine.text_splitter import MAX_MATCH, RUNS, Run, TextSplitter
 from emberkeep.errors import EngineError, ModelBroken

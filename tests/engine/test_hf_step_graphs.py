@@ -1,0 +1,227 @@
+"""Steps of ours that are launched until they are recorded: by Triton's interpreter, and with recordings that are
+none. Skipped where there is no Triton; `test_hf_cuda` has real ones."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("there is a GPU", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+pytest.importorskip("triton", reason="needs Triton")
+
+from transformers.models.llama import modeling_llama
+
+from emberkeep.engine.base import Rows
+from emberkeep.engine.hf import HfModel, cuda_graphs
+from emberkeep.engine.hf.cuda_graphs import StepBatch, StepGraphs, StepSize
+from emberkeep.engine.hf.fused_layers import fuse
+from emberkeep.engine.hf.network import Network, learn
+from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
+
+pytestmark = pytest.mark.slow
+
+TOKENS = np.arange(40, 80, dtype=np.int32)
+SIZES = 6
+"""1, 2, 4, 8, 16 and 24 rows."""
+
+
+class Recording:
+    """Computes again what it was made of."""
+
+    def __init__(self, compute: Callable[[], None]) -> None:
+        self.replay = compute
+
+
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of the steps that were recorded."""
+    device = SimpleNamespace(shared_memory_per_block_optin=1 << 17, multi_processor_count=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    rows: list[int] = []
+
+    def capture(self: StepGraphs, batch: StepBatch) -> Recording:
+        rows.append(batch.size.rows)
+        return Recording(lambda: self._compute(batch))
+
+    monkeypatch.setattr(StepGraphs, "_capture", capture)
+    return rows
+
+
+class Opened:
+    def __init__(self, model: HfModel, *, is_fused: bool = True) -> None:
+        self.network = Network(model.network)
+        learned = learn(self.network)
+        layers = [learned.shapes[index] for index in range(len(learned.shapes))]
+        self.memory = KvMemory(layers, 8 * BLOCK, learned.dtype, self.network.device)
+        fused = fuse(self.network.layers, [learned.options[index] for index in range(len(layers))])
+        self.graphs = StepGraphs(
+            self.network, self.memory, StepSize(24, 4, 4, 4), learned.group, fused if is_fused else None, None
+        )
+
+    def run(self, count: int, block: int) -> np.ndarray:
+        """Logits after so many tokens, whose state begins with that block."""
+        table = BlockTable([block], count)
+        logits, likeliest = self.graphs.run([Rows(0, 0, TOKENS[:count], outputs=1)], [table])
+        assert int(likeliest[0]) == int(logits[0].argmax())
+        return logits[0].numpy().copy()
+
+    def state(self, count: int, block: int) -> list[bytes]:
+        cells = slice(block * BLOCK, block * BLOCK + count)
+        return [part[cells].numpy().tobytes() for part in (*self.memory.keys, *self.memory.values)]
+
+    @property
+    def replayed(self) -> int:
+        return self.graphs.stats()["replayed"]
+
+
+@pytest.fixture
+def opened(hf_model, recordings: list[int]) -> Opened:
+    with torch.no_grad():
+        return Opened(hf_model("llama"))
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("count", [1, 3, 11, 24])
+def test_a_step_that_is_not_recorded_gives_what_the_model_gives(opened: Opened, count: int) -> None:
+    expected = opened.network.reference(torch.from_numpy(TOKENS[:count].astype(np.int64)))[-1]
+    np.testing.assert_allclose(opened.run(count, block=2), expected.numpy(), rtol=1e-3, atol=1e-3)
+
+
+def test_the_state_of_a_step_is_the_same_launched_and_replayed(opened: Opened) -> None:
+    counts = (1, 3, 24)
+    launched = [(opened.run(count, block=2), opened.state(count, block=2)) for count in counts]
+    while not opened.graphs.is_recorded:
+        opened.graphs.record_next()
+    assert opened.replayed == SIZES
+    for count, (logits, state) in zip(counts, launched, strict=True):
+        np.testing.assert_array_equal(opened.run(count, block=5), logits)
+        assert opened.state(count, block=5) == state
+
+
+def test_one_size_is_recorded_at_a_time_and_answers_come_first(opened: Opened, recordings: list[int]) -> None:
+    opened.graphs.record_next()
+    assert opened.replayed == 1
+    while not opened.graphs.is_recorded:
+        opened.graphs.record_next()
+    assert recordings == [1, 2, 4, 8, 16, 24]
+
+
+def test_a_size_that_differs_when_it_is_replayed_is_launched(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def capture(self: StepGraphs, batch: StepBatch) -> Recording:
+        def compute() -> None:
+            self._compute(batch)
+            if batch.size.rows == 8:
+                self._memory.keys[-1][batch.cells] += 1
+
+        return Recording(compute)
+
+    monkeypatch.setattr(StepGraphs, "_capture", capture)
+    expected = opened.run(7, block=2)
+    while not opened.graphs.is_recorded:
+        opened.graphs.record_next()
+    assert opened.replayed == SIZES - 1
+    assert "of 8 tokens is not recorded" in caplog.text
+    np.testing.assert_array_equal(opened.run(7, block=3), expected)
+    assert opened.state(7, block=3) == opened.state(7, block=2)
+
+
+def test_where_recording_fails_steps_are_launched(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: StepGraphs, batch: StepBatch) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    opened.graphs.record_next()
+    monkeypatch.setattr(StepGraphs, "_capture", fail)
+    opened.graphs.record_next()
+    assert opened.graphs.is_recorded
+    assert opened.replayed == 1
+    assert "will be slower: operation not permitted when stream is capturing" in caplog.messages[-1]
+    np.testing.assert_array_equal(opened.run(2, block=2), opened.run(2, block=3))
+
+
+def test_what_was_recorded_is_recorded_anew(opened: Opened, recordings: list[int]) -> None:
+    opened.graphs.record_next()
+    opened.graphs.record_next()
+    opened.graphs.record_anew()
+    assert recordings == [1, 2, 1, 2]
+    assert not opened.graphs.is_recorded
+
+
+def test_other_steps_find_the_model_as_it_was(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened.run(3, block=2)
+    assert not any("forward" in vars(layer) for layer in opened.network.layers)
+    monkeypatch.setattr(StepBatch, "attend_pool", None)
+    with pytest.raises(TypeError):
+        opened.run(3, block=2)
+    assert not any("forward" in vars(layer) for layer in opened.network.layers)
+
+
+def test_a_step_that_failed_leaves_nothing_to_the_next(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, attend, calls = opened.run(3, block=2), StepBatch.attend_pool, []
+
+    def fail_in_the_second_layer(self: StepBatch, *given: object) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return attend(self, *given)
+
+    monkeypatch.setattr(StepBatch, "attend_pool", fail_in_the_second_layer)
+    with pytest.raises(RuntimeError, match="memory"):
+        opened.run(3, block=2)
+    np.testing.assert_array_equal(opened.run(3, block=2), expected)
+
+
+def test_parts_are_compiled_for_such_steps_and_on_their_thread_only(
+    hf_model, recordings: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[str] = []
+
+    def compile_(function: Callable[..., object]) -> Callable[..., object]:
+        return lambda *given, **named: (used.append(function.__name__), function(*given, **named))[1]
+
+    rotate = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotate)  # put back at the end
+    monkeypatch.setattr(cuda_graphs, "_compile", compile_)
+    opened = Opened(hf_model("llama"), is_fused=False)
+    assert used, "the largest step comes first"
+    used.clear()
+    expected = opened.network.reference(torch.from_numpy(TOKENS[:11].astype(np.int64)))[-1]
+    assert not used
+    np.testing.assert_allclose(opened.run(11, block=2), expected.numpy(), rtol=1e-3, atol=1e-3)
+    assert {"forward", rotate.__name__} == set(used)
+
+    used.clear()
+    attend, elsewhere = StepBatch.attend_pool, []
+    given = [torch.ones(1, 2, 3, 16)] * 2 + [torch.ones(1, 3, 16)] * 2
+
+    def rotate_elsewhere() -> None:
+        before = len(used)
+        modeling_llama.apply_rotary_pos_emb(*given)
+        elsewhere.append(len(used) - before)
+
+    def attend_beside_others(self: StepBatch, *given: object) -> torch.Tensor:
+        other = threading.Thread(target=rotate_elsewhere)
+        other.start()
+        other.join()
+        return attend(self, *given)
+
+    monkeypatch.setattr(StepBatch, "attend_pool", attend_beside_others)
+    opened.run(11, block=3)
+    assert elsewhere and not any(elsewhere)
