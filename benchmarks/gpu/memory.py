@@ -32,8 +32,10 @@ class _Ran:
 
 
 def measure(rig: Rig, plan: Workload) -> Iterator[Table]:
-    footprint, capabilities = rig.engine.footprint, rig.engine.capabilities
-    admission = open_admission(footprint, capabilities, largest_slice=plan.slice, margin=0.0, store_room=lambda: 0)
+    engine = rig.engine
+    admission = open_admission(
+        lambda: engine.footprint, engine.capabilities, largest_slice=plan.slice, margin=0.0, store_room=lambda: 0
+    )
     if admission is None or rig.alone(lambda _: _peak(rig)) is None:
         yield Table("memory of requests", (Row("not predicted or not counted on this device", {}),))
         return
