@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from emberkeep.engine.base import Piece, Rows
-from emberkeep.engine.hf import HfEngine, HfSettings, HfSource, load_model, open_engine
-from emberkeep.types import AttentionTier
+from emberkeep.engine.hf import HfEngine, HfSettings, HfSource, Placing, load_model, open_engine
+from emberkeep.engine.hf.network import Network
+from emberkeep.types import AttentionTier, Residency
 from helpers import tiny_hf
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -27,15 +30,35 @@ def folders(tmp_path_factory):
 def opened(folders):
     engines = []
 
-    def make(family: str = "llama", dtype: str = "float32", *, context: int = 1024, batch: int = 512) -> HfEngine:
-        model = load_model(HfSource(folders[family]), device="cuda", dtype=dtype, attention="emberkeep")
-        settings = HfSettings(context=context, cells=4096, sequences=4, batch=batch)
+    def make(
+        family: str = "llama",
+        dtype: str = "float32",
+        *,
+        context: int = 1024,
+        batch: int = 512,
+        placing: Placing | None = None,
+        facts: Path | None = None,
+        is_improved: bool = True,
+    ) -> HfEngine:
+        model = load_model(
+            HfSource(folders[family]), device="cuda", dtype=dtype, attention="emberkeep", placing=placing
+        )
+        settings = HfSettings(context=context, cells=4096, sequences=4, batch=batch, facts=facts)
         engines.append(HfEngine(model, settings, "digest"))
+        assert engines[-1].stats()["recorded_steps"]["replayed"] == 0
+        if is_improved:
+            assert engines[-1].improve(lambda: False)
+            assert are_all_replayed(engines[-1])
         return engines[-1]
 
     yield make
     for engine in engines:
         engine.close()
+
+
+def are_all_replayed(engine: HfEngine) -> bool:
+    recorded = engine.stats()["recorded_steps"]
+    return recorded["replayed"] == recorded["sizes"]
 
 
 def fill(engine: HfEngine, sequence: int, end: int, tokens: np.ndarray = TOKENS) -> np.ndarray:
@@ -55,7 +78,6 @@ def test_a_recorded_step_gives_what_plain_attention_gives(opened, family):
     is_mixture = family in MIXTURES
     engine = opened(family, "bfloat16" if is_mixture else "float32")
     assert engine.attention.tier is AttentionTier.OWN
-    assert engine._graphs is not None
     for count in (1, 3, 4):
         for sequence in range(count):
             fill(engine, sequence, 100)
@@ -71,6 +93,86 @@ def test_a_recorded_step_gives_what_plain_attention_gives(opened, family):
             assert min(np.corrcoef(a, b)[0, 1] for a, b in zip(recorded, plain, strict=True)) > 0.99
         else:
             np.testing.assert_allclose(recorded, plain, rtol=1e-3, atol=2e-2)
+
+
+def work(engine: HfEngine) -> list[bytes]:
+    """Logits and state of prompts of every size, of answers beside each other, and of both in one step."""
+    seen = []
+    for rows in (1, 2, 5, 20, 64, 100, 150, 250, 300, 512):
+        seen.append(fill(engine, 0, rows).tobytes())
+        seen += [bytes(payload) for payload in engine.export_kv(0, [0, rows]).payloads()]
+        engine.trim(0, 0)
+    for sequence, length in enumerate((1, 31, 32, 400)):
+        fill(engine, sequence, length)
+    for step in range(3):
+        lengths = [length + step for length in (1, 31, 32, 400)]
+        engine.evaluate([Rows(s, n, TOKENS[n : n + 1], outputs=1) for s, n in enumerate(lengths)])
+        seen += [engine.logits(index).tobytes() for index in range(4)]
+    engine.trim(3, 0)
+    engine.evaluate([Rows(0, 4, TOKENS[4:5], outputs=1), Rows(3, 0, TOKENS[:200], outputs=1)])
+    seen += [engine.logits(index).tobytes() for index in range(2)]
+    for sequence, end in enumerate((5, 34, 35, 200)):
+        seen += [bytes(payload) for payload in engine.export_kv(sequence, [0, end]).payloads()]
+        engine.trim(sequence, 0)
+    return seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_compute_the_same_bits_before_and_after_they_are_recorded(opened, family):
+    engine = opened(family, "bfloat16", is_improved=False)
+    fingerprint, launched = engine.fingerprint, work(engine)
+    assert engine.improve(lambda: False)
+    assert are_all_replayed(engine)
+    assert work(engine) == launched
+    assert engine.fingerprint == fingerprint
+
+
+@pytest.mark.parametrize("mode", [Residency.STREAM, Residency.FFN])
+def test_weights_that_pass_compute_the_same_bits_before_and_after(opened, mode):
+    engine = opened(dtype="bfloat16", placing=Placing(mode), is_improved=False)
+    launched = work(engine)
+    assert engine.improve(lambda: False)
+    assert are_all_replayed(engine)
+    assert work(engine) == launched
+
+
+def test_while_some_sizes_are_recorded_the_bits_are_the_same(opened):
+    engine = opened(dtype="bfloat16", is_improved=False)
+    launched, sizes = work(engine), engine.stats()["recorded_steps"]["sizes"]
+    for count in range(1, sizes + 1):
+        while engine.stats()["recorded_steps"]["replayed"] < count:
+            before = engine.stats()["recorded_steps"]["replayed"]
+            assert not engine.improve(lambda b=before: engine.stats()["recorded_steps"]["replayed"] > b)
+        assert engine.stats()["recorded_steps"]["replayed"] == count
+        assert work(engine) == launched
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_next_start_compares_nothing_and_computes_the_same_bits(opened, tmp_path, monkeypatch, family):
+    first = opened(family, "bfloat16", facts=tmp_path)
+    expected = work(first)
+    monkeypatch.setattr(Network, "reference", None)
+    second = opened(family, "bfloat16", facts=tmp_path, is_improved=False)
+    assert second.fingerprint == first.fingerprint
+    assert second.step_seconds(1, 0, 1) is not None
+    assert work(second) == expected
+
+
+def test_experts_are_counted_launched_and_replayed(opened):
+    engine = opened("qwen3_moe", "bfloat16", is_improved=False)
+    engine.experts.track(True)
+    counts = []
+    for _ in range(2):
+        engine.experts.reset()
+        fill(engine, 0, 100)
+        decode(engine, [0], 100)
+        engine.trim(0, 0)
+        counts.append(engine.experts.stats())
+        assert engine.improve(lambda: False)
+    assert are_all_replayed(engine)
+    assert counts[0] == counts[1]
+    engine.experts.track(False)
+    assert are_all_replayed(engine)
 
 
 def test_recorded_steps_of_every_size_give_what_plain_attention_gives(opened):

@@ -47,6 +47,8 @@ def opened():
     def make(folder: Path, placing: Placing | None = None, dtype: str = "float32") -> HfEngine:
         model = load_model(HfSource(folder), device=DEVICE, dtype=dtype, attention="emberkeep", placing=placing)
         engines.append(HfEngine(model, HfSettings(context=512, cells=1024, sequences=4, batch=64), "digest"))
+        if DEVICE == "cuda":
+            engines[-1].improve(lambda: False)  # steps are recorded, with their copies
         return engines[-1]
 
     yield make

@@ -251,10 +251,10 @@ class StepGraphs:
 
     def _trial(self, size: StepSize) -> tuple[list[Rows], list[BlockTable]]:
         """A prompt that fills the step as far as there is room for it twice, and the two places."""
-        # The first block is for rows that are no tokens.
+        # The first block is for rows that are no tokens, and the last of a context may not be whole.
         half = (self._memory.keys[0].shape[0] // BLOCK - 1) // 2
-        blocks = min(-(-size.rows // BLOCK), half, size.blocks)
-        count = min(size.rows, blocks * BLOCK)
+        count = min(size.rows, half * BLOCK, max((size.blocks - 1) * BLOCK, 1))
+        blocks = -(-count // BLOCK)
         places = [BlockTable(array("i", range(first, first + blocks)), count) for first in (1, 1 + half)]
         return [Rows(0, 0, np.arange(count, dtype=np.int32) % _TRIAL_TOKENS, outputs=1)], places
 
