@@ -1,7 +1,7 @@
 # make run is all it takes; make help lists the rest.
 
 .DEFAULT_GOAL := help
-.PHONY: help run chat test test-fast check bench native clean
+.PHONY: help run chat test torture bench-check check bench native clean
 
 # Compiled modules stay in .venv and beside the sources, whatever the shell says: else every process compiles them again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -9,14 +9,17 @@ export PYTHONDONTWRITEBYTECODE :=
 BIN := .venv/bin
 RUNNING := .venv/.emberkeep-installed
 DEVELOPING := .venv/.emberkeep-dev-installed
+TORTURING := .venv/.emberkeep-torture-installed
 
 # Not auto: that counts two threads of one core as one.
 ON_ALL_CORES := -n logical --dist worksteal
 
+TORTURE ?= 1
+
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 help: ## list what can be made
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 	@echo "  ARGS passes flags on: make run ARGS='--port 9000'"
 	@echo "  GPU compiles llama.cpp for cuda, vulkan, rocm or metal first: make run GPU=cuda"
 
@@ -26,17 +29,20 @@ run: $(RUNNING) ## install what is missing and serve on http://127.0.0.1:8080
 chat: $(RUNNING) ## install what is missing and chat in this terminal
 	@$(BIN)/emberkeep chat $(ARGS)
 
-test: check ## every check and every test
-	$(BIN)/python -m pytest -m "not serial" $(ON_ALL_CORES) $(ARGS)
-	$(BIN)/python -m pytest -m serial $(ARGS)
+test: check ## checks, every fast test, and one real server; under eight minutes on two cores
+	$(BIN)/python -m pytest --part fast $(ON_ALL_CORES) $(ARGS)
+	$(BIN)/python -m pytest --part smoke $(ARGS)
 
-test-fast: $(DEVELOPING) ## the tests that need neither a real model nor other processes
-	$(BIN)/python -m pytest -m "not slow and not serial" $(ON_ALL_CORES) $(ARGS)
+torture: $(TORTURING) ## all other tests; PART=faults runs one part, TORTURE=10 ten times as much chance
+	@EMBERKEEP_TEST_TORTURE=$(TORTURE) $(BIN)/python tests/torture.py $(PART) -- $(ARGS)
+
+bench-check: $(DEVELOPING) ## that every benchmark runs
+	@$(BIN)/python tests/torture.py bench -- $(ARGS)
 
 check: $(DEVELOPING) ## formatting, lint, types, layers
 	$(BIN)/ruff format --check src benchmarks tests
 	$(BIN)/ruff check src benchmarks tests
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers auto
 	$(BIN)/lint-imports
 
 bench: $(RUNNING) ## measure: make bench ARGS=all
@@ -122,9 +128,11 @@ clean: ## remove what was installed and cached here (models and stored state sta
 
 # Running needs no torch; who wants the Hugging Face engine adds it: .venv/bin/pip install -e '.[hf]'
 $(RUNNING): WHAT := .
-$(DEVELOPING): WHAT := .[dev,hf,embeddings,remote,cluster]
+$(DEVELOPING): WHAT := .[dev,hf,embeddings,remote,valkey]
 $(DEVELOPING): ALSO := $(RUNNING)
-$(RUNNING) $(DEVELOPING): pyproject.toml | $(BIN)/python
+$(TORTURING): WHAT := .[dev,torture,hf,embeddings,remote,cluster]
+$(TORTURING): ALSO := $(RUNNING) $(DEVELOPING)
+$(RUNNING) $(DEVELOPING) $(TORTURING): pyproject.toml | $(BIN)/python
 	@echo "Installing Emberkeep into .venv."
 	@# Without compiling every module of every package, most of which are never imported: half the time.
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-compile -e '$(WHAT)'

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import re
 import shutil
 import signal
 import sys
@@ -23,13 +22,13 @@ from emberkeep.logs import LINES
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.llama_library import ensure_llama_library
 from emberkeep.models.pull import pull
-from helpers.chance import load_profile
+from helpers import slowing
+from helpers.chance import learn_characters, load_profile
 
 if TYPE_CHECKING:
     from emberkeep.memory.memory import Memory
 
-_ALL_SLOW = re.compile(r"^pytestmark = \[?pytest\.mark\.slow", re.MULTILINE)
-"""In files of tests that take seconds, or are slow to import: the inner loop is to take a minute."""
+pytest_plugins = ["helpers.parts", "helpers.speed_limit"]
 
 _IN_RAM = Path("/dev/shm")
 _ROOMY = 4 << 30
@@ -45,10 +44,11 @@ _TORTURE = load_profile()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The inner loop waits for no disk, where there is one in RAM: a fifth of its time. All tests together use a
-    real one."""
+    """Fast tests wait for no disk, where there is one in RAM: a fifth of their time. All others use a real one."""
+    if slowing.MOST_S:
+        slowing.slow_down()
     is_worker = hasattr(config, "workerinput")
-    if is_worker or "not slow" not in config.getoption("-m") or os.environ.get("TMPDIR"):
+    if is_worker or config.getoption("--part") != "fast" or os.environ.get("TMPDIR"):
         return
     if _IN_RAM.is_dir() and os.access(_IN_RAM, os.W_OK) and shutil.disk_usage(_IN_RAM).free > _ROOMY:
         os.environ["TMPDIR"] = str(_IN_RAM)  # of the workers too
@@ -56,9 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """llama.cpp is fetched before there are workers, which would all do it."""
+    """What all workers would do is done before there are any: llama.cpp is fetched."""
     if not hasattr(session.config, "workerinput"):
         ensure_llama_library(os.environ.get("EMBERKEEP_LLAMA_LIBRARY", "auto"))
+        learn_characters()
         if _TORTURE:
             session.config.get_terminal_writer().line(f"To repeat this run: {_TORTURE}")
 
@@ -76,18 +77,6 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
         gc.set_threshold(10_000)
         gc.enable()
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What is not going to run is not even imported: that takes half a minute."""
-    if collection_path.suffix != ".py":
-        return None
-    chosen = config.getoption("-m")
-    text = collection_path.read_text()
-    is_left_out = ("not slow" in chosen and _ALL_SLOW.search(text)) or (
-        chosen == "serial" and "pytest.mark.serial" not in text
-    )
-    return True if is_left_out else None
 
 
 @pytest.fixture(scope="session", autouse=True)

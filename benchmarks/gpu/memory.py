@@ -34,11 +34,7 @@ class _Ran:
 def measure(rig: Rig, plan: Workload) -> Iterator[Table]:
     engine = rig.engine
     admission = open_admission(
-        lambda: engine.footprint,
-        engine.capabilities,
-        largest_slice=plan.slice,
-        margin=0.0,
-        store_room=lambda: 0,
+        lambda: engine.footprint, engine.capabilities, largest_slice=plan.slice, margin=0.0, store_room=lambda: 0
     )
     if admission is None or rig.alone(lambda _: _peak(rig)) is None:
         yield Table("memory of requests", (Row("not predicted or not counted on this device", {}),))

@@ -6,10 +6,11 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from emberkeep.files import private_folder, replace_file
+from emberkeep.values import dataclass
 
 BLOCK = 4 << 20
 

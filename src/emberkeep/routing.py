@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
+
+from emberkeep.values import dataclass
 
 _MOST_CONVERSATIONS = 65_536
 _MOST_BEGINNINGS = 524_288

@@ -344,8 +344,8 @@ def test_an_empty_last_message_of_the_user_is_refused() -> None:
 def test_many_breakpoints_are_read_in_time_that_grows_with_their_number() -> None:
     """Each once took as long as all before it together: minutes for these."""
     block = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}
-    request = read(messages=[{"role": "user", "content": [block] * 50_000}])
-    assert len(request.breakpoints) == 50_000
+    request = read(messages=[{"role": "user", "content": [block] * 20_000}])
+    assert len(request.breakpoints) == 20_000
     assert request.breakpoints[:2] == (Breakpoint(1, 5), Breakpoint(1, 11))
     assert request.breakpoints[-1] == Breakpoint(1)
 

@@ -73,7 +73,7 @@ BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("prefill_chunk_size", [32, 512.0, 65_536, None], [31, 0, 65_537, "64", 64.5, True]),
     ("stream", [True, False, None], ["true", 1]),
     ("parallel_tool_calls", [True, False, None], ["true"]),
-    ("messages", [HELLO, HELLO * 100_000], [[], HELLO * 100_001, "hi", None]),
+    ("messages", [HELLO], [[], HELLO * 100_001, "hi", None]),
     ("tools", [[], None, [TOOL] * 256], [[TOOL] * 257, [{"type": "retrieval"}], "t"]),
     ("tool_choice", ["none", "auto", None], ["all", "required", {"type": "function"}, 5]),
     ("response_format", [{"type": "text"}, {"type": "json_object"}], ["json", {"type": "xml"}, {}]),
@@ -104,6 +104,11 @@ BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
 @pytest.mark.parametrize(("field", "value"), [(name, v) for name, good, _ in BOUNDS for v in good])
 def test_a_value_inside_the_bounds_is_taken(field: str, value: Any) -> None:
     assert request_of(**{field: value}).messages[0].content == "hi"
+
+
+@pytest.mark.slow
+def test_as_many_messages_as_there_may_be_are_taken() -> None:
+    assert len(request_of(messages=HELLO * 100_000).messages) == 100_000
 
 
 @pytest.mark.parametrize(("field", "value"), [(name, v) for name, _, bad in BOUNDS for v in bad])

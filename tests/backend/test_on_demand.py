@@ -50,8 +50,8 @@ def test_requests_that_come_while_it_loads_share_one_loading_and_are_told_so(
         await until(lambda: model.backend.status.waiting == 3)
         assert model.backend.status.state is ModelState.LOADING
         stream = model.backend.generate(HELLO)
-        await until(lambda: model.backend._fraction == 0.5)
-        assert await anext(stream) == Loading("small", 0.5)
+        await until(lambda: model.backend._done[1] == 0.5)
+        assert await anext(stream) == Loading("small", 0.5, "Loading small")
         await stream.aclose()
         model.may_load.set()
         for events in await asyncio.gather(*asked):

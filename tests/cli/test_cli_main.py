@@ -43,11 +43,11 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """The settings with which commands were about to install a model; they end there."""
     seen: list[Config] = []
 
-    def remember(config: Config) -> None:
+    def remember(config: Config, *_: object) -> None:
         seen.append(config)
         raise ModelNotFound("enough")
 
-    monkeypatch.setattr("emberkeep.cli.serve.install_model", remember)
+    monkeypatch.setattr("emberkeep.cli.serve.ensure", remember)
     monkeypatch.setattr("emberkeep.cli.chat.install_model", remember)
     monkeypatch.setenv("EMBERKEEP_PORT", "0")
     return seen
@@ -173,8 +173,8 @@ def test_an_interrupt_is_quiet_and_status_130(
     def interrupted(config: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("emberkeep.cli.serve.install_model", interrupted)
-    assert run_main(monkeypatch, "serve") == 130
+    monkeypatch.setattr("emberkeep.cli.chat.install_model", interrupted)
+    assert run_main(monkeypatch, "chat", "hello") == 130
     assert capsys.readouterr() == ("", "")
 
 

@@ -3,14 +3,12 @@ from __future__ import annotations
 import io
 
 import pytest
-from rich.console import Console
 
-from emberkeep.cli.model_setup import Bars, Lines
-
-pytestmark = pytest.mark.slow
+from emberkeep.cli import model_setup
+from emberkeep.cli.model_setup import Lines, StatusLine
 
 
-def _report(reporter: Bars | Lines) -> None:
+def _report(reporter: StatusLine | Lines) -> None:
     reporter.say("Fetching [x]")
     reporter.progress("Requantising", 0, None)
     reporter.progress("Downloading", 1 << 20, 2 << 20)
@@ -22,15 +20,30 @@ def _report(reporter: Bars | Lines) -> None:
 
 def test_a_log_gets_one_line_per_step() -> None:
     output = io.StringIO()
-    _report(Lines(Console(file=output)))
+    _report(Lines(output))
     assert output.getvalue().splitlines() == ["Fetching [x]", "Requantising", "Downloading", "Checking", "Done"]
 
 
-def test_a_terminal_gets_a_bar_per_step_that_ends_full() -> None:
+def test_a_terminal_gets_one_line_that_changes_and_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 1000, 2))
+    monkeypatch.setattr(model_setup, "monotonic", lambda: next(clock))
     output = io.StringIO()
-    _report(Bars(Console(file=output, force_terminal=True, width=100, color_system=None)))
-    frames = output.getvalue()
-    assert "Downloading" in frames and "Checking" in frames
-    assert "2.0/2.0 MiB" in frames
-    assert "iB/s" in frames
-    assert frames.rstrip().endswith("Done")
+    _report(StatusLine(output))
+    frames = output.getvalue().split("\r\033[2K")
+    assert frames == [
+        "Fetching [x]\n",
+        "Requantising ...",
+        "Downloading   50% of 2.0 MiB",
+        "Downloading  100% of 2.0 MiB, 1.0 MiB/s",
+        "Checking  100% of 2.0 MiB",
+        "Done\n",
+    ]
+
+
+def test_what_comes_too_fast_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_setup, "monotonic", lambda: 5.0)
+    output = io.StringIO()
+    line = StatusLine(output)
+    for done in range(100):
+        line.progress("Loading", done, 100)
+    assert output.getvalue().count("Loading") == 1

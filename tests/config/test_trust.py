@@ -12,7 +12,7 @@ from emberkeep.config import FIELDS, LoadedConfig, default_of, load_config
 from emberkeep.config.sources import read_config_file
 from emberkeep.config.trust import trust, withdraw
 from emberkeep.errors import ConfigError
-from emberkeep.library import Emberkeep
+from emberkeep.library.emberkeep import Emberkeep
 
 HARMLESS = {
     *("model", "draft_model"),  # as the names of installed models

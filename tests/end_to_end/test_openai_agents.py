@@ -17,6 +17,8 @@ from helpers.conversing import TEMPLATE, ScriptedEngine
 from helpers.fake_backend import fake_backend
 from helpers.scripted_server import running
 
+pytestmark = pytest.mark.slow
+
 agents = pytest.importorskip("agents")
 
 T = TypeVar("T")

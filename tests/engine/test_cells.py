@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from emberkeep.engine.llamacpp.cells import CellMap
+from helpers.chance import examples
 
 sequences = st.integers(0, 4)
 
@@ -85,6 +86,7 @@ class Naive(RuleBasedStateMachine):
         assert self.map.count_unshared(sequence, start, start + length) == sum(cell not in others for cell in own)
 
 
+Naive.TestCase.settings = examples(30)
 TestCells = Naive.TestCase
 
 

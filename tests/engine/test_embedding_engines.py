@@ -21,6 +21,8 @@ from emberkeep.models.gguf import read_header
 from emberkeep.types import Pooling
 from helpers import tiny_bert, tiny_gguf
 
+pytestmark = pytest.mark.slow
+
 TEXTS = ("The cat sat on the mats.", "sitting 42!", "a", "the cat " * 25)
 POOLINGS = {
     tiny_bert.MEAN: Pooling.MEAN,

@@ -1,63 +1,154 @@
-"""What was learned is found again by whoever asks about the same things, and by nobody else."""
+"""What was learned of a model is remembered, used at once, and never taken for what was learned of another."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from emberkeep.engine.facts import Facts
+from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, facts, learning, vocab
+from emberkeep.engine.llamacpp.context import Tuning
+from emberkeep.engine.llamacpp.facts import facts_about
+from emberkeep.engine.llamacpp.learning import Learned, StateFacts
+from emberkeep.errors import EngineError
+from helpers.engines import KINDS, evaluate
+
+SETTINGS = LlamaSettings(context=512, cells=512, sequences=4, batch=256, threads=1)
+CHOICE = Tuning("", has_choice=True)
 
 
-def test_a_fact_is_found_by_the_next_one_who_asks(tmp_path: Path) -> None:
-    Facts(tmp_path, "weights", 4).remember("times", b"fast")
-    assert Facts(tmp_path, "weights", 4).read("times") == b"fast"
+def open_engine(path: Path, folder: Path, settings: LlamaSettings = SETTINGS) -> LlamaEngine:
+    known = facts_about("digest", folder=folder)
+    return LlamaEngine(LlamaModel(path, facts=known), settings, "digest", CHOICE, known)
 
 
-@pytest.mark.parametrize("about", [("weights", 5), ("others", 4), ("weights",), ("weights", 4, "more")])
-def test_another_subject_finds_nothing(tmp_path: Path, about: tuple[object, ...]) -> None:
-    Facts(tmp_path, "weights", 4).remember("times", b"fast")
-    assert Facts(tmp_path, *about).read("times") is None
+# ── a file for each fact ──
 
 
-def test_what_is_forgotten_is_learned_anew(tmp_path: Path) -> None:
-    facts = Facts(tmp_path, "weights")
-    facts.remember("times", b"fast")
-    facts.forget("times")
-    facts.forget("times")
-    assert facts.read("times") is None
+def test_a_fact_is_found_again_by_what_it_depends_on(tmp_path: Path) -> None:
+    facts_about("weights", 2, folder=tmp_path).remember("steps", b"fast")
+    assert facts_about("weights", 2, folder=tmp_path).read("steps") == b"fast"
+    assert facts_about("weights", 3, folder=tmp_path).read("steps") is None
+    assert facts_about("other weights", 2, folder=tmp_path).read("steps") is None
+    assert facts_about("weights", 2, folder=tmp_path).read("layout") is None
 
 
-def test_a_damaged_file_says_nothing(tmp_path: Path) -> None:
-    facts = Facts(tmp_path, "weights")
-    facts.remember_json("times", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("digest", lambda library: "another library at the same path"),
+        ("cpu_facts", lambda **_: ("another CPU",)),
+        ("loader_variables", lambda: ["LD_PRELOAD=other.so"]),
+    ],
+)
+def test_another_library_cpu_or_loader_finds_nothing(tmp_path: Path, monkeypatch, name: str, other) -> None:
+    facts_about("weights", folder=tmp_path).remember("steps", b"fast")
+    monkeypatch.setattr(facts, name, other)
+    assert facts_about("weights", folder=tmp_path).read("steps") is None
+
+
+def test_a_damaged_fact_is_none(tmp_path: Path) -> None:
+    known = facts_about("weights", folder=tmp_path)
+    known.remember("steps", b"fast")
     (file,) = tmp_path.iterdir()
-    for damaged in (b"", file.read_bytes()[:-1], file.read_bytes() + b" "):
+    whole = file.read_bytes()
+    for damaged in (b"", whole[:-1], whole[:-1] + b"!", b"\0" * len(whole)):
         file.write_bytes(damaged)
-        assert facts.read_json("times", list) is None
+        assert known.read("steps") is None
+    known.remember("steps", b"slow")
+    assert known.read("steps") == b"slow"
+    known.forget("steps")
+    assert known.read("steps") is None
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyError, TypeError])
-def test_what_another_version_has_written_says_nothing(tmp_path: Path, error: type[Exception]) -> None:
-    def parse(data: object) -> object:
-        raise error
-
-    facts = Facts(tmp_path, "weights")
-    facts.remember_json("times", [1, 2])
-    assert facts.read_json("times", parse) is None
-    facts.remember("times", b"no json")
-    assert facts.read_json("times", list) is None
-
-
-def test_a_folder_that_cannot_be_written_costs_nothing_but_the_memory(tmp_path: Path) -> None:
+def test_where_nothing_can_be_written_nothing_is_remembered(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    facts = Facts(tmp_path / "file" / "facts", "weights")
-    facts.remember("times", b"fast")
-    assert facts.read("times") is None
+    known = facts_about("weights", folder=tmp_path / "file" / "folder")
+    known.remember("steps", b"fast")
+    assert known.read("steps") is None
 
 
-def test_without_a_folder_nothing_is_remembered() -> None:
-    facts = Facts(None, "weights")
-    facts.remember("times", b"fast")
-    facts.forget("times")
-    assert facts.read("times") is None
+# ── how state lies ──
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_learned_of_state_survives_being_written_down(model_file, kind: str) -> None:
+    model = LlamaModel(model_file(kind))
+    learned = StateFacts(None, model, SETTINGS, both=True).learned()
+    assert Learned.from_json(json.loads(json.dumps(learned.json()))) == learned
+    assert repr(Learned.from_json(json.loads(json.dumps(learned.json())))) == repr(learned)
+    model.close()
+
+
+def test_the_second_start_evaluates_nothing(model_file, tmp_path: Path, monkeypatch) -> None:
+    first = open_engine(model_file("dense"), tmp_path)
+    monkeypatch.setattr(learning, "_learn", None)
+    monkeypatch.setattr(vocab, "_read_tokens", None)
+    second = open_engine(model_file("dense"), tmp_path)
+    assert second.fingerprint == first.fingerprint
+    assert second.capabilities == first.capabilities
+    assert second.vocab.pieces == first.vocab.pieces
+    assert second.vocab.eog == first.vocab.eog
+    assert second.vocab.specials == first.vocab.specials
+    assert (evaluate(second, 0, 0, 40) == evaluate(first, 0, 0, 40)).all()
+    for engine in (first, second):
+        engine.close()
+
+
+def test_other_settings_are_learned_anew(model_file, tmp_path: Path, monkeypatch) -> None:
+    open_engine(model_file("dense"), tmp_path).close()
+    learned = []
+    learn = learning._learn
+    monkeypatch.setattr(learning, "_learn", lambda *about, **more: learned.append(1) or learn(*about, **more))
+    open_engine(model_file("dense"), tmp_path, replace(SETTINGS, flash=False)).close()
+    assert learned
+    learned.clear()
+    open_engine(model_file("dense"), tmp_path, replace(SETTINGS, cells=256, context=256)).close()
+    assert not learned
+
+
+def test_a_layout_that_is_wrong_is_noticed_before_anything_is_stored(model_file, tmp_path: Path) -> None:
+    """As if a fact could get under the name of another model's."""
+    model = LlamaModel(model_file("wide"))
+    learned = StateFacts(None, model, SETTINGS, both=True).learned()
+    model.close()
+    right = open_engine(model_file("dense"), tmp_path)
+    expected = evaluate(right, 0, 0, 40)
+    right.close()
+    known = facts_about("digest", folder=tmp_path)
+    what = StateFacts(known, right._model, SETTINGS, both=True)._what
+    assert known.read(what) is not None
+    known.remember(what, json.dumps(learned.json()).encode())
+    engine = open_engine(model_file("dense"), tmp_path)
+    assert (evaluate(engine, 0, 0, 40) == expected).all()
+    with pytest.raises(EngineError, match="not as it was remembered"):
+        engine.export_kv(0, (0, 40))
+    assert known.read(what) is None
+    engine.close()
+
+
+# ── tokens ──
+
+
+def test_remembered_tokens_that_differ_from_the_librarys_are_read_anew(model_file, tmp_path: Path) -> None:
+    known = facts_about("digest", folder=tmp_path)
+    model = LlamaModel(model_file("dense"), facts=known)
+    pieces = model.vocab.pieces
+    tokens = vocab._Tokens.from_bytes(known.read(vocab._TOKENS))
+    assert tokens.pieces == pieces
+    known.remember(vocab._TOKENS, replace(tokens, pieces=(b"other", *pieces[1:])).to_bytes())
+    again = LlamaModel(model_file("dense"), facts=known)
+    assert again.vocab.pieces == pieces
+    for each in (model, again):
+        each.close()
+
+
+@pytest.mark.parametrize("fact", [b"", b"\1\0\0\0", b"\xff" * 64])
+def test_tokens_that_are_none_are_read_anew(model_file, tmp_path: Path, fact: bytes) -> None:
+    known = facts_about("digest", folder=tmp_path)
+    known.remember(vocab._TOKENS, fact)
+    model = LlamaModel(model_file("dense"), facts=known)
+    assert len(model.vocab.pieces) == model.vocab.size
+    model.close()

@@ -16,6 +16,8 @@ from emberkeep.errors import EngineError
 from emberkeep.types import LayerExperts, Residency
 from helpers import tiny_hf
 
+pytestmark = pytest.mark.slow
+
 TOKENS = np.random.default_rng(3).integers(40, 120, 60, dtype=np.int32)
 USED = {"jamba": 1, "llama4_text": 1}
 FAMILIES = [

@@ -26,6 +26,8 @@ from emberkeep.sched.admission import peak
 from emberkeep.types import Plan
 from helpers.engines import RecordingEngine, evaluate
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("context", [100, 1344, 8192])
 def test_no_prompt_is_longer_than_the_context(monkeypatch, context):

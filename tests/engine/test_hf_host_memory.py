@@ -10,6 +10,8 @@ import torch
 
 from emberkeep.engine.hf.host_memory import HostMemory
 
+pytestmark = pytest.mark.slow
+
 
 class Runtime:
     """CUDA's functions that pin, and what is pinned."""

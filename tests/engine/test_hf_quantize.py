@@ -22,6 +22,8 @@ from emberkeep.types import Quantization, Residency
 from helpers import tiny_hf
 from helpers.awq import quantise
 
+pytestmark = pytest.mark.slow
+
 INT8, INT4 = Quantization.INT8, Quantization.INT4
 TOKENS = np.random.default_rng(5).integers(40, 120, 64, dtype=np.int32)
 ERROR = {INT8: 4 / 127 / 12**0.5, INT4: 6 / 15 / 12**0.5}

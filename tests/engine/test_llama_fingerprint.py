@@ -129,6 +129,7 @@ def test_a_fingerprint_of_before_is_what_it_was(open_engine, monkeypatch) -> Non
     assert found.hex() == "0183f2f093056e03f23c665aaa59ffe97192656e6f5a77ddeb4a1f65813d2fa7"
 
 
+@pytest.mark.slow  # threads that share a core wait for each other by spinning
 def test_what_one_number_of_threads_computed_another_goes_on_with(model_file) -> None:
     """Single rows behind many cells are where the number of threads changes the order of a sum."""
     one, two = engines = [opened_with(threads, model_file("wide")) for threads in (1, 2)]
@@ -157,6 +158,7 @@ def gone_on(engine: LlamaEngine, state: Payload) -> np.ndarray:
     return logits
 
 
+@pytest.mark.slow
 def test_a_folder_is_used_again_with_another_number_of_threads(model_file, tmp_path: Path) -> None:
     prompt = text(400)
     with Rig(tmp_path, opened_with(1, model_file("wide"))) as rig:
@@ -217,17 +219,23 @@ def test_where_a_gpu_computes_nothing_is_wide(open_engine, monkeypatch) -> None:
     assert engine._learn_capabilities().wide_rows is None
 
 
+@pytest.fixture(scope="module")
+def wide_rows(model_file) -> int | None:
+    """Measured without flash attention."""
+    model = LlamaModel(model_file("dense"))
+    (measured,) = measure(model, [dataclasses.replace(PLAIN, flash=False)])
+    model.close()
+    return measured.wide_rows
+
+
 @pytest.mark.parametrize(("seed", "flash"), [(0, True), (1, True), (2, False), (3, False)])
-def test_what_is_said_to_be_reproducible_is(open_engine, model_file, tmp_path: Path, seed: int, flash) -> None:
+def test_what_is_said_to_be_reproducible_is(open_engine, wide_rows, tmp_path: Path, seed: int, flash) -> None:
     """Conversations that begin, branch and run beside each other; then a lone evaluation of what came of them."""
     draw = random.Random(seed)
     prompts = [text(draw.randint(70, 400), seed=number) for number in range(3)]
     open_engine = partial(open_engine, "dense", cells=4096, flash=flash)
     if not flash:
-        model = LlamaModel(model_file("dense"))
-        (measured,) = measure(model, [dataclasses.replace(PLAIN, flash=False)])
-        model.close()
-        open_engine = partial(open_engine, tuning=Tuning("", wide_rows=measured.wide_rows))
+        open_engine = partial(open_engine, tuning=Tuning("", wide_rows=wide_rows))
     with Rig(tmp_path, open_engine(), parallel=2, prefill_slice=256) as rig:
         rig.run(text(400, seed=99), max_new=4, closing=())
         for number in range(8):

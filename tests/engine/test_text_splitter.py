@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import re
-import threading
-import time
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -11,6 +8,7 @@ from hypothesis import strategies as st
 
 from emberkeep.engine import text_splitter
 from emberkeep.engine.text_splitter import RUNS, Run, TextSplitter
+from helpers.heartbeat import Heartbeat
 
 SPECIALS = ["<s>", "<|im_end|>", "\n\n"]
 LETTERS = st.sampled_from([*"ab0 \n./<>s'_好\u0301", "\r\n", "<s>", "<|im_end|>", "aaaaaaaa", "        "])
@@ -100,25 +98,6 @@ def test_runs_are_cut_at_the_same_places_however_they_end(text: str, more: str) 
     ids=["emoji", "blanks"],
 )
 def test_looking_for_runs_that_are_just_too_short_is_quick(run: Run, text: str) -> None:
-    longest = longest_wait_while(lambda: TextSplitter(runs=[run]).pieces(text))
-    assert longest < 0.5, f"another thread waited {longest:.2f} s"
-
-
-def longest_wait_while(call: Callable[[], object]) -> float:
-    """How long the interpreter's lock was held, as another thread sees it, in seconds."""
-    done, waits = threading.Event(), [0.0]
-
-    def wait_often() -> None:
-        while not done.is_set():
-            began = time.monotonic()
-            done.wait(0.002)
-            waits.append(time.monotonic() - began)
-
-    other = threading.Thread(target=wait_often)
-    other.start()
-    try:
-        call()
-    finally:
-        done.set()
-        other.join()
-    return max(waits)
+    with Heartbeat() as heart:
+        TextSplitter(runs=[run]).pieces(text)
+    assert heart.worst_s < 0.5, f"another thread waited {heart.worst_s:.2f} s"

@@ -329,6 +329,7 @@ def state_after(engine: LlamaEngine, slices: list[int]) -> bytes:
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="asks for the cores of a thread")
 def test_measuring_leaves_threads_and_cores_as_they_were(open_model) -> None:
     cores, running = os.sched_getaffinity(0), len(list(Path("/proc/self/task").iterdir()))

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from emberkeep.backend.base import Backend
 from emberkeep.backend.models import Models
 from emberkeep.cli import main as cli
-from emberkeep.cli import serve
 from emberkeep.config import Config
 from emberkeep.engine.base import Rows
 from emberkeep.engine.fake import FakeEngine
@@ -33,6 +32,5 @@ def open_backend(config: Config) -> Backend:
 
 
 if __name__ == "__main__":
-    lifecycle.open_models = lambda config: Models(open_backend(config))  # type: ignore[attr-defined]
-    serve.install_model = lambda config: None  # type: ignore[attr-defined]
+    lifecycle.begin_models = lambda config, *_: Models(open_backend(config))  # type: ignore[attr-defined]
     cli.main()

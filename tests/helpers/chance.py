@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, settings, strategies
+from hypothesis.internal.conjecture import providers
 
 _TORTURE, _SEED = "EMBERKEEP_TEST_TORTURE", "EMBERKEEP_TEST_SEED"
 _EXAMPLES = 100
@@ -49,7 +51,21 @@ def load_profile() -> str:
     settings.register_profile("torture", print_blob=True, **usual)
     settings.load_profile("torture" if is_torture() else "test")
     if not is_torture():
+        _forget_constants()
         return ""
     os.environ.setdefault(_SEED, str(random.SystemRandom().getrandbits(32)))
     os.environ.setdefault("PYTEST_TIMEOUT", str(times(600)))  # of one test, which does more
     return f"{_TORTURE}={os.environ[_TORTURE]} {_SEED}={os.environ[_SEED]}"
+
+
+def learn_characters() -> None:
+    """Write the table of characters that a new clone has not: no test has to pay for it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is not meant to be needed this early
+        strategies.text().validate()
+
+
+def _forget_constants() -> None:
+    """Hypothesis also tries constants that it finds in our modules, those that are loaded by then: which examples
+    a test gets would depend on the tests before it."""
+    vars(providers)["_get_local_constants"] = providers.Constants

@@ -112,3 +112,13 @@ def _add_tensors(writer: GGUFWriter, weights: GGMLQuantizationType, seed: int) -
     norms = [f"blk.{layer}.{part}_norm.weight" for layer in range(LAYERS) for part in ("attn", "ffn")]
     for name in [*norms, "output_norm.weight"]:
         writer.add_tensor(name, np.ones(EMBEDDING, dtype=np.float32))
+
+
+def charsmap() -> bytes:
+    """A table that rewrites A as a, and nothing else."""
+    nodes = np.zeros(512, "<u4")
+    nodes[0] = 256 << 10  # children of the root are at 256 ^ letter
+    leaf = 256 ^ ord("A")
+    nodes[leaf] = 3 << 10 | 1 << 8 | ord("A")
+    nodes[leaf ^ 3] = 1 << 31  # a leaf: where its text begins
+    return (4 * len(nodes)).to_bytes(4, "little") + nodes.tobytes() + b"a\0"

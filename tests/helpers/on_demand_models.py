@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.model_pool import Fits, ModelPool, Need
-from emberkeep.backend.on_demand import ModelSource, OnDemandBackend
+from emberkeep.backend.on_demand import ModelSource, OnDemandBackend, Report
 from emberkeep.errors import EmberkeepError
 from emberkeep.types import Event, Request
 from helpers.fake_embedding import FakeEmbeddingEngine, embedding_backend
@@ -70,7 +70,7 @@ class Loadable:
             waiting=waiting,
             deadline_s=deadline_s,
         )
-        self.backend = OnDemandBackend(source, pool, self._open(lambda done: None) if is_loaded else None)
+        self.backend = OnDemandBackend(source, pool, self._open(lambda *_: None) if is_loaded else None)
 
     @property
     def latest(self) -> Held:
@@ -81,8 +81,8 @@ class Loadable:
             raise self.file_error
         return Need(self.size)
 
-    def _open(self, report: Callable[[float], None]) -> Backend:
-        report(0.5)
+    def _open(self, report: Report) -> Backend:
+        report(f"Loading {self.name}", 1, 2)
         assert self.may_load.wait(HELD)
         if self.error:
             raise self.error

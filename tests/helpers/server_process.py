@@ -14,6 +14,7 @@ from types import TracebackType
 import httpx
 
 from emberkeep.types import Json
+from helpers import slowing
 from helpers.waiting import eventually
 
 START_S = 240.0
@@ -35,8 +36,13 @@ class ServerProcess:
 
     def __init__(self, *arguments: str) -> None:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        slowed = ("-m", "helpers.slowing") if slowing.MOST_S else ()
         self._process = subprocess.Popen(
-            [sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env
+            [sys.executable, *slowed, *arguments],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
         )
         self._waitings: list[str] = []
         self._address = ""
@@ -61,6 +67,10 @@ class ServerProcess:
         """Blocks until it is ready, or has ended instead."""
         assert self._settled.wait(START_S), f"not ready after {START_S} s:\n{self.log}"
         return bool(self._address)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     def kill(self) -> None:
         """`kill -9`: it has no chance to write anything more."""

@@ -18,6 +18,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from helpers.gguf_builders import charsmap
+
 WIDTH = 32
 CONTEXT = 64
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -201,17 +203,6 @@ _UNIGRAM = (
     "at",
     "▁a",
 )
-_OFFSET = 1 << 31
-
-
-def charsmap() -> bytes:
-    """A table that rewrites A as a, and nothing else."""
-    nodes = np.zeros(512, "<u4")
-    nodes[0] = 256 << 10  # children of the root are at 256 ^ letter
-    leaf = 256 ^ ord("A")
-    nodes[leaf] = 3 << 10 | 1 << 8 | ord("A")
-    nodes[leaf ^ 3] = _OFFSET
-    return (4 * len(nodes)).to_bytes(4, "little") + nodes.tobytes() + b"a\0"
 
 
 def unigram_gguf(path: Path, *, table: bytes | None = None, seed: int = 0) -> Path:

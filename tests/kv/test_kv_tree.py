@@ -38,7 +38,7 @@ def trees(draw):
     return places
 
 
-@examples(300)
+@examples(150)
 @given(trees(), st.lists(TOKEN, max_size=14))
 def test_descend_finds_the_longest_prefix_of_the_prompt(places, tokens):
     found = descend(places[0], ids(*tokens))

@@ -16,7 +16,7 @@ from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.runtime.draft_loading import vocab_difference
 from emberkeep.sched.draft_model import DraftModel
 from emberkeep.sched.speculation import Step
-from helpers import tiny_gguf, tiny_hf
+from helpers import tiny_gguf
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and then it jumps over it again. " * 3
 
@@ -34,6 +34,8 @@ def gguf(folder: Path, *, seed: int = 0, name: str = "model") -> Path:
 
 
 def hf(folder: Path, *, seed: int = 0, name: str = "model") -> Path:
+    from helpers import tiny_hf
+
     return tiny_hf.write(folder / name, seed=seed, layers=3 if name == "model" else 2)
 
 

@@ -13,6 +13,8 @@ from emberkeep.engine.hf import model_attention
 from emberkeep.errors import EngineError
 from helpers import tiny_hf
 
+pytestmark = pytest.mark.slow
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FAMILIES = ["llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss", "gpt2", "deepseek_v3", "phi3"]
 KINDS = {"gemma2": ("eager",), "gpt_oss": ("eager",)}

@@ -9,7 +9,7 @@ from emberkeep.errors import ModelBroken
 from emberkeep.models.charsmap import check_charsmap
 from emberkeep.models.gguf import CHARSMAP, GgufHeader, Value
 from helpers.chance import seed, times
-from helpers.tiny_bert import charsmap
+from helpers.gguf_builders import charsmap
 
 SIZE = 512
 

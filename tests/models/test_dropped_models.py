@@ -12,7 +12,9 @@ from click.testing import Result
 from folder_builders import write_folder
 from typer.testing import CliRunner
 
+from emberkeep.backend.base import ModelCard
 from emberkeep.backend.model_pool import ModelPool
+from emberkeep.backend.on_demand import ModelSource, OnDemandBackend
 from emberkeep.cli.models import app
 from emberkeep.config import Config
 from emberkeep.errors import ModelBroken, ModelError
@@ -174,7 +176,9 @@ def test_the_commands_list_show_and_remove_it(root: Path) -> None:
 
 def test_a_server_finds_it_while_it_runs(root: Path) -> None:
     config = Config(data_dir=root.parent)
-    served = ServedModels(config, SharedParts(config), ModelPool(lambda new, held: True), "first")
+    pool = ModelPool(lambda new, held: True)
+    first = OnDemandBackend(ModelSource("first", ModelCard("first", 0, 0), lambda _: pytest.fail("loaded")), pool)
+    served = ServedModels(config, SharedParts(config), pool, first)
     assert list(served.list()) == []
     tiny_llama(root / "mine.gguf")
     assert [backend.name for backend in served.list()] == ["mine"]

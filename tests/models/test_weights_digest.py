@@ -79,6 +79,15 @@ def test_a_file_edited_in_place_is_read_again(weights: Path, cache: Path) -> Non
     assert weights_digest(weights, cache) == _sha(weights)
 
 
+def test_a_file_edited_in_place_that_pretends_to_be_as_old_is_read_again(weights: Path, cache: Path) -> None:
+    weights_digest(weights, cache)
+    before = weights.stat()
+    weights.write_bytes(b"WEIGHTS" * 1000)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert weights.stat().st_mtime_ns == before.st_mtime_ns
+    assert weights_digest(weights, cache) == _sha(weights)
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"sha256": "00"}'])
 def test_a_damaged_cache_entry_is_recomputed(weights: Path, cache: Path, content: bytes) -> None:
     weights_digest(weights, cache)

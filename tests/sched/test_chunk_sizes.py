@@ -55,7 +55,7 @@ def test_a_store_is_found_with_every_other_size(tmp_path, before, now, unit):
         check_ledger(rig.store)
 
 
-@examples(25)
+@examples(12)
 @given(
     runs=st.lists(
         st.tuples(st.sampled_from(SIZES), st.integers(0, 3), st.integers(1, 900), st.booleans()),

@@ -55,6 +55,8 @@ NEVER_FAIL = {
     (PrefixCache, "release"),
     (Affinity, "forget"),
     (Engine, "payload_buffer"),
+    (Engine, "improve"),
+    (Engine, "rest"),
     (Engine, "step_seconds"),
     (KvStore, "expires_in"),
     (KvStore, "read_into"),

@@ -56,32 +56,37 @@ def test_several_prompts_are_added_up(lines: Callable[[], list[str]]) -> None:
     assert lines()[0].startswith("POST /v1/completions 200: 24 prompt tokens, 16 reused, ")
 
 
-def test_other_requests_tell_their_status(lines: Callable[[], list[str]]) -> None:
-    call("GET", "/v1/models")
-    call("GET", "/nowhere")
-    call("PUT", CHAT)
-    call("GET", "/v1/models", key="secret")
-    call("POST", CHAT, json={"messages": []})
-    call("POST", CHAT, [ContextExceeded(9, 8)], json=BODY)
-    assert lines() == [
-        "GET /v1/models 200",
-        "GET /nowhere 404",
-        f"PUT {CHAT} 405",
-        "GET /v1/models 401",
-        f"POST {CHAT} 400",
-        f"POST {CHAT} 400",
-    ]
+@pytest.mark.parametrize(
+    ("method", "path", "options", "status"),
+    [
+        ("GET", "/v1/models", {}, 200),
+        ("GET", "/nowhere", {}, 404),
+        ("PUT", CHAT, {}, 405),
+        ("GET", "/v1/models", {"key": "secret"}, 401),
+        ("POST", CHAT, {"json": {"messages": []}}, 400),
+        ("POST", CHAT, {"script": [ContextExceeded(9, 8)], "json": BODY}, 400),
+    ],
+)
+def test_other_requests_tell_their_status(
+    lines: Callable[[], list[str]], method: str, path: str, options: dict[str, Any], status: int
+) -> None:
+    call(method, path, **options)
+    assert lines() == [f"{method} {path} {status}"]
 
 
-def test_names_that_users_gave_are_not_told(lines: Callable[[], list[str]]) -> None:
-    call("PUT", "/v1/memory/facts/diagnosis", json={"value": "x"})
-    call("GET", "/v1/memory/conversations/diagnosis%20of%20ann")
-    call("GET", "/v1/memory/facts")
-    assert lines() == [
-        "PUT /v1/memory/facts/... 404",
-        "GET /v1/memory/conversations/... 404",
-        "GET /v1/memory/facts 404",
-    ]
+@pytest.mark.parametrize(
+    ("method", "path", "told"),
+    [
+        ("PUT", "/v1/memory/facts/diagnosis", "/v1/memory/facts/..."),
+        ("GET", "/v1/memory/conversations/diagnosis%20of%20ann", "/v1/memory/conversations/..."),
+        ("GET", "/v1/memory/facts", "/v1/memory/facts"),
+    ],
+)
+def test_names_that_users_gave_are_not_told(
+    lines: Callable[[], list[str]], method: str, path: str, told: str
+) -> None:
+    call(method, path, json={"value": "x"})
+    assert lines() == [f"{method} {told} 404"]
 
 
 def test_a_stream_that_fails_is_told_from_one_that_ends(lines: Callable[[], list[str]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from helpers.gguf_builders import tiny_llama
 from helpers.hub_repo_server import ServedRepo, serving_repo
 from helpers.scripted_server import ScriptedBackend, running
 from helpers.tiny_gguf import dense
+from helpers.waiting import PATIENCE_S
 
 RECORD = ModelRecord("hf:owner/tiny-GGUF:F32", "ab" * 32, 4096, "F32", 1_700_000_000)
 
@@ -160,9 +162,10 @@ def test_a_pull_without_a_stream_ends_with_success(client: ollama.Client, hub: S
 
 
 def test_a_pull_ends_when_its_client_leaves(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = threading.Event()
+    begun, ended = threading.Event(), threading.Event()
 
     def fetch_for_ever(spec: str, library: ModelLibrary, reporter: Any) -> None:
+        begun.set()
         try:
             while True:
                 reporter.progress("Fetching", 1, 2)
@@ -171,9 +174,13 @@ def test_a_pull_ends_when_its_client_leaves(url: str, monkeypatch: pytest.Monkey
             ended.set()
 
     monkeypatch.setattr("emberkeep.server.ollama_models._fetch", fetch_for_ever)
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{url}/api/pull", json={"model": "hf.co/owner/small-GGUF", "stream": False}, timeout=0.2)
-    assert ended.wait(10)
+    address = httpx.URL(url)
+    body = json.dumps({"model": "hf.co/owner/small-GGUF", "stream": False}).encode()
+    with socket.create_connection((address.host, address.port or 0)) as client:
+        head = f"POST /api/pull HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        assert begun.wait(PATIENCE_S)
+    assert ended.wait(PATIENCE_S)
 
 
 def test_what_is_here_is_not_pulled_again(client: ollama.Client) -> None:

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
 
+from emberkeep.cli.model_setup import Lines
 from emberkeep.config import Config
 from emberkeep.errors import ConfigError, EmberkeepError
 from emberkeep.server.lifecycle import banner, bind, serve
 from helpers.scripted_server import ScriptedBackend
 
 
-def _never(config: Config) -> None:
+def _never(config: Config, reporter: object) -> None:
     raise AssertionError("nothing is fetched for a server that cannot start")
 
 
 def test_the_world_is_not_let_in_without_a_key() -> None:
     with pytest.raises(ConfigError, match="--api-key"):
-        serve(Config(host="0.0.0.0"), install=_never)
+        serve(Config(host="0.0.0.0"), prepare=_never, reporter=Lines(io.StringIO()))
 
 
 def test_a_taken_port_is_noticed_before_the_model_is_opened() -> None:
     with bind("127.0.0.1", 0) as taken, pytest.raises(EmberkeepError, match="in use"):
-        serve(Config(model="/nowhere/none.gguf", port=taken.getsockname()[1]), install=_never)
+        config = Config(model="/nowhere/none.gguf", port=taken.getsockname()[1])
+        serve(config, prepare=_never, reporter=Lines(io.StringIO()))
 
 
 def test_the_banner_tells_where_what_and_how_to_stop() -> None:

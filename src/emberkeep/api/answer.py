@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from typing import Protocol, TypeVar
 
 from emberkeep.api.call_shape import TOOL_CALLS, CallShape, StreamedCalls
@@ -37,6 +37,7 @@ from emberkeep.types import (
     Usage,
     merge_usage,
 )
+from emberkeep.values import dataclass
 
 DONE = b"data: [DONE]\n\n"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator
@@ -56,6 +56,7 @@ from emberkeep.types import (
     ToolChoice,
     private_namespace,
 )
+from emberkeep.values import dataclass
 
 _SWITCHES = {"enabled": True, "disabled": False}
 """Other kinds of thinking leave it to the model."""

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 
 from emberkeep.api.answer import Answer, SseFrames, detail_json, timings_json, tool_json
 from emberkeep.api.anthropic_blocks import pack_reasoning, signature_of
@@ -31,6 +30,7 @@ from emberkeep.types import (
     Usage,
     merge_usage,
 )
+from emberkeep.values import dataclass
 
 _CUT = "max_tokens"
 _FULL = "model_context_window_exceeded"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from emberkeep.api.custom_tools import custom_input
 from emberkeep.api.messages import call_json
 from emberkeep.types import FinishReason, Json, ToolCall, ToolCallDelta
+from emberkeep.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol
 
 from emberkeep.errors import (
@@ -26,6 +26,7 @@ from emberkeep.errors import (
     TooLarge,
 )
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from emberkeep.api.answer import ChoiceAnswer, SseFrames, timings_json
@@ -23,6 +23,7 @@ from emberkeep.types import (
     Timings,
     TokenLogprob,
 )
+from emberkeep.values import dataclass
 
 _LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot express."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
@@ -47,6 +47,7 @@ from emberkeep.types import (
     ToolCall,
     ToolChoice,
 )
+from emberkeep.values import dataclass
 
 
 class ImageAddress(Body):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from time import perf_counter
 
@@ -25,6 +25,7 @@ from emberkeep.types import (
     ToolCall,
     ToolCallDelta,
 )
+from emberkeep.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

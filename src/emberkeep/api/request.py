@@ -6,7 +6,7 @@ HTTP and the library refuse the same, with the same words.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationError
@@ -39,6 +39,7 @@ from emberkeep.types import (
     Ttl,
     private_namespace,
 )
+from emberkeep.values import dataclass
 
 # ── fields ──
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -45,6 +45,7 @@ from emberkeep.api.responses_items import (
 )
 from emberkeep.errors import InvalidField
 from emberkeep.types import ApiConversation, Json, JsonFormat, Message, Request, Tool, ToolChoice, Ttl
+from emberkeep.values import dataclass
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 _LOGPROBS = "message.output_text.logprobs"

@@ -12,7 +12,7 @@ import re
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -21,6 +21,7 @@ from emberkeep.api.custom_tools import custom_arguments
 from emberkeep.api.request import Body, Label, MarkFields, Name, mark_of, text_marks, validate
 from emberkeep.errors import InvalidField
 from emberkeep.types import Breakpoint, Image, Json, Message, ToolCall
+from emberkeep.values import dataclass
 
 Item = dict[str, Json]
 

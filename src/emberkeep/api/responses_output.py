@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TypeVar
 
 from emberkeep.api.answer import SseFrames, chat_logprobs, detail_json, timings_json, tool_json
@@ -26,6 +26,7 @@ from emberkeep.types import (
     ToolCallDelta,
     Usage,
 )
+from emberkeep.values import dataclass
 
 IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
 

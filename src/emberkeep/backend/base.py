@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import field
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
@@ -38,6 +38,7 @@ from emberkeep.types import (
     Verified,
     Warmed,
 )
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from emberkeep.backend.server_tools import ToolDesk

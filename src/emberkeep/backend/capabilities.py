@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Embedder, Experts, ModelCard, Tokenizer
@@ -20,6 +19,7 @@ from emberkeep.types import (
     Verified,
     Warmed,
 )
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.remote")
 

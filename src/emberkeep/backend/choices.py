@@ -12,7 +12,6 @@ import threading
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from emberkeep.chat.output import TextStream
@@ -29,6 +28,7 @@ from emberkeep.types import (
     TokenLogprob,
     Usage,
 )
+from emberkeep.values import dataclass
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -30,6 +30,7 @@ from emberkeep.types import (
     RerankRequest,
     Vector,
 )
+from emberkeep.values import dataclass
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import monotonic
 
 from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Embedder, Experts, ModelCard, Tokenizer, Warmer
@@ -38,6 +38,7 @@ from emberkeep.types import (
     ToolEvent,
     Warmed,
 )
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.backend")
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Container
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from time import monotonic
 
@@ -83,6 +83,7 @@ from emberkeep.types import (
     TextDelta,
     TokenLogprob,
 )
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.backend")
 

@@ -6,10 +6,10 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 from emberkeep.errors import EmberkeepError, Overloaded
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.backend")
 

@@ -19,7 +19,7 @@ from contextlib import (
     nullcontext,
     suppress,
 )
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import monotonic
 
 from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Embedder, Experts, ModelCard, Tokenizer, Warmer
@@ -41,6 +41,7 @@ from emberkeep.types import (
     SpeculationStats,
     Warmed,
 )
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.backend")
 

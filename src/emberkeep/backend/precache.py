@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import monotonic
 
 from emberkeep.chat.messages import CacheKeys, cache_keys, stable_messages
@@ -20,6 +20,7 @@ from emberkeep.errors import EmberkeepError, RequestError
 from emberkeep.kv.entries import entry_id
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.types import SHARED, Completed, Events, Lineage, Request, Ttl, Warmed
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.backend")
 
@@ -169,7 +170,7 @@ class Precache:
 
     def sweep(self) -> None:
         """Warm what is about to fall out, then let go of what is not wanted any more."""
-        for prefix in self._due():
+        for prefix in self._take_due():
             if self._closing:
                 return
             self._refresh(prefix)
@@ -194,9 +195,16 @@ class Precache:
                 del self._prefixes[key]
             return [prefix for prefix in self._prefixes.values() if prefix.warmed_at <= late]
 
+    def _take_due(self) -> list[_Prefix]:
+        """Those that are due, for this sweep alone: none is warmed by two at a time."""
+        with self._changed:
+            due = self._due()
+            for prefix in due:
+                prefix.warmed_at = monotonic()
+            return due
+
     def _refresh(self, prefix: _Prefix) -> None:
         """From the store if it is all there, so that no conversation loses its slot for it."""
-        prefix.warmed_at = monotonic()
         try:
             prompt = self._prompts.fit(self._prompts.build(prefix.request, prefix.lineage), prefix.request)
             has_snapshots = self._scheduler.kv_unit.has_snapshots

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from emberkeep.chat.grammar import Constraint
 from emberkeep.chat.output import open_reasoning
 from emberkeep.chat.prompt import Prompt
 from emberkeep.sched.dry import Breakers, find_breakers
 from emberkeep.sched.sampler_chain import Chain
 from emberkeep.sched.sampling import Sampler
 from emberkeep.types import Request, Sampling, Vocab
+from emberkeep.values import dataclass
+
+if TYPE_CHECKING:
+    from emberkeep.chat.grammar import Constraint
 
 _REMEMBERED = 16
 

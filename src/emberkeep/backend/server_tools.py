@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Protocol
@@ -34,6 +34,7 @@ from emberkeep.types import (
     ToolServer,
     Usage,
 )
+from emberkeep.values import dataclass
 
 _SEARCH_ROUNDS = 4
 """Most rounds of searches for one answer; then the model has to answer."""

@@ -12,7 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import islice
 from typing import Protocol
 
@@ -43,6 +43,7 @@ from emberkeep.types import (
     merge_usage,
     new_call_id,
 )
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.tools")
 

@@ -8,13 +8,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 
 from emberkeep.engine.embedding import TokenInput
 from emberkeep.kv.vector_file import VectorFile
 from emberkeep.types import Removed, Vector
+from emberkeep.values import dataclass
 
 RAM_BYTES = 64 << 20
 _ENTRY_BYTES = 256

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from emberkeep.types import (
     SHARED,
@@ -18,6 +18,7 @@ from emberkeep.types import (
     Verified,
     Vocab,
 )
+from emberkeep.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from emberkeep.errors import EmberkeepError
 from emberkeep.library.results import Result
 from emberkeep.library.verify_report import VerifyReport, holds_answer
 from emberkeep.types import Message, Request, Sampling, TokenLogprob, private_namespace
+from emberkeep.values import dataclass
 
 TURNS, HOT, RAM, DISK, TURNS_DISK = "turns, hot", "hot", "RAM", "disk", "turns, disk"
 ROUNDING = "cold, other slices"

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from emberkeep.bench.figures import Series
 from emberkeep.bench.report import BenchResult, Table
+from emberkeep.values import dataclass
 
 _GROWING = re.compile(r"(?:(?P<what>turn) )?(?P<number>\d[\d,]{0,20})(?: (?P<unit>\w+))?(?:, (?P<rest>.+))?$")
 _COMPARED = frozenset({"", "×", "%"})

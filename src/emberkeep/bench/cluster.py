@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from emberkeep.bench.cluster_model import Machine, Outcome, RemoteSettings, simulate
@@ -14,6 +14,7 @@ from emberkeep.bench.stage import Folder
 from emberkeep.bench.trace_file import MOST, Visit, read_trace
 from emberkeep.errors import EmberkeepError
 from emberkeep.routing import new_routing
+from emberkeep.values import dataclass
 
 POLICIES = ("affinity", "least_loaded", "round_robin")
 MOST_REPLICAS = 4096

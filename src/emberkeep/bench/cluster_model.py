@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 
@@ -25,6 +24,7 @@ from emberkeep.kv.tree import Match
 from emberkeep.routing import Replica, RouteKeys, Routing
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import EXACT
+from emberkeep.values import dataclass
 
 _PATIENCE_S = 2.0
 """What would wait longer for the link is not written: replicas do not hold it back for ever."""

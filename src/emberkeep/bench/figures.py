@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import ceil
 from statistics import median, stdev
 
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

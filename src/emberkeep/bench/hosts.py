@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 from emberkeep.bench.disk import chunk_files, drop_from_page_cache
@@ -19,6 +19,7 @@ from emberkeep.bench.report import BenchResult, Row, Table
 from emberkeep.bench.server_process import ServerProcess
 from emberkeep.bench.stage import Stage
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 MIB = 1 << 20
 _ANSWER = 16

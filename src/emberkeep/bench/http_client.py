@@ -11,11 +11,12 @@ import json
 import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from time import perf_counter
 
 from emberkeep.errors import EmberkeepError
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 Messages = Sequence[Mapping[str, str]]
 

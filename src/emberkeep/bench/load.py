@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from emberkeep.bench.bare import decode_seconds_elsewhere
 from emberkeep.bench.figures import Series, percentile, ratios, series
@@ -30,6 +30,7 @@ from emberkeep.bench.report import BenchResult, Row, Table, Value
 from emberkeep.bench.server_process import ServerProcess
 from emberkeep.bench.stage import Stage
 from emberkeep.signals import with_default_signals
+from emberkeep.values import dataclass
 
 _MIXED = (32, 64, 128, 256, 512)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from time import perf_counter
 
 from emberkeep.backend.local import LocalBackend
@@ -15,6 +14,7 @@ from emberkeep.errors import EmberkeepError
 from emberkeep.library.results import Collector, Result
 from emberkeep.runtime import open_backend
 from emberkeep.types import Message, Request, TextDelta, TokenLogprob
+from emberkeep.values import dataclass
 
 _POLL_S = 0.002
 

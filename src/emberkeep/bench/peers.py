@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -29,6 +29,7 @@ from emberkeep.bench.sides import (
     standing_still,
 )
 from emberkeep.bench.stage import Stage
+from emberkeep.values import dataclass
 
 _ANSWER = 16
 _WARM_UP = 48

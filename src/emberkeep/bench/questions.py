@@ -13,7 +13,6 @@ A file is a JSON list, or has one object per line. Each object is a conversation
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_uppercase
 from typing import cast, get_args
@@ -22,6 +21,7 @@ from emberkeep.bench.question_set import INSTRUCTION, QUESTION_SET
 from emberkeep.bench.sessions import message_text, read_entries, session_of
 from emberkeep.errors import EmberkeepError
 from emberkeep.types import Json, Role
+from emberkeep.values import dataclass
 
 _QUESTIONS = ("question", "prompt", "instruction", "query", "input")
 _ANSWERS = ("answers", "answer", "references", "reference", "output", "target", "expected")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from emberkeep.bench.stage import ModelPlace
 from emberkeep.errors import EmberkeepError
 from emberkeep.models.library import id_at
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 SUMMARY, RESPONSES = "summary.md", "responses.jsonl"
 

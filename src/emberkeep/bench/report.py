@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from emberkeep.bench.figures import Series
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from rich.table import Table as Grid

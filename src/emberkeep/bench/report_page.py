@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from emberkeep.bench.charts import charts_of
 from emberkeep.bench.report import BenchResult, Table, read_report, readable_value
 from emberkeep.bench.svg import STYLE, draw_one
 from emberkeep.errors import EmberkeepError
+from emberkeep.values import dataclass
 
 _PAGE_STYLE = """
 :root { color-scheme: light dark }

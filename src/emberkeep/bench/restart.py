@@ -8,7 +8,7 @@ neither; tokenising, looking up, reading and importing are in both.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from statistics import median
 
@@ -18,6 +18,7 @@ from emberkeep.bench.http_client import Client, Messages, Reply
 from emberkeep.bench.report import BenchResult, Row, Table
 from emberkeep.bench.server_process import ServerProcess
 from emberkeep.bench.stage import Stage
+from emberkeep.values import dataclass
 
 MIB = 1 << 20
 _ANSWER = 16

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from emberkeep.errors import EmberkeepError
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 _TOLD = ("user", "tool")
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}

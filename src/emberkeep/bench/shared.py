@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from emberkeep.bench.disk import folder_bytes
 from emberkeep.bench.figures import series
@@ -18,6 +18,7 @@ from emberkeep.bench.server_process import ServerProcess
 from emberkeep.bench.stage import Stage
 from emberkeep.models.gguf import read_header
 from emberkeep.models.profile import profile
+from emberkeep.values import dataclass
 
 _AT_A_TIME = 4
 _PROBE = ({"role": "user", "content": "Hello"},)

@@ -8,7 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -21,6 +21,7 @@ from emberkeep.bench.stage import ModelPlace
 from emberkeep.errors import EmberkeepError
 from emberkeep.signals import with_default_signals
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 OURS, PEER = "emberkeep", "llama-server"
 _SLOT = 0

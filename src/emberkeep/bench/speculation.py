@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import log
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from emberkeep.bench.stage import Stage
 from emberkeep.bench.tasks import KINDS, Task, make_task, recorded_tasks
 from emberkeep.errors import EmberkeepError
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 _RECORDED = "recorded"
 _CONTEXT, _RECORDED_CONTEXT = 2048, 4096

@@ -6,13 +6,13 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from emberkeep.bench.words import Words
 from emberkeep.errors import EmberkeepError
 from emberkeep.models.gguf import read_header
 from emberkeep.models.profile import profile
+from emberkeep.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

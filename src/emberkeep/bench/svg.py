@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from math import ceil, floor, log10
 from xml.sax.saxutils import escape
@@ -11,6 +10,7 @@ from xml.sax.saxutils import escape
 from emberkeep.bench.charts import Bars, Chart, Line, Lines, Point
 from emberkeep.bench.figures import Series
 from emberkeep.bench.report import readable_number, readable_series
+from emberkeep.values import dataclass
 
 _WIDTH = 760
 _LEFT, _RIGHT, _TOP, _BOTTOM = 72, 24, 64, 44

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 from emberkeep.bench.sessions import message_text
 from emberkeep.errors import EmberkeepError
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 _THINGS = (
     "apple",

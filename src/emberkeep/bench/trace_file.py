@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from emberkeep.errors import EmberkeepError
+from emberkeep.values import dataclass
 
 BLOCK = 512
 MOST = 2**31 - 1

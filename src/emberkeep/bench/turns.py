@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from emberkeep.bench.figures import Series, ratios, series
 from emberkeep.bench.http_client import Client, Reply
 from emberkeep.bench.report import BenchResult, Row, Table
 from emberkeep.bench.server_process import ServerProcess
 from emberkeep.bench.stage import Stage
+from emberkeep.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ few sets of them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from emberkeep.chat.seams import SeamedText
 from emberkeep.errors import InvalidField
 from emberkeep.types import Infill, Vocab
+from emberkeep.values import dataclass
 
 Quote = Callable[[str], SeamedText]
 """Makes of a text one in which no special token is recognised."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 
 from emberkeep.chat.dialects.table import TAGGED
 from emberkeep.text import shorten
 from emberkeep.types import Json, Message, Request, Tool, ToolCall
+from emberkeep.values import dataclass
 
 _HEAD_CHARS = 80
 _PREFIX_CHARS = 512

@@ -11,7 +11,6 @@ import re
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
 
@@ -45,6 +44,7 @@ from emberkeep.types import (
     Vocab,
     new_call_id,
 )
+from emberkeep.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
@@ -47,6 +47,7 @@ from emberkeep.types import (
     Ttl,
     Vocab,
 )
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:  # its library is loaded when a request wants it
     from emberkeep.chat.grammar import Constraint, Grammars

@@ -14,20 +14,20 @@ import socket
 import time
 from collections import OrderedDict
 from contextlib import suppress
-from enum import IntEnum
 from io import BufferedIOBase
 from pathlib import Path
-from struct import Struct
-from typing import Any
 
-from emberkeep.chat.sandbox import MAX_OUTPUT, JinjaTemplate, stop_error
+from emberkeep.chat.render_protocol import (
+    ANSWER_HEADER,
+    MAX_OUTPUT,
+    QUESTION_HEADER,
+    AnswerKind,
+    Question,
+    stop_error,
+)
+from emberkeep.chat.sandbox import JinjaTemplate
 from emberkeep.chat.traits import find_traits
 from emberkeep.errors import TemplateFailed
-
-QUESTION_HEADER = Struct("<dQ")
-"""Seconds that the answer may take, and the size of what follows: plain values in marshal's format."""
-ANSWER_HEADER = Struct("<BQ")
-"""An `AnswerKind`, and the size of the text that follows, as UTF-8."""
 
 _TEMPLATES = 16
 _OWN_CHARS = 1 << 20
@@ -37,20 +37,6 @@ _MEMORY = 256 << 20
 _MEMORY_PER_BYTE = 32
 _MOST_MEMORY = 2 << 30
 """What it may need: beyond what the program itself does, and by the size of what it is given."""
-
-
-class AnswerKind(IntEnum):
-    TEXT = 1
-    FAILED = 2
-    """A sentence."""
-    SPENT = 3
-    """A sentence; and the worker ends, because it ran out of memory somewhere."""
-    UNKNOWN = 4
-    """The template has to be loaded first."""
-
-
-Question = tuple[Any, ...]
-"""("load", key, source) | ("traits", key, specials) | ("render", key, values)"""
 
 
 def serve() -> None:

@@ -6,7 +6,7 @@ long as it may turn out to be such a one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from emberkeep.values import dataclass
 
 
 @dataclass(slots=True)

@@ -29,15 +29,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
+from emberkeep.chat.render_protocol import MAX_OUTPUT, stop_error
 from emberkeep.errors import TemplateFailed
 from emberkeep.types import Json
 
-MAX_SECONDS = 2.0
-MORE_SECONDS_PER_MESSAGE = 0.01
-"""Some templates look at all messages again for each message."""
 MAX_CHARS = 256 << 20
 """Built in total; a template that appends to one string message by message builds far more than it writes."""
-MAX_OUTPUT = 32 << 20
 MAX_SOURCE = 1 << 20
 _MAX_INTEGER_BITS = 256
 
@@ -90,10 +87,6 @@ class JinjaTemplate:
         if len(text) > most:
             raise stop_error("it builds more text than is allowed")
         return text
-
-
-def stop_error(reason: str) -> TemplateFailed:
-    return TemplateFailed(f"The model's chat template was stopped: {reason}.", "messages")
 
 
 def _reason(error: Exception) -> str:

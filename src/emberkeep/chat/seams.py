@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 
 from emberkeep.chat.messages import parse_arguments
@@ -19,6 +19,7 @@ from emberkeep.chat.template import NO_ARGS, ChatTemplate
 from emberkeep.errors import InvalidField
 from emberkeep.text import alternatives
 from emberkeep.types import Json, Message, Tool, Vocab
+from emberkeep.values import dataclass
 
 _QUOTED = ("user", "tool")
 """Who speaks for others. The system's words are the owner's, and an assistant's are the model's own tokens."""

@@ -22,21 +22,30 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
-
-import jinja2
-import markupsafe
+from typing import TYPE_CHECKING, Final
 
 from emberkeep.chat.messages import later_systems_in_users, system_in_first_user, tools_as_text, values_for
-from emberkeep.chat.render_worker import ANSWER_HEADER, QUESTION_HEADER, AnswerKind, Question
-from emberkeep.chat.sandbox import MAX_OUTPUT, MAX_SECONDS, MORE_SECONDS_PER_MESSAGE, JinjaTemplate, stop_error
+from emberkeep.chat.render_protocol import (
+    ANSWER_HEADER,
+    MAX_OUTPUT,
+    MAX_SECONDS,
+    MORE_SECONDS_PER_MESSAGE,
+    QUESTION_HEADER,
+    AnswerKind,
+    Question,
+    stop_error,
+)
 from emberkeep.chat.traits import CallWriting, Traits, find_traits
 from emberkeep.errors import Overloaded, TemplateFailed
 from emberkeep.signals import with_default_signals
 from emberkeep.types import Json, Message, Tool
+from emberkeep.values import dataclass
+
+if TYPE_CHECKING:
+    from emberkeep.chat.sandbox import JinjaTemplate
 
 CHATML = (
     "{% for message in messages %}"
@@ -76,6 +85,9 @@ class ChatTemplate:
         self._specials = {"bos_token": bos, "eos_token": eos}
         self._template: JinjaTemplate | IsolatedTemplate
         if source == CHATML:  # ours is known to end, and needs no process
+            # Imported here: it brings Jinja, which else only the processes need.
+            from emberkeep.chat.sandbox import JinjaTemplate
+
             self._template = JinjaTemplate(source)
             self._traits = find_traits(self._template.render, self._specials, MAX_SECONDS)
         else:
@@ -325,7 +337,8 @@ def _start_process() -> tuple[socket.socket, subprocess.Popen[bytes]]:
 
 def _folders() -> dict[str, None]:
     """Where what the worker imports was found here."""
-    theirs = [Path(module.__file__ or "").parents[1] for module in (jinja2, markupsafe)]
+    specs = [find_spec(name) for name in ("jinja2", "markupsafe")]
+    theirs = [Path(spec.origin).parents[1] for spec in specs if spec is not None and spec.origin]
     return dict.fromkeys(map(str, [Path(__file__).parents[2], *theirs]))
 
 

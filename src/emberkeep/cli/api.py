@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,6 +19,7 @@ from emberkeep.config.tables import public_remotes
 from emberkeep.errors import ConfigError
 from emberkeep.models.remotes import Remotes
 from emberkeep.types import Message, RemoteModel, Request
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from emberkeep.backend.base import WholeAnswer

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import IntEnum
 from importlib import import_module
 from inspect import Parameter
@@ -20,6 +20,7 @@ from emberkeep.cli.flags import ConfigFlag, ModelFlag, flags_of, load_config, lo
 from emberkeep.cli.model_setup import install_model
 from emberkeep.errors import EmberkeepError
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from emberkeep.bench.report import BenchResult
@@ -274,6 +275,13 @@ BENCHMARKS = (
         "Time to first token in a fresh process: nothing stored, against resumed after a crash.",
         "emberkeep.bench.restart",
         ("sizes", "repeat"),
+    ),
+    Benchmark(
+        "start",
+        "From the start of a server to the first token, with what it remembers and without; beside --peer PATH.",
+        "emberkeep.bench.start",
+        ("peer", "repeat"),
+        Needs.MODEL,
     ),
     Benchmark(
         "turns",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,6 +27,7 @@ from emberkeep.types import (
     Removed,
     Verified,
 )
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from emberkeep.kv.remote_link import RemoteLink

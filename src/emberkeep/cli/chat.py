@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -36,6 +36,7 @@ from emberkeep.errors import EmberkeepError
 from emberkeep.files import private_folder
 from emberkeep.logs import is_verbose
 from emberkeep.types import Message, Sampling, SavedConversation
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from textwrap import indent
 from typing import TYPE_CHECKING, TextIO
 
@@ -29,6 +28,7 @@ from emberkeep.types import (
     ToolCall,
     ToolOutcome,
 )
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from emberkeep.library.emberkeep import Emberkeep

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 PROVIDER = "emberkeep"
 """What clients that know several services call ours."""

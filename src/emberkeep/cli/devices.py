@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from emberkeep.cli.commands import one_command
 from emberkeep.cli.console import show_table
@@ -15,6 +15,7 @@ from emberkeep.engine.devices import Cpu, Device, amd_advice, read_cpu
 from emberkeep.engine.extras import has_hf
 from emberkeep.errors import EngineError
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 CPU = "cpu"
 Uses = Mapping[str, Sequence[str]]

@@ -9,7 +9,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from errno import EISDIR
 from importlib import metadata
@@ -39,6 +39,7 @@ from emberkeep.engine.extras import has_hf, hf_versions
 from emberkeep.engine.locked_memory import lockable
 from emberkeep.errors import ConfigError, EngineError, ModelError, ModelNotFound
 from emberkeep.files import nearest_folder
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from emberkeep.models.library import ModelFile

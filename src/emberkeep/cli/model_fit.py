@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from emberkeep.config import Config, readable_size
@@ -16,6 +15,7 @@ from emberkeep.models.library import ModelFile
 from emberkeep.runtime.local_model import placing_of
 from emberkeep.sched.probe import probe
 from emberkeep.types import Quantization, Residency
+from emberkeep.values import dataclass
 
 _SAMPLE = 64 << 20
 """Bytes that are copied to know the speed of a link."""

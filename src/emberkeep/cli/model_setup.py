@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from threading import Lock
 from time import monotonic
 from typing import TYPE_CHECKING, TextIO
@@ -80,7 +81,7 @@ class StatusLine:
     def __init__(self, output: TextIO) -> None:
         self._output = output
         self._step = ""
-        self._began = self._shown_at = 0.0
+        self._began, self._shown_at = 0.0, -inf
         self._is_shown = False
         self._lock = Lock()
 
@@ -93,7 +94,7 @@ class StatusLine:
         with self._lock:
             now = monotonic()
             if step != self._step:
-                self._step, self._began, self._shown_at = step, now, 0.0
+                self._step, self._began, self._shown_at = step, now, -inf
             if now - self._shown_at >= _EVERY_S:
                 self._shown_at, self._is_shown = now, True
                 width = shutil.get_terminal_size().columns - 1

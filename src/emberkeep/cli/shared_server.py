@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from time import perf_counter
 
 from emberkeep.cli.cache_stores import closed_folders, open_link, served_stores
@@ -11,6 +10,7 @@ from emberkeep.errors import ConfigError, StoreFailed
 from emberkeep.kv.remote_link import RemoteLink, Unreachable
 from emberkeep.kv.remote_listing import holdings
 from emberkeep.library.stores import ClosedStore
+from emberkeep.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,6 +13,7 @@ from emberkeep.cli.memory import NOTHING_FOUND, describe
 from emberkeep.cli.tools import gist
 from emberkeep.errors import EmberkeepError
 from emberkeep.types import Json, Message, Recollection
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from emberkeep.library.tool_session import ToolSession

@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
@@ -18,6 +18,7 @@ from emberkeep.config import Config
 from emberkeep.errors import ConfigError, EmberkeepError, NoSuchEntry
 from emberkeep.text import did_you_mean
 from emberkeep.types import Caller, Json, Tool, ToolCall, private_namespace
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from emberkeep.tools.toolbox import ToolBox

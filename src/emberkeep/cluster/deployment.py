@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import Any
 
 from ray import serve
@@ -35,6 +35,7 @@ from emberkeep.server.front import create_front
 from emberkeep.server.http_server import Server
 from emberkeep.server.lifecycle import bind
 from emberkeep.server.presence import reachable_url
+from emberkeep.values import dataclass
 
 REPLICAS = "replicas"
 GATEWAY = "gateway"

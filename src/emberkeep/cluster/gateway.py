@@ -10,7 +10,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol
 
 from emberkeep.api.errors import error_shape, failure_of
@@ -22,6 +22,7 @@ from emberkeep.cluster.scatter import Merge, merge_for, merged
 from emberkeep.errors import Overloaded
 from emberkeep.routing import RouteKeys
 from emberkeep.server.middleware import record_of
+from emberkeep.values import dataclass
 
 RETRY_AFTER_S = 1.0
 _LARGE_BYTES = 64 << 10

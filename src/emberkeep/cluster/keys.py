@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from urllib.parse import parse_qsl, unquote
 
@@ -20,6 +19,7 @@ from emberkeep.api.request import UserFields
 from emberkeep.errors import RequestError
 from emberkeep.routing import RouteKeys
 from emberkeep.types import Json, private_namespace
+from emberkeep.values import dataclass
 
 BLOCK_BYTES = 512
 """Of a prompt: about a chunk of stored state."""

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -39,6 +39,7 @@ from emberkeep.runtime import open_models
 from emberkeep.server.lifecycle import bind
 from emberkeep.server.presence import announce
 from emberkeep.signals import ending_signals
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.cluster")
 logging.getLogger("ray.serve").setLevel(logging.ERROR)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from emberkeep.routing import RouteKeys
+from emberkeep.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

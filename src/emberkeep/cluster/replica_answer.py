@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from emberkeep.cluster.asgi import Message
+from emberkeep.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import fcntl
 import os
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from time import monotonic, sleep
@@ -24,6 +24,7 @@ from emberkeep.errors import StoreFailed
 from emberkeep.files import private_folder
 from emberkeep.library.stores import ClosedStore, replica_folder, replica_folders, store_folders
 from emberkeep.models.remotes import Remotes
+from emberkeep.values import dataclass
 
 _LOCK = "lock"
 _HANDOVER_S = 10.0

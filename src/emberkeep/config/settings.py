@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ from emberkeep.types import (
     Residency,
     Ttl,
 )
+from emberkeep.values import dataclass
 
 DEFAULT_MODEL = "smollm2-135m"
 OFF = "off"

@@ -12,7 +12,7 @@ import json
 import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from emberkeep.config.tables import spread_models
 from emberkeep.config.trust import is_trusted
 from emberkeep.errors import ConfigError
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 ENV_PREFIX = "EMBERKEEP_"
 ENV_FILE = "EMBERKEEP_CONFIG"

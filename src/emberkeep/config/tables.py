@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from emberkeep.errors import ConfigError
 from emberkeep.text import did_you_mean, shorten
 from emberkeep.types import HygieneAction, HygieneRule, HygieneWhere, Json, RemoteModel, Ttl
 from emberkeep.types.hygiene import as_written
+from emberkeep.values import dataclass
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 _OURS = ("auto", "local")

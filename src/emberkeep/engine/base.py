@@ -8,7 +8,7 @@ except that `vocab` is immutable and free for all.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from enum import Enum, StrEnum
 from typing import ClassVar, Protocol
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from emberkeep.errors import EngineError
 from emberkeep.types import AttentionTier, ExpertStats, Json, Vocab
+from emberkeep.values import dataclass
 
 Logits = npt.NDArray[np.float32]
 Payload = memoryview

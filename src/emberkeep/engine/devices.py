@@ -9,10 +9,10 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from emberkeep.signals import with_default_signals
+from emberkeep.values import dataclass
 
 _CPUINFO = Path("/proc/cpuinfo")
 _KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")

@@ -7,13 +7,14 @@ and free for all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from emberkeep.types import Pooling
+from emberkeep.values import dataclass
 
 Vectors = npt.NDArray[np.float32]
 """A row for each input."""

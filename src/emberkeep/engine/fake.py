@@ -14,7 +14,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 
 import numpy as np
@@ -36,6 +36,7 @@ from emberkeep.engine.base import (
 )
 from emberkeep.errors import EngineError
 from emberkeep.types import AttentionTier, Json
+from emberkeep.values import dataclass
 
 _SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _PAIRS = ("th", "he", "in", "er", "an", "re", "on", "at", "en", "st", " t", " a", " s", "e ", "s ", ". ")

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -37,6 +36,7 @@ import numpy.typing as npt
 
 from emberkeep.engine.base import Payload
 from emberkeep.errors import EngineError
+from emberkeep.values import dataclass
 
 BITS = (8, 4)
 _MAGIC = b"EKpk"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import inf, isfinite
 from typing import cast
 
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 _NEAR = 128
 """Depths are told apart no better than this, so that a step is looked up and not computed."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from emberkeep.text import alternatives
+from emberkeep.values import dataclass
 
 MAX_MATCH = 1 << 15
 """How many characters one match of a pre-tokenizer may span."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from emberkeep.kv.chunkfile import Description
 from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, Made, Span, chunk_key, tokens_to
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import Lineage
+from emberkeep.values import dataclass
 
 BLOCK_TOKENS = 128
 _REMEMBERED = 65_536

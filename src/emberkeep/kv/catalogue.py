@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from emberkeep.kv.runs import Runs, gently
 from emberkeep.kv.tree import Chunk, ChunkKey, Cursor
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import SHARED, CacheEntry, CacheTree, Lineage, MissReason, Removed
+from emberkeep.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

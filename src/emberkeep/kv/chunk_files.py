@@ -26,7 +26,6 @@ import shutil
 import uuid
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
@@ -37,6 +36,7 @@ from emberkeep.kv.chunkfile import Buffers, Damaged, Description, namespace_of
 from emberkeep.kv.forgotten import ForgottenRecord, Whose
 from emberkeep.kv.index import ChunkRow, Index, SharedIndex, Unreadable, model_with, row_of
 from emberkeep.kv.tree import ChunkKey, store_name
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")
 

@@ -31,7 +31,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +51,7 @@ from emberkeep.kv.tree import (
 )
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import Lineage
+from emberkeep.values import dataclass
 
 MAGIC = b"EMBERKV2"
 _FIXED = struct.Struct("<8sIIQ16s16s")

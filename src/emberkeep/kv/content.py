@@ -10,7 +10,6 @@ Only exact state is a source: what was moved once is not moved again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -19,6 +18,7 @@ import numpy.typing as npt
 from emberkeep.kv.tree import Chunk, Cursor, Segment, descend, path_to
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types import SHARED, Approximation, Lineage, Repair
+from emberkeep.values import dataclass
 
 WINDOW = 32
 """Tokens that are hashed together, and the fewest that are worth being moved."""

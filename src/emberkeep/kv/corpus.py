@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from queue import SimpleQueue
 from time import monotonic
@@ -28,6 +28,7 @@ from emberkeep.kv.transfers import give_way
 from emberkeep.kv.tree import Chunk, Cursor, RadixTree, places_along
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import SHARED, Lineage
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")
 

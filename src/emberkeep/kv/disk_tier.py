@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Protocol, TypeVar
 
@@ -21,6 +20,7 @@ from emberkeep.kv.ledger import Ledger, Transact
 from emberkeep.kv.policy import StoreCounters
 from emberkeep.kv.transfers import Fetch, Fetched, Reader, Writer
 from emberkeep.kv.tree import Chunk, ChunkKey
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")
 

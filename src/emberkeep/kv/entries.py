@@ -15,7 +15,7 @@ import json
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import inf
 
 from emberkeep.kv.tree import (
@@ -31,6 +31,7 @@ from emberkeep.kv.tree import (
 )
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import EntryKind, Label, Lineage, MissReason, Ttl
+from emberkeep.values import dataclass
 
 RING = 8
 """Tails remembered per entry: the branches that a client may come back to."""

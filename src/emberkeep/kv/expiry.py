@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from emberkeep.kv.disk_tier import DiskTier
 from emberkeep.kv.entries import Entry, EntryId, latest_tail
 from emberkeep.kv.ledger import Ledger, Transact
 from emberkeep.kv.tree import Chunk, ChunkKey, held_at
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")
 

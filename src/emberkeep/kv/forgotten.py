@@ -18,13 +18,14 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from emberkeep.files import private_folder, replace_file
 from emberkeep.kv.index import ChunkRow
 from emberkeep.types import SHARED, owner_of, user_of
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")
 

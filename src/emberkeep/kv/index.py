@@ -11,7 +11,6 @@ import logging
 import struct
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,6 +23,7 @@ from emberkeep.kv.entries import GHOST_LIMIT, Entry, EntryId, Ghost, UnsavedChan
 from emberkeep.kv.tree import MADE, ChunkKey, Made, Span, pack_spans, token_bytes, unpack_spans
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import EntryKind, Label, Lineage, MissReason, Ttl
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Any, Protocol, TypeVar
 
@@ -19,6 +18,7 @@ from emberkeep.kv.policy import LOW_WATER, Keeping, Rhythm, StoreClock, StoreCou
 from emberkeep.kv.ram_tier import RamTier, Tally
 from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, RadixTree, held_at, sibling_with
 from emberkeep.types import Label, Lineage, MissReason, Ttl
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from emberkeep.token_arrays import TokenArray
+from emberkeep.values import dataclass
 
 MIN_MATCH = 2
 """What follows a single token says next to nothing."""

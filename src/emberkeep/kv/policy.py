@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import exp, log, log2
 
 from emberkeep.kv.tree import Chunk, Segment
 from emberkeep.types import Ttl
+from emberkeep.values import dataclass
 
 LOW_WATER = 0.99
 """Eviction goes down to this share of a budget: a hundred chunks are looked at for each that comes, in 0.1 ms."""

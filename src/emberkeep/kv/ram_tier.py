@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from emberkeep.kv.policy import LOW_WATER
 from emberkeep.kv.tree import Chunk, ChunkKey
+from emberkeep.values import dataclass
 
 
 @dataclass(slots=True)

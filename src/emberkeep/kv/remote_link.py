@@ -17,13 +17,13 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from emberkeep.errors import ConfigError
 from emberkeep.kv.chunkfile import Damaged
 from emberkeep.kv.remote_socket import Allowance, bound
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from valkey import Valkey

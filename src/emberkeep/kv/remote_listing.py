@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from emberkeep.kv.remote_link import FOLLOWERS, SNAPSHOTS, VERSION, RemoteLink
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from valkey.client import Pipeline

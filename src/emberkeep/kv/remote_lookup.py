@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property, partial
 from time import monotonic
 from typing import Protocol, TypeVar
@@ -22,6 +22,7 @@ from emberkeep.kv.remote_writer import ForgottenLog
 from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, Made, Span, place_at
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types import EXACT_BITS, SHARED, Lineage
+from emberkeep.values import dataclass
 
 T = TypeVar("T")
 

@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -15,6 +14,7 @@ from emberkeep.kv.chunkfile import Damaged, Description, verified
 from emberkeep.kv.policy import CostModel
 from emberkeep.kv.remote_link import RemoteLink
 from emberkeep.types import Lineage
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")
 

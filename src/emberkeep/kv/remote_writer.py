@@ -12,7 +12,6 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from time import monotonic
@@ -26,6 +25,7 @@ from emberkeep.kv.remote_link import FOLLOWERS, FORGOTTEN, SLOTS, SNAPSHOTS, Rem
 from emberkeep.kv.transfers import give_way
 from emberkeep.kv.tree import Chunk, ChunkKey, token_bytes
 from emberkeep.types import SHARED, Lineage
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from valkey.client import Pipeline

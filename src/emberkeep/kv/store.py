@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from math import inf
 from typing import Any, TypeVar
 
@@ -50,6 +50,7 @@ from emberkeep.kv.tree import (
 )
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types import SHARED, Approximation, Label, Lineage, MissReason, Ttl
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from time import monotonic, perf_counter
 from typing import Protocol
@@ -21,6 +21,7 @@ from typing import Protocol
 from emberkeep.kv.chunk_files import ChunkFiles, Written
 from emberkeep.kv.chunkfile import Damaged, Description, describe, most_bytes
 from emberkeep.kv.tree import Chunk, ChunkKey
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")
 

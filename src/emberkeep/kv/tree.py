@@ -23,7 +23,6 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from enum import IntFlag
 from functools import lru_cache
 from typing import NewType
@@ -32,6 +31,7 @@ import numpy as np
 
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types import EXACT, SHARED, Lineage
+from emberkeep.values import dataclass
 
 ChunkKey = NewType("ChunkKey", bytes)
 

@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from emberkeep.kv.chunk_files import INDEX, ChunkFiles, is_unused, last_change, remove_if_unused, stores_under
@@ -15,6 +14,7 @@ from emberkeep.kv.index import Unreadable, is_of_this_version, read_meta
 from emberkeep.kv.policy import Keeping, StoreClock, steady_wall
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import store_name
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")
 

@@ -7,11 +7,11 @@ import atexit
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from contextlib import suppress
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from emberkeep.errors import EmberkeepError
+from emberkeep.values import dataclass
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 
 from emberkeep.api.answer import ChoiceAnswer, likeliest
@@ -27,6 +27,7 @@ from emberkeep.types import (
     ToolCallDelta,
     Usage,
 )
+from emberkeep.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from emberkeep.errors import NoSuchEntry
@@ -15,6 +14,7 @@ from emberkeep.kv.remote_link import RemoteLink
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import store_name
 from emberkeep.types import CacheEntry, Json, Removed, Ttl
+from emberkeep.values import dataclass
 
 _REPLICAS = "replicas"
 

@@ -7,11 +7,11 @@ import re
 import string
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from emberkeep.errors import EmberkeepError
 from emberkeep.library.results import Result
 from emberkeep.types import TokenLogprob, expectation
+from emberkeep.values import dataclass
 
 CANDIDATES = 256
 """Tokens of each distribution that are compared one by one."""

@@ -9,7 +9,6 @@ import json
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mcp.types as wire
@@ -19,6 +18,7 @@ from emberkeep.config import McpServer, readable_size
 from emberkeep.errors import ToolFailed
 from emberkeep.text import shorten, strip_hidden, strip_hidden_json
 from emberkeep.types import Image, Message, Tool
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.mcp")
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from emberkeep.mcp.pins import Pins, Standing
 from emberkeep.tools.function import ToolFunction, tool, tools_of
 from emberkeep.tools.toolbox import ALL, ToolPolicy
 from emberkeep.types import Caller, Json, Message, Tool, ToolServer
+from emberkeep.values import dataclass
 
 GROUP = "mcp"
 

@@ -13,7 +13,6 @@ import re
 import time
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from math import log, sqrt
 from typing import NamedTuple
@@ -27,6 +26,7 @@ from emberkeep.memory.terms import Term, asked_stems, stems_of, terms_of
 from emberkeep.memory.vectors import Floats, Ids, Vectors, similarities
 from emberkeep.text import encodable
 from emberkeep.types import MemoryKind, Recollection
+from emberkeep.values import dataclass
 
 _CANDIDATES = 48
 _READ_CHARS = 60_000

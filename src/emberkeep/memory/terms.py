@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import apsw
 
 from emberkeep.text import encodable
 
-_TOKENIZER = apsw.Connection(":memory:").fts5_tokenizer("porter", ["unicode61", "remove_diacritics", "2"])
 _SCRIPTS = r"\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
-_UNSPACED = re.compile(f"[{_SCRIPTS}]")
-_RUN = re.compile(f"(?P<unspaced>[{_SCRIPTS}]+)|[^{_SCRIPTS}]+")
 _UNSPACED_BYTES = 3
 """Each of these characters in UTF-8."""
 _WORD = re.compile(r"\w+")
@@ -26,18 +24,18 @@ Term = tuple[int, int, str]
 
 def terms_of(text: str) -> list[Term]:
     encoded = encodable(text).encode()
-    found: Any = _TOKENIZER(encoded, apsw.FTS5_TOKENIZE_DOCUMENT, None, include_colocated=False)
-    if not _UNSPACED.search(text):
+    found = _tokenizer()(encoded, apsw.FTS5_TOKENIZE_DOCUMENT, None, include_colocated=False)
+    if not _unspaced().search(text):
         return list(found)
     return [term for begin, end, stem in found for term in _split(begin, end, stem)]
 
 
 def stems_of(text: str) -> list[str]:
     """Those of `terms_of`, in half the time where no text is without spaces."""
-    if _UNSPACED.search(text):
+    if _unspaced().search(text):
         return [stem for _, _, stem in terms_of(text)]
     encoded = encodable(text).encode()
-    found: Any = _TOKENIZER(
+    found = _tokenizer()(
         encoded, apsw.FTS5_TOKENIZE_DOCUMENT, None, include_offsets=False, include_colocated=False
     )
     return list(found)
@@ -46,7 +44,7 @@ def stems_of(text: str) -> list[str]:
 def asked_stems(query: str) -> list[str]:
     """The different words of a question in their order, without those that every question has."""
     stems = [stem for stem in dict.fromkeys(stems_of(query)) if len(stem) <= LONGEST]
-    return [stem for stem in stems if stem not in _STOP_STEMS] or stems
+    return [stem for stem in stems if stem not in _stop_stems()] or stems
 
 
 def telling_words(text: str) -> str:
@@ -59,7 +57,7 @@ def _split(begin: int, end: int, stem: str) -> Iterator[Term]:
     if len(stem.encode()) != end - begin:  # it was folded: where its parts are is not known
         yield begin, end, stem
         return
-    for run in _RUN.finditer(stem):
+    for run in _runs().finditer(stem):
         if not run["unspaced"] or len(run[0]) == 1:
             yield begin, begin + len(run[0].encode()), run[0]
         else:
@@ -77,4 +75,26 @@ that the their them then there these they thing things this those to told up us 
 who whom whose why will with would you your s t d m re ve ll don
 """
 _STOP_WORDS = frozenset(_LISTED.split())
-_STOP_STEMS = frozenset(stems_of(_LISTED))
+
+
+# What takes a while is made when it is first needed: few conversations need any of it.
+
+
+@cache
+def _tokenizer() -> Any:
+    return apsw.Connection(":memory:").fts5_tokenizer("porter", ["unicode61", "remove_diacritics", "2"])
+
+
+@cache
+def _unspaced() -> re.Pattern[str]:
+    return re.compile(f"[{_SCRIPTS}]")
+
+
+@cache
+def _runs() -> re.Pattern[str]:
+    return re.compile(f"(?P<unspaced>[{_SCRIPTS}]+)|[^{_SCRIPTS}]+")
+
+
+@cache
+def _stop_stems() -> frozenset[str]:
+    return frozenset(stems_of(_LISTED))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import numpy.typing as npt
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.database import rows, value
 from emberkeep.memory.terms import telling_words
+from emberkeep.values import dataclass
 
 _NEWEST = 200_000
 """Vectors of an owner that are compared: 6 MB of RAM, and about 3 ms."""

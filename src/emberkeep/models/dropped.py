@@ -9,13 +9,13 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from emberkeep.errors import ModelError
 from emberkeep.models.parts import is_model_name, model_in, part_files, part_name, whole_name
 from emberkeep.models.profile import CONFIG, WEIGHTS, folder_files, is_model_folder, profile_of
+from emberkeep.values import dataclass
 
 _Version = tuple[tuple[Path, int, int], ...]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from emberkeep.errors import ModelBroken
 from emberkeep.models.gguf import GgufHeader
 from emberkeep.models.profile import CONFIG, read_json, read_json_objects
 from emberkeep.types import Json, Pooling
+from emberkeep.values import dataclass
 
 MODULE_LIST = "modules.json"
 LENGTHS = "sentence_bert_config.json"

@@ -18,12 +18,13 @@ import math
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
 from emberkeep.errors import ModelBroken, ModelNotFound
 from emberkeep.models.parts import name_parts, part_files
+from emberkeep.values import dataclass
 
 MAX_HEADER = 64 << 20
 MAX_METADATA = 1 << 16

@@ -19,7 +19,7 @@ import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from emberkeep.config import DEFAULT_MODEL, is_model_name
@@ -29,6 +29,7 @@ from emberkeep.models import dropped
 from emberkeep.models.digest import known_digest, model_digest, remember
 from emberkeep.models.parts import MAX_PARTS, PartName, model_in, name_parts, part_files, part_name
 from emberkeep.models.profile import is_model_folder
+from emberkeep.values import dataclass
 
 RECORD = "model.json"
 FOLDER = "model"

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from emberkeep.errors import ModelBroken, ModelNotFound
+from emberkeep.values import dataclass
 
 MAX_PARTS = 1024
 """The largest models that are published have fewer than a hundred."""

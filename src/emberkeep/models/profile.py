@@ -11,7 +11,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import BinaryIO, TypeGuard
@@ -19,6 +18,7 @@ from typing import BinaryIO, TypeGuard
 from emberkeep.errors import ModelBroken, ModelNotFound
 from emberkeep.models.gguf import GgufHeader, SkippedArray, read_header
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 F16_BYTES = 2
 MAX_LAYERS = 4096

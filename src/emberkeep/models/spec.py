@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -12,6 +11,7 @@ from emberkeep.errors import ModelNotFound
 from emberkeep.models.library import id_from, is_repo, weights_at
 from emberkeep.models.parts import part_files, part_name, whole_name
 from emberkeep.models.profile import is_model_folder
+from emberkeep.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import httpx
@@ -19,6 +19,7 @@ from emberkeep.files import private_folder, replace_file
 from emberkeep.models.parts import name_parts
 from emberkeep.models.reporter import Reporter
 from emberkeep.models.spec import UrlFile
+from emberkeep.values import dataclass
 
 ATTEMPTS = 5
 """Connections in a row that may break without getting further than any before."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,6 +56,7 @@ from emberkeep.types import (
     Repair,
     Residency,
 )
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from emberkeep.engine.hf import HfSource, Placing

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import Protocol
 
 from emberkeep.config import Config, ttls
@@ -25,6 +25,7 @@ from emberkeep.runtime.memory import open_memory_or_none
 from emberkeep.session.hygiene import Hygiene
 from emberkeep.types import Removed
 from emberkeep.types.hygiene import rules_in_use
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep")
 

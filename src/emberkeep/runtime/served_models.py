@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from emberkeep.runtime.parts import SharedParts
 from emberkeep.runtime.remote import open_remote
 from emberkeep.runtime.tools import server_tools
 from emberkeep.types import Json, RemoteModel, Removed
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep")
 
@@ -89,6 +90,8 @@ class EarlyOpening:
     def __init__(self, open: Callable[[Report], Backend]) -> None:
         self._open = open
         self._report: Report = lambda *_: None
+        self._latest: tuple[str, int, int | None] = "", 0, None
+        """What was told before anyone listened."""
         self._first: Future[Backend] | None = Future()
         # A daemon: a process that is told to end does not wait for it.
         threading.Thread(target=self._fulfil, args=(self._first,), name="loading", daemon=True).start()
@@ -105,6 +108,7 @@ class EarlyOpening:
         first, self._report = self._first, report
         if first is None:
             return self._open(report)
+        report(*self._latest)
         try:
             return first.result()
         finally:
@@ -117,6 +121,7 @@ class EarlyOpening:
                 self._first.set_exception(Overloaded("The server is shutting down: try again in a moment."))
 
     def _tell(self, step: str, done: int, total: int | None) -> None:
+        self._latest = step, done, total
         self._report(step, done, total)
 
 

@@ -11,7 +11,7 @@ import math
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +21,7 @@ from emberkeep.engine.base import Capabilities, Footprint
 from emberkeep.errors import TooLarge
 from emberkeep.sched.sequence import Sequence as Running
 from emberkeep.types import Admitted, Json, Plan
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")
 

@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from statistics import median_low
 from time import perf_counter
 
@@ -29,6 +29,7 @@ from emberkeep.sched.prefix_cache import PrefixCache
 from emberkeep.sched.sequence import FAIR_SLICE, Phase, Sequence
 from emberkeep.sched.slots import Planner, Slots
 from emberkeep.types import EXACT_BITS, DraftModelStats, DraftSource
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")
 

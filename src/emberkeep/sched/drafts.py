@@ -8,7 +8,7 @@ latest tokens when they stood there before: in one of these, or in earlier seque
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ from emberkeep.kv.ngram_index import MAX_MATCH, Continuation, NgramIndex, agreem
 from emberkeep.sched.rewriting import Rewriting
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types import DraftSource, Lineage, Vocab
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from emberkeep.sched.sequence import Sequence as Running

@@ -12,11 +12,11 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from emberkeep.errors import EmberkeepError, Overloaded
 from emberkeep.sched.sequence import Sequence
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")
 

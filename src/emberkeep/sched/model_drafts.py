@@ -8,7 +8,7 @@ before, comes first: it costs nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from emberkeep.sched.drafts import Draft, SequenceDrafts
 from emberkeep.sched.sequence import Sequence as Running
 from emberkeep.sched.speculation import CERTAIN, WORTH, Chosen, Step, expected_tokens, share
 from emberkeep.types import DraftModelStats
+from emberkeep.values import dataclass
 
 _MOST = 16
 """Tokens that are drafted for one answer in one step, at most."""

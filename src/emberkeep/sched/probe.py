@@ -7,7 +7,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 
@@ -17,6 +17,7 @@ from emberkeep.config import free_ram, readable_size, total_ram
 from emberkeep.engine.base import Engine, Footprint, Rows
 from emberkeep.sched.engine_thread import promised
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")
 

@@ -11,9 +11,10 @@ looked for again a few tokens later; and what was written instead is expected wh
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from emberkeep.kv.ngram_index import MAX_MATCH, NgramIndex
+from emberkeep.values import dataclass
 
 _AHEAD = 32
 """Tokens of the old text that may have been left out where the answer goes on with it."""

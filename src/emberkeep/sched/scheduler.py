@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from time import monotonic
 from types import TracebackType
@@ -56,6 +56,7 @@ from emberkeep.types import (
     TokenLogprob,
     Vocab,
 )
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import Enum
 from itertools import islice, pairwise
 from time import monotonic
@@ -36,6 +36,7 @@ from emberkeep.types import (
     Sourced,
     TokenLogprob,
 )
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from emberkeep.sched.drafts import SequenceDrafts

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from itertools import count
 from time import monotonic
@@ -25,6 +24,7 @@ from emberkeep.sched.sequence import FAIR_SLICE, Phase, Sequence
 from emberkeep.sched.speculation import Chosen, Speculation
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types import Json, Lineage
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")
 

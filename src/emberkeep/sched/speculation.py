@@ -12,13 +12,14 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from emberkeep.engine.base import Capabilities
 from emberkeep.sched.drafts import Corpus, Draft, SequenceDrafts
 from emberkeep.sched.sequence import Sequence as Running
 from emberkeep.types import LENGTH_BUCKETS, DraftSource, SourceStats, SpeculationStats, Vocab
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from emberkeep.sched.model_drafts import ModelDrafts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -16,7 +15,6 @@ from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.models.library import ModelLibrary
 from emberkeep.server.limits import Limits, affordable
-from emberkeep.server.metrics import RequestMetrics, StatsCollector
 from emberkeep.server.middleware import (
     BodyBounds,
     Drain,
@@ -27,6 +25,7 @@ from emberkeep.server.middleware import (
     SecurityMiddleware,
     failure_response,
 )
+from emberkeep.server.request_metrics import RequestMetrics
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import ClientGone
 from emberkeep.server.subjects import Served, Subjects
@@ -41,14 +40,13 @@ def create_app(
     `app.state` has the application's own `drain`, `metrics` and `limits`, for the server around it to begin, to
     feed and to keep, and its `subjects`.
     """
-    drain, registry, library = Drain(), CollectorRegistry(), ModelLibrary(config.data_dir / "models")
-    registry.register(StatsCollector(models))
+    drain, metrics, library = Drain(), RequestMetrics(), ModelLibrary(config.data_dir / "models")
     app = Starlette()
-    app.router.default = subjects = Subjects(Served(models, config, library, SideWork(), drain, registry))
+    app.router.default = subjects = Subjects(Served(models, config, library, SideWork(), drain, metrics))
     app.state.subjects = subjects
     app.state.drain = drain
     app.state.limits = limits or Limits(connections=affordable(config.connections))
-    app.state.metrics = RequestMetrics(registry)
+    app.state.metrics = metrics
     app.add_middleware(BodyBounds, drain=drain, limits=app.state.limits)
     app.add_middleware(LastResort)
     app.add_middleware(PathMiddleware)

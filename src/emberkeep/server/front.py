@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -10,7 +9,7 @@ from emberkeep.api.errors import failure_of
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.server.limits import Limits, affordable
-from emberkeep.server.metrics import RequestMetrics
+from emberkeep.server.metrics import read_requests
 from emberkeep.server.middleware import (
     BodyBounds,
     Drain,
@@ -20,6 +19,7 @@ from emberkeep.server.middleware import (
     SecurityMiddleware,
     failure_response,
 )
+from emberkeep.server.request_metrics import RequestMetrics
 
 
 def create_front(answer: ASGIApp, config: Config) -> Starlette:
@@ -27,12 +27,12 @@ def create_front(answer: ASGIApp, config: Config) -> Starlette:
 
     `app.state` is that of `create_app`, and has `read_metrics`: its own figures, as Prometheus reads them.
     """
-    drain, registry = Drain(), CollectorRegistry()
+    drain, metrics = Drain(), RequestMetrics()
     app = Starlette()
     app.state.drain = drain
     app.state.limits = Limits(connections=affordable(config.connections))
-    app.state.metrics = RequestMetrics(registry)
-    app.state.read_metrics = lambda: generate_latest(registry)
+    app.state.metrics = metrics
+    app.state.read_metrics = lambda: read_requests(metrics)
     app.add_middleware(_Instead, answer=answer)
     app.add_middleware(BodyBounds, drain=drain, limits=app.state.limits)
     app.add_middleware(LastResort)

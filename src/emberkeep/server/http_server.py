@@ -8,6 +8,7 @@ error shape where an answer is possible, and cut off where it is not.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import socket
@@ -15,7 +16,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.server.limits import Limits
 from emberkeep.server.middleware import OPEN_PATHS, AccessLog, Drain, failure_response
+from emberkeep.values import dataclass
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +83,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await warmup(self._app, self._settings)
         await super().startup(sockets)
+        gc.freeze()  # all that is there now stays
+        gc.enable()
         self.listening.set()
 
     @contextmanager

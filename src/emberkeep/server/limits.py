@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+
+from emberkeep.values import dataclass
 
 _FILES_PER_CONNECTION = 2
 """Open files that the process may have for each connection: the store, memory and tools need some too."""

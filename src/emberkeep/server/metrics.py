@@ -5,18 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
-from prometheus_client import (
-    CONTENT_TYPE_PLAIN_0_0_4,
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    Metric,
-    generate_latest,
-)
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -24,23 +16,26 @@ from prometheus_client.core import (
     InfoMetricFamily,
 )
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from emberkeep import __version__
-from emberkeep.api.errors import Failure
 from emberkeep.backend.models import Models
-from emberkeep.server.middleware import RequestOutcome, RequestRecord
+from emberkeep.server.request_metrics import RequestMetrics
 from emberkeep.server.routes import Routes
-from emberkeep.types import Completed, Json, MissReason
+from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 PREFIX = "emberkeep_"
 
 _TEXT = {"text/plain": {"schema": {"type": "string"}}}
 
 
-def metrics_routes(registry: CollectorRegistry) -> Routes:
-    routes = Routes()
+def metrics_routes(models: Models, requests: RequestMetrics) -> Routes:
+    routes, registry = Routes(), CollectorRegistry()
+    registry.register(StatsCollector(models))
+    registry.register(RequestCollector(requests))
 
     @routes.get("/metrics", content=_TEXT)
     async def metrics(_: HttpRequest) -> Response:
@@ -53,63 +48,25 @@ def metrics_routes(registry: CollectorRegistry) -> Routes:
 
 # ── requests ──
 
-_WAITS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
-_STEPS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
-_WHOLES = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
 
+class RequestCollector(Collector):
+    """Safe to use from any thread."""
 
-class RequestMetrics:
-    """One look at every request, when it has ended and its usage is known: nothing happens per token.
+    def __init__(self, metrics: RequestMetrics) -> None:
+        self._metrics = metrics
 
-    Belongs to the event loop's thread; the registry may be read from any.
-    """
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        def counter(name: str, help: str, label: str) -> Counter:
-            return Counter(PREFIX + name, help, [label], registry=registry)
-
-        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(PREFIX + name, help, buckets=buckets, registry=registry)
-
-        self._requests = counter("requests_total", "HTTP requests by how they ended.", "outcome")
-        self._refused = counter("requests_refused_total", "Requests that got an error as answer.", "reason")
-        self._misses = counter("prefix_cache_misses_total", "Prompts not wholly reused, and why.", "reason")
-        self._first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", _WAITS)
-        self._per_token = histogram("time_per_output_token_seconds", "Between tokens of an answer.", _STEPS)
-        self._queue = histogram("request_queue_time_seconds", "From arrival to a slot in the engine.", _WAITS)
-        self._whole = histogram("e2e_request_latency_seconds", "From arrival to the end of the answer.", _WHOLES)
-        # A counter that is there from the beginning has no first increase for a rate to miss.
-        for outcome in RequestOutcome:
-            self._requests.labels(outcome)
-        for reason in MissReason:
-            if reason is not MissReason.NONE:
-                self._misses.labels(reason)
-
-    def observe(self, record: RequestRecord, seconds: float) -> None:
-        """Count a request that has ended after that many seconds."""
-        outcome = record.outcome
-        if outcome is RequestOutcome.REFUSED and record.failure:
-            self.refused(record.failure)
-        elif outcome:
-            self._requests.labels(outcome).inc()
-        if outcome is RequestOutcome.FINISHED:
-            self._whole.observe(seconds)
-        for completed in record.completed:
-            self._observe_completed(completed)
-
-    def refused(self, failure: Failure) -> None:
-        """Count what was refused before it became a request."""
-        self._requests.labels(RequestOutcome.REFUSED).inc()
-        self._refused.labels(failure.code or failure.type).inc()
-
-    def _observe_completed(self, completed: Completed) -> None:
-        timings, reason = completed.timings, completed.lookup.reason
-        self._first_token.observe(timings.ttft_ms / 1e3)
-        self._queue.observe(timings.queue_ms / 1e3)
-        if timings.predicted_per_second:
-            self._per_token.observe(1 / timings.predicted_per_second)
-        if reason is not MissReason.NONE:
-            self._misses.labels(reason).inc()
+    def collect(self) -> Iterator[Metric]:
+        for tally in self._metrics.tallies:
+            counter = CounterMetricFamily(PREFIX + tally.name, tally.help, labels=[tally.label])
+            for value, count in dict(tally.counts).items():
+                counter.add_metric([value], count)
+            yield counter
+        for distribution in self._metrics.distributions:
+            histogram = HistogramMetricFamily(PREFIX + distribution.name, distribution.help)
+            bounds = [*map(floatToGoString, distribution.bounds), "+Inf"]
+            buckets = list(zip(bounds, accumulate(distribution.counts), strict=True))
+            histogram.add_metric([], buckets, distribution.total)
+            yield histogram
 
 
 # ── the backend ──
@@ -145,6 +102,13 @@ class StatsCollector(Collector):
         yield from families.values()
         if lengths is not None:
             yield lengths
+
+
+def read_requests(metrics: RequestMetrics) -> bytes:
+    """As Prometheus reads them, and nothing of models."""
+    registry = CollectorRegistry()
+    registry.register(RequestCollector(metrics))
+    return generate_latest(registry)
 
 
 def _numbers(stats: Mapping[str, Json], above: str = "") -> Iterator[tuple[str, float]]:

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from time import monotonic
 from urllib.parse import quote
@@ -29,6 +29,7 @@ from emberkeep.errors import Overloaded
 from emberkeep.logs import request_id
 from emberkeep.server.limits import Limits
 from emberkeep.types import Completed, merge_usage
+from emberkeep.values import dataclass
 
 log = logging.getLogger(__name__)
 

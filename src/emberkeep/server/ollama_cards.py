@@ -6,7 +6,6 @@ import hashlib
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from emberkeep.models.library import InstalledModel, ModelLibrary
 from emberkeep.models.profile import ModelProfile, profile_of
 from emberkeep.runtime.embedding_model import embedding_profile
 from emberkeep.types import Json, ModelStatus
+from emberkeep.values import dataclass
 
 _FOREVER_S = 100 * 365 * 86400
 """Until a model expires that is never unloaded."""

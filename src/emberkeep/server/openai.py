@@ -10,7 +10,7 @@ import hashlib
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from starlette.requests import Request as HttpRequest
@@ -27,6 +27,7 @@ from emberkeep.server.json_response import json_response
 from emberkeep.server.routes import HELLO, STREAMS, Routes, takes
 from emberkeep.server.stream import gather, make_of_body, read_body, stream
 from emberkeep.types import DEPTH_HEADER, HOPS_HEADER, Json, Request
+from emberkeep.values import dataclass
 
 _MOST_HOPS = 8
 _DIGITS = 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
@@ -15,6 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from emberkeep.server.routes import Routes
+from emberkeep.values import dataclass
 
 INDEX = "index.html"
 _TYPES = {

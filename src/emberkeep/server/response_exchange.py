@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from emberkeep.api.errors import Failure, failure_of
@@ -16,6 +15,7 @@ from emberkeep.api.responses_items import Item, references, resolve, response_of
 from emberkeep.api.responses_output import Output, ResponseFrames, cancelled, failed
 from emberkeep.errors import EmberkeepError, MemoryFailed, NoSuchEntry
 from emberkeep.types import Completed, Events, Json, Request, StoredResponse
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from emberkeep.backend.base import Backend

@@ -4,7 +4,7 @@ says of it."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, TypedDict, TypeVar, Unpack
 
 from pydantic import ConfigDict, Field
@@ -15,6 +15,7 @@ from starlette.routing import Route
 from emberkeep.api.body import B, Body, validate
 from emberkeep.api.field_kinds import INT32_MAX
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 H = TypeVar("H", bound=Handler)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cached_property, partial
 from threading import Lock
-from typing import TYPE_CHECKING
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
@@ -20,12 +18,11 @@ from emberkeep.config import Config
 from emberkeep.models.library import ModelLibrary
 from emberkeep.server.json_response import json_response
 from emberkeep.server.middleware import Drain
+from emberkeep.server.request_metrics import RequestMetrics
 from emberkeep.server.routes import ApiRoute, Routes
 from emberkeep.server.side_work import SideWork
 from emberkeep.types import Json
-
-if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
+from emberkeep.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +34,7 @@ class Served:
     library: ModelLibrary
     side: SideWork
     drain: Drain
-    registry: CollectorRegistry
+    metrics: RequestMetrics
 
 
 class Subjects:
@@ -192,7 +189,7 @@ def _benchmarks(served: Served) -> Routes:
 def _metrics(served: Served) -> Routes:
     from emberkeep.server.metrics import metrics_routes
 
-    return metrics_routes(served.registry)
+    return metrics_routes(served.models, served.metrics)
 
 
 def _page(served: Served) -> Routes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from time import perf_counter
 
@@ -19,6 +19,7 @@ from emberkeep.errors import ContextExceeded
 from emberkeep.session.sessions import Sessions
 from emberkeep.session.view import Gone, View, read_history
 from emberkeep.types import Fit, Lineage, Message, Request
+from emberkeep.values import dataclass
 
 _CLOSE_ENOUGH = 1.15
 """Times the target: turns are chosen by the length of their text, which gives their tokens only roughly."""

@@ -12,7 +12,7 @@ import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import accumulate
 from time import perf_counter
 from typing import Generic, TypeVar
@@ -29,6 +29,7 @@ from emberkeep.types import (
     Tool,
 )
 from emberkeep.types.hygiene import LONGEST_LINE
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.hygiene")
 

@@ -11,7 +11,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from time import perf_counter
 
 from emberkeep.chat.messages import leaving_turns
@@ -42,6 +42,7 @@ from emberkeep.types import (
     Turn,
     Usage,
 )
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.session")
 

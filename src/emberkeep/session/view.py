@@ -12,11 +12,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import pairwise
 
 from emberkeep.chat.messages import leaving_turns
 from emberkeep.types import Json, Message, Note, NoteKind, ToolCall
+from emberkeep.values import dataclass
 
 _SYSTEM = ("system", "developer")
 _NAME_CHARS = 16

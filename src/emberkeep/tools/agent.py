@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from emberkeep.backend.base import Backend
 from emberkeep.backend.tool_loop import ToolLoop
@@ -13,6 +13,7 @@ from emberkeep.session.tool_results import fit_results, room_for_results, shorte
 from emberkeep.tools.permissions import PermissionGate, Permissions
 from emberkeep.tools.toolbox import ToolBox
 from emberkeep.types import Events, Message, Request, ToolChoice, Usage
+from emberkeep.values import dataclass
 
 
 class Agent:

@@ -7,7 +7,6 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +18,7 @@ from emberkeep.text import decode_text
 from emberkeep.tools.file_root import OpenFolder, Root, translate_errors
 from emberkeep.tools.function import tool
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 _FILE_BYTES = 16 << 20
 _PAGE_CHARS = 60_000

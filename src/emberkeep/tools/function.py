@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar, overload
 
 from emberkeep.tools.runner import in_thread
 from emberkeep.tools.schema import Signature, read_signature
 from emberkeep.types import Caller, Json, Tool, ToolServer
+from emberkeep.values import dataclass
 
 F = TypeVar("F", bound=Callable[..., Any])
 Run = Callable[[Mapping[str, Json], Caller], Coroutine[Any, Any, Any]]

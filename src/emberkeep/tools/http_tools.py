@@ -7,7 +7,6 @@ import socket
 import ssl
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
@@ -20,6 +19,7 @@ from emberkeep.errors import ConfigError, ToolFailed
 from emberkeep.text import decode_text
 from emberkeep.tools.function import tool
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 _REDIRECTS = 5
 _CONNECT_S = 10.0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 
 from emberkeep.errors import ToolFailed
 from emberkeep.tools.function import Answered, ToolFunction, as_tool, tool
 from emberkeep.types import Caller, Message, RemoteModel, Request
+from emberkeep.values import dataclass
 
 GROUP = "models"
 

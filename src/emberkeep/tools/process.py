@@ -18,13 +18,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from pathlib import Path
 from signal import Signals
 
 from emberkeep.signals import with_default_signals
 from emberkeep.text import decode_text
+from emberkeep.values import dataclass
 
 _KEPT = 32 << 10
 FLOOD = 64 << 20

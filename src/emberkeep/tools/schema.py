@@ -11,7 +11,6 @@ import re
 import typing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import docstring_parser
@@ -23,6 +22,7 @@ from pydantic.json_schema import PydanticJsonSchemaWarning
 from emberkeep.errors import ConfigError, ToolFailed
 from emberkeep.text import did_you_mean
 from emberkeep.types import Caller, Json
+from emberkeep.values import dataclass
 
 Arguments = Callable[[Mapping[str, Json]], dict[str, Any]]
 """Checks what a model gave, and makes the function's values of it. Raises ToolFailed."""

@@ -8,7 +8,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from time import perf_counter
 from typing import Any, NoReturn
@@ -21,6 +20,7 @@ from emberkeep.text import did_you_mean, encodable
 from emberkeep.tools.function import Answered, ToolFunction, ToolSource
 from emberkeep.tools.runner import TookTooLong, within
 from emberkeep.types import Caller, Json, Tool, ToolCall, ToolOutcome
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.tools")
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 
 from emberkeep.types.events import LookupRecord
 from emberkeep.types.request import EXACT_BITS, Repair, Ttl
+from emberkeep.values import dataclass
 
 
 class EntryKind(StrEnum):

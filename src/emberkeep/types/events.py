@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import StrEnum
 
 from emberkeep.types.request import Message, ToolCall
+from emberkeep.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

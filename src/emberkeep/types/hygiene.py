@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
+
+from emberkeep.values import dataclass
 
 LONGEST_LINE = 512
 """Characters of the longest line that a pattern is tried on: what a search takes grows with a power of it."""

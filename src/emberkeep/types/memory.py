@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 from emberkeep.types.request import Json, Message
+from emberkeep.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
+
+from emberkeep.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

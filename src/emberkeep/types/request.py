@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import StrEnum
 from functools import lru_cache
 from typing import Any, Literal
 
 from emberkeep.errors import ConfigError, InvalidField
 from emberkeep.types.hygiene import NOT_TIDIED, Tidied
+from emberkeep.values import dataclass
 
 SHARED = "*"
 """The owner of what an operator declared shareable: all users read it, only `--warm` writes it. No user's

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from enum import StrEnum
 
 from emberkeep.types.request import Json
+from emberkeep.values import dataclass
 
 LENGTH_BUCKETS = 17
 """Of `SourceStats.accepted_lengths`: 0 to 15 tokens have one each, and one is for 16 and more."""

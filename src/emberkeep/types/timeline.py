@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 from emberkeep.types.events import LookupRecord
+from emberkeep.values import dataclass
 
 
 class RequestState(StrEnum):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from emberkeep.values import dataclass
 
 
 class ToolMode(StrEnum):

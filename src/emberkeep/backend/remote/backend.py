@@ -12,7 +12,7 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, replace
 from time import monotonic
 
 from emberkeep.backend.base import ModelCard
@@ -44,6 +44,7 @@ from emberkeep.types import (
     ToolCallDelta,
     Usage,
 )
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.remote")
 

@@ -7,11 +7,11 @@ A backend of your own is a factory of a `Provider`, registered as an entry point
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from emberkeep.errors import RemoteError
 from emberkeep.types import Events, RemoteModel, Request
+from emberkeep.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

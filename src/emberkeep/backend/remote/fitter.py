@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 
@@ -19,6 +19,7 @@ from emberkeep.session.conversation import evict_until, plan_eviction
 from emberkeep.session.sessions import Sessions
 from emberkeep.session.view import Inserted, View
 from emberkeep.types import Eviction, Fit, Message, Request, Tool
+from emberkeep.values import dataclass
 
 _BYTES_PER_TOKEN = 3.5
 """Before the first answer: fewer than most texts have, so that the estimate is rather too long."""

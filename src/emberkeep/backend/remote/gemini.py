@@ -10,7 +10,6 @@ import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -51,6 +50,7 @@ from emberkeep.types import (
     Usage,
     new_call_id,
 )
+from emberkeep.values import dataclass
 
 _REASONS = {types.FinishReason.STOP: FinishReason.STOP, types.FinishReason.MAX_TOKENS: FinishReason.LENGTH}
 _MISHAPS = frozenset(

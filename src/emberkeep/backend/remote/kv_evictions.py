@@ -14,11 +14,12 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Protocol, runtime_checkable
 
 from emberkeep.session.sessions import Sessions
 from emberkeep.types import Json, Message, Request, Usage
+from emberkeep.values import dataclass
 
 OnRemoved = Callable[[Request, Sequence[int]], None]
 """Of a conversation's last request, with the answer to it as its last message: the messages whose state is gone,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -52,6 +52,7 @@ from emberkeep.types import (
     ToolChoice,
     Usage,
 )
+from emberkeep.values import dataclass
 
 _VENDOR_URL = "https://api.openai.com/v1"
 _REASONS = {"length": FinishReason.LENGTH, "tool_calls": FinishReason.TOOL_CALLS}

@@ -7,7 +7,7 @@ import re
 import ssl
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from email.utils import parsedate_to_datetime
 from functools import cache
 from time import time
@@ -25,6 +25,7 @@ from emberkeep.errors import (
     RequestError,
 )
 from emberkeep.types import RemoteModel
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.remote")
 

@@ -7,7 +7,7 @@ import re
 from base64 import b64encode
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from hashlib import sha256
 from typing import Generic, TypeVar
 from urllib.parse import unquote_to_bytes
@@ -15,6 +15,7 @@ from urllib.parse import unquote_to_bytes
 from emberkeep.chat.messages import marked_system
 from emberkeep.errors import InvalidField
 from emberkeep.types import Image, Json, JsonFormat, Message, Request, Sampling, ToolCallDelta, new_call_id
+from emberkeep.values import dataclass
 
 T = TypeVar("T")
 

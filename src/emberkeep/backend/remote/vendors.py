@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 
@@ -12,6 +12,7 @@ from emberkeep.backend.remote.base import OpenProvider, Provider
 from emberkeep.errors import ConfigError, RemoteRefused
 from emberkeep.text import did_you_mean
 from emberkeep.types import RemoteModel
+from emberkeep.values import dataclass
 
 GROUP = "emberkeep.backends"
 """The group of entry points: the name is the vendor, the value an `OpenProvider`."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import json
 import re
-from dataclasses import dataclass
 
 from emberkeep.chat.dialects.json_calls import Arguments, as_json
 from emberkeep.chat.dialects.reader import Calls, NoCall, Reading, Tape
 from emberkeep.types import Json, Tool
+from emberkeep.values import dataclass
 
 _COUNTED = re.compile(r"^functions\.|:\d+$")
 """Kimi: `functions.get_weather:0`."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TypeVar
 
 from emberkeep.types import Tool
+from emberkeep.values import dataclass
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]

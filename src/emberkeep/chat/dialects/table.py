@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import product
 
 from emberkeep.chat.dialects.items import (
@@ -21,6 +20,7 @@ from emberkeep.chat.dialects.named import STEPS, gemma_call, harmony_call
 from emberkeep.chat.dialects.reader import Dialect
 from emberkeep.chat.dialects.xml import ELEMENTS
 from emberkeep.text import alternatives
+from emberkeep.values import dataclass
 
 TAGGED = Dialect("<tool_call>", "</tool_call>", read_calls)
 BARE = Dialect("", "", read_list, any_name=False)

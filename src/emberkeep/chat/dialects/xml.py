@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from emberkeep.chat.dialects.json_calls import Arguments, as_json
 from emberkeep.chat.dialects.reader import Calls, NoCall, Reading, Tape
 from emberkeep.types import Json, Tool
+from emberkeep.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from transformers import AttentionInterface
 from emberkeep.engine.hf.step import Span, Step
 from emberkeep.errors import EngineError
 from emberkeep.types import AttentionTier
+from emberkeep.values import dataclass
 
 NAME = "emberkeep"
 

@@ -6,7 +6,7 @@ Random weights of a given shape are made on the device: speed does not depend on
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, cast
 from zlib import crc32
@@ -27,6 +27,7 @@ from emberkeep.engine.hf.quantize import rounded_count, weights_bytes
 from emberkeep.engine.hf.residency import Placing
 from emberkeep.engine.hf.streaming import LayerStream, place_layers
 from emberkeep.engine.hf.vocab import HfVocab
+from emberkeep.values import dataclass
 
 Tokens = npt.NDArray[np.int32]
 

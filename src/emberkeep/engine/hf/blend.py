@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ import torch
 from emberkeep.engine.hf.attention import PoolStep
 from emberkeep.engine.hf.network import Network
 from emberkeep.engine.hf.step import Span
+from emberkeep.values import dataclass
 
 FULL_LAYERS = 2
 """In the first one keys and values do not depend on other tokens: only in the second can any differ."""
@@ -39,7 +40,8 @@ class BlendStep(PoolStep):
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         if layer == FULL_LAYERS - 1:
             self.rows = self._most_deviating(layer, keys[0].transpose(0, 1), values[0].transpose(0, 1))
-        super(BlendStep, self).write(layer, keys, values)
+        # A class with slots is made anew, and a bare super() would mean the one before.
+        super(BlendStep, self).write(layer, keys, values)  # noqa: UP008
 
     def _most_deviating(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """The rows of which nothing was known and those that differ most, in order."""

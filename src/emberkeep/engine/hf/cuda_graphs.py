@@ -17,7 +17,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,6 +31,7 @@ from emberkeep.engine.hf.network import Network
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
 from emberkeep.engine.hf.streaming import LayerStream
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.engine")
 

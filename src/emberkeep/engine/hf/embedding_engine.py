@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from emberkeep.engine.hf.model_loader import HfSource, local_files, own_dtype, q
 from emberkeep.engine.hf.vocab import encodable, splitter_for
 from emberkeep.errors import EngineError, ModelBroken
 from emberkeep.types import Json, Pooling
+from emberkeep.values import dataclass
 
 _SEQUENCES = 256
 """Inputs of one step."""

@@ -7,7 +7,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,7 @@ from emberkeep.engine.idle_steps import IdleSteps, Interrupted
 from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.types import AttentionTier, Json
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from emberkeep.engine.hf.cuda_graphs import StepGraphs

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from torch import nn
 
 from emberkeep.engine.hf.attention import running_step
 from emberkeep.types import ExpertStats, LayerExperts
+from emberkeep.values import dataclass
 
 _EXPERTS, _ROUTERS = "experts", ("router", "gate")
 """What models call these modules."""

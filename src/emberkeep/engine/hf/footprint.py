@@ -8,7 +8,7 @@ larger of both numbers counts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from emberkeep.engine.hf.device import FOR_STATE, RESERVE, free_bytes
 from emberkeep.engine.hf.pool import KvMemory, LayerShape
 from emberkeep.engine.idle_steps import Steps
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from emberkeep.engine.hf.model_loader import HfModel, HfSettings

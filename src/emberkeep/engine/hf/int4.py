@@ -13,7 +13,6 @@ n + 64 of them, so that both halves of a group are read as they lie; scales and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -23,6 +22,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from emberkeep.errors import ModelBroken
+from emberkeep.values import dataclass
 
 _PER_WORD = 8
 _GEMM_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -7,7 +7,6 @@ read on the device: a launch depends on the number of rows only, and can be repl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import triton.language as tl
 from emberkeep.engine.hf.attention import AttentionOptions
 from emberkeep.engine.hf.early_launch import early, wait_for_previous
 from emberkeep.engine.hf.pool import BLOCK
+from emberkeep.values import dataclass
 
 _MOST_SPLITS = 64
 FEW_TOKENS = 32

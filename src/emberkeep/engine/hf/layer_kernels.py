@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from emberkeep.engine.hf.early_launch import early, wait_for_previous
 from emberkeep.engine.hf.product_kernels import FEW_ROWS, Parts, load_sum
+from emberkeep.values import dataclass
 
 _ELEMENTS = 1024
 

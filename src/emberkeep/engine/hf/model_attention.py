@@ -9,7 +9,6 @@ computes: left padding, then everything up to the token itself, or a window of i
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Any
@@ -24,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from emberkeep.engine.hf.attention import AttentionOptions
 from emberkeep.engine.hf.network import has_choice
 from emberkeep.errors import EngineError
+from emberkeep.values import dataclass
 
 _PREFIX = "emberkeep_over_"
 _MASKS = {"sdpa": sdpa_mask, "eager": eager_mask}

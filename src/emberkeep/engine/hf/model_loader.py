@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from emberkeep.engine.hf.vocab import HfVocab, gguf_adds_bos, gguf_ends, repair_
 from emberkeep.engine.locked_memory import Range
 from emberkeep.errors import EmberkeepError, EngineError, ModelBroken
 from emberkeep.types import AttentionTier, Json, Quantization
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.engine")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from emberkeep.engine.hf.attention import NAME, AttentionOptions, attend_plain, 
 from emberkeep.engine.hf.pool import LayerShape, StreamShape
 from emberkeep.engine.hf.step import StepCache
 from emberkeep.errors import EngineError
+from emberkeep.values import dataclass
 
 _LEARNED_TOKENS = 4
 

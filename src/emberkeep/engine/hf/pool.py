@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import MutableSequence, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from emberkeep.values import dataclass
 
 BLOCK = 32
 """Tokens: small enough that a branch copies little, large enough that tables stay short."""

@@ -11,7 +11,6 @@ kernel more to sum up.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -19,6 +18,7 @@ import triton
 import triton.language as tl
 
 from emberkeep.engine.hf.early_launch import early, wait_for_previous
+from emberkeep.values import dataclass
 
 FEW_ROWS = 16
 """Up to so many, a product with a plain weight is faster here than in a library."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from emberkeep.config import free_ram, total_ram
 from emberkeep.errors import EngineError
 from emberkeep.types import Residency
+from emberkeep.values import dataclass
 
 FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
 """What models call that part of a layer."""

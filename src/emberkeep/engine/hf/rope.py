@@ -8,12 +8,12 @@ explains that difference is the layer's way; where none explains it, this model'
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 
 import torch
 
 from emberkeep.engine.hf.network import Network, probe
+from emberkeep.values import dataclass
 
 _PROBED_AT = (0, 11)
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}

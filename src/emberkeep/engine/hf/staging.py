@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import cycle
 
 import torch
 
 from emberkeep.engine.hf.pool import KvMemory
+from emberkeep.values import dataclass
 
 
 @dataclass(slots=True)

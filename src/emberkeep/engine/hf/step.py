@@ -10,7 +10,7 @@ attention, which then reads each span's whole sequence from there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from transformers import Cache
 
 from emberkeep.engine.hf.pool import BlockTable, KvMemory
 from emberkeep.errors import EngineError
+from emberkeep.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

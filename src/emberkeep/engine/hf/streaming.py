@@ -17,7 +17,6 @@ import logging
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,6 +38,7 @@ from emberkeep.engine.hf.weights_file import WeightsFile
 from emberkeep.errors import EngineError
 from emberkeep.files import private_folder
 from emberkeep.types import Json, Residency
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.engine")
 

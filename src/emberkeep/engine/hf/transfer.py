@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
 from typing import TypeVar
@@ -32,6 +31,7 @@ from emberkeep.engine.hf.staging import Staging
 from emberkeep.engine.packing import BITS, LEAST_STEP, Form, PackedArrays, Streams, is_packed, is_wide
 from emberkeep.engine.payload_memory import PayloadMemory
 from emberkeep.errors import EngineError
+from emberkeep.values import dataclass
 
 Bytes = npt.NDArray[np.uint8]
 Rows = list[torch.Tensor]

@@ -11,7 +11,6 @@ import os
 import tempfile
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from threading import Condition, Thread
@@ -21,6 +20,7 @@ import torch
 
 from emberkeep.errors import EngineError
 from emberkeep.files import private_folder
+from emberkeep.values import dataclass
 
 _PAGE = 4096
 """Bytes: parts begin at a multiple of it."""

@@ -20,7 +20,6 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -46,6 +45,7 @@ from emberkeep.engine.hf.model_loader import HfModel, HfSettings
 from emberkeep.engine.hf.transfer import as_tensor
 from emberkeep.errors import EngineError
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 _PROBED = 12
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from operator import itemgetter
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from emberkeep.values import dataclass
 
 Cells: TypeAlias = "array[int]"
 """A number for the cell of each position. No number is ever used for another cell."""

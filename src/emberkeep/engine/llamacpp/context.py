@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import CFUNCTYPE, POINTER, byref, c_void_p
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ from emberkeep.engine.llamacpp.shared_library import (
 )
 from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError
+from emberkeep.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

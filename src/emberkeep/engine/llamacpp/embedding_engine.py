@@ -11,7 +11,6 @@ import ctypes
 import hashlib
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,6 +30,7 @@ from emberkeep.engine.llamacpp.shared_library import (
 )
 from emberkeep.errors import EngineError, ModelBroken
 from emberkeep.types import Pooling
+from emberkeep.values import dataclass
 
 SEQUENCES = 63
 """Inputs of one step."""

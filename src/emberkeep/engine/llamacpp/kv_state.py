@@ -37,7 +37,6 @@ import ctypes
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import groupby, pairwise, product
 from typing import Any
@@ -50,6 +49,7 @@ from emberkeep.engine.llamacpp.c_api import Batch, Handle
 from emberkeep.engine.llamacpp.shared_library import llama, take_errors
 from emberkeep.engine.payload_memory import PayloadMemory
 from emberkeep.errors import EngineError
+from emberkeep.values import dataclass
 
 Bytes = npt.NDArray[np.uint8]
 _TensorRow = tuple[int, int]

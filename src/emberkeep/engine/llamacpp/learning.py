@@ -8,7 +8,7 @@ state is exported, whose every skeleton byte is compared with the layout (`Llama
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from emberkeep.engine.facts import Facts
@@ -19,6 +19,7 @@ from emberkeep.engine.llamacpp.reposition import can_reposition
 from emberkeep.engine.llamacpp.shared_library import buffers_that_go, llama
 from emberkeep.engine.llamacpp.transpose import counterpart
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 _FORMAT = 1
 _FEW = 256

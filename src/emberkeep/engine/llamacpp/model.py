@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from emberkeep.engine.llamacpp.shared_library import llama, start_backend, take_
 from emberkeep.engine.llamacpp.vocab import LlamaVocab
 from emberkeep.engine.locked_memory import CAN_TELL_MEMORY, added, lock_weights, private_memory
 from emberkeep.errors import EngineError, ModelBroken, ModelNotFound
+from emberkeep.values import dataclass
 
 _CPU, _GPU, _INTEGRATED = 0, 1, 2
 _LOAD_COPIED, _LOAD_LOCKED = 0, 2

@@ -17,7 +17,6 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import platformdirs
 from emberkeep.engine.llamacpp import c_api
 from emberkeep.errors import EngineError
 from emberkeep.file_digests import Changed, remembered_digest
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.llamacpp")
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from itertools import cycle, pairwise
 from pathlib import Path
@@ -33,6 +33,7 @@ from emberkeep.engine.llamacpp.kv_packing import pack_range
 from emberkeep.engine.llamacpp.kv_state import Bytes, Layout
 from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.engine.payload_memory import PayloadMemory
+from emberkeep.values import dataclass
 
 T = TypeVar("T")
 

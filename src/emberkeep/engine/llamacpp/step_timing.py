@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, product
 from math import inf
 from time import perf_counter, process_time
@@ -29,6 +29,7 @@ from emberkeep.engine.llamacpp.shared_library import buffers_that_go, llama
 from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError
 from emberkeep.types import Json
+from emberkeep.values import dataclass
 
 _FORMAT = 3
 DEEP = 2048

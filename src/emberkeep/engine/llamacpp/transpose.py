@@ -7,7 +7,7 @@ and no number changes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from emberkeep.engine.llamacpp.kv_state import (
     Layout,
     cell_count,
 )
+from emberkeep.values import dataclass
 
 _NUMBER_BYTES = {0: 4, 1: 2, 30: 2}
 """Of those of ggml's types whose numbers stand alone: f32, f16, bf16."""

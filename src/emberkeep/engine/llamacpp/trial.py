@@ -14,7 +14,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +39,7 @@ from emberkeep.errors import EngineError, ModelBroken, ModelError
 from emberkeep.files import private_folder, replace_file
 from emberkeep.signals import with_default_signals
 from emberkeep.types import Pooling
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.engine")
 

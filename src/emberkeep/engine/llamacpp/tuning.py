@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from emberkeep.config import total_ram
@@ -22,6 +22,7 @@ from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.engine.llamacpp.step_timing import Measured, measure
 from emberkeep.engine.llamacpp.trial import survives_without_flash
 from emberkeep.errors import EngineError
+from emberkeep.values import dataclass
 
 logger = logging.getLogger("emberkeep.engine")
 

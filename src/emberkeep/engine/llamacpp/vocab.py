@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import TypeVar
@@ -26,6 +25,7 @@ from emberkeep.engine.llamacpp.c_api import Handle
 from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.engine.text_splitter import MAX_MATCH, RUNS, Run, TextSplitter
 from emberkeep.errors import EngineError, ModelBroken
+from emberkeep.values import dataclass
 
 _STRIPS = c_api.TOKEN_LSTRIP | c_api.TOKEN_RSTRIP
 _UNSEEN = c_api.TOKEN_CONTROL | c_api.TOKEN_UNKNOWN

@@ -1,0 +1,118 @@
+"""What only makes later work quicker is done when nothing waits, and memory is given back when nothing has run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.errors import EngineError
+from emberkeep.sched import scheduler as module
+from helpers.scheduling import PATIENCE, Recorder, Rig
+
+PROMPT = list(range(40, 90))
+
+
+class Improving(FakeEngine):
+    """Takes three calls to be as quick as it can be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.rested = threading.Event()
+        self.improved = threading.Event()
+        self.error: Exception | None = None
+
+    def improve(self, is_wanted: Callable[[], bool]) -> bool:
+        self.calls += 1
+        if self.error is not None:
+            self.improved.set()
+            raise self.error
+        if self.calls < 3:
+            return False
+        self.improved.set()
+        return True
+
+    def rest(self) -> None:
+        self.rested.set()
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rig, Improving]]:
+    monkeypatch.setattr(module, "_GAP_S", 0.01)
+    monkeypatch.setattr(module, "_REST_S", 0.01)
+    engine = Improving()
+    with Rig(tmp_path, engine) as opened:
+        yield opened, engine
+
+
+def answer(rig: Rig) -> Recorder:
+    recorder = Recorder()
+    rig.scheduler.submit(rig.sequence(PROMPT, recorder, max_new=4))
+    return recorder.wait()
+
+
+def test_an_engine_is_improved_in_gaps_until_it_says_that_all_is_done(rig: tuple[Rig, Improving]) -> None:
+    opened, engine = rig
+    assert engine.improved.wait(PATIENCE)
+    answer(opened)
+    assert engine.rested.wait(PATIENCE)
+    assert engine.calls == 3
+
+
+@pytest.mark.parametrize("error", [EngineError("injected"), MemoryError("injected")])
+def test_what_fails_in_a_gap_fails_no_request(rig: tuple[Rig, Improving], error: Exception) -> None:
+    opened, engine = rig
+    engine.error = error
+    assert engine.rested.wait(PATIENCE)
+    first = answer(opened)
+    engine.rested.clear()
+    assert engine.rested.wait(PATIENCE)
+    assert answer(opened).tokens == first.tokens
+    assert opened.scheduler.failure() is None
+
+
+def test_work_for_a_gap_waits_while_something_runs_and_finds_nothing_in_the_engine(
+    rig: tuple[Rig, Improving],
+) -> None:
+    opened, engine = rig
+    assert engine.improved.wait(PATIENCE)
+    answer(opened)
+    found: list[int] = []
+    done = threading.Event()
+
+    def work(is_wanted: Callable[[], bool]) -> bool:
+        found.append(len(opened.scheduler._slots.idle) + len(opened.scheduler._slots.active))
+        done.set()
+        return True
+
+    opened.scheduler.in_gaps(work)
+    assert done.wait(PATIENCE)
+    assert found == [0]
+
+
+def test_work_that_is_interrupted_goes_on_in_the_next_gap(rig: tuple[Rig, Improving]) -> None:
+    opened, engine = rig
+    assert engine.improved.wait(PATIENCE)
+    began, done = threading.Event(), threading.Event()
+    calls: list[bool] = []
+
+    def work(is_wanted: Callable[[], bool]) -> bool:
+        if calls:
+            done.set()
+            return True
+        began.set()
+        while not is_wanted():
+            pass
+        calls.append(True)
+        return False
+
+    opened.scheduler.in_gaps(work)
+    assert began.wait(PATIENCE)
+    answer(opened)
+    assert done.wait(PATIENCE)

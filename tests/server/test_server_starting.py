@@ -1,0 +1,134 @@
+"""A server answers from the first second: how far its model is, and requests when it is there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from emberkeep.backend.base import Backend
+from emberkeep.config import Config
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.errors import EmberkeepError, EngineError, ModelBroken
+from emberkeep.models.reporter import Reporter, Silent
+from emberkeep.runtime import served_models
+from emberkeep.runtime.served_models import EarlyOpening, begin_models
+from helpers.fake_backend import fake_backend
+from helpers.scripted_server import ScriptedBackend
+from helpers.several_models import serving
+
+HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+WAIT_S = 60
+
+
+class Gate:
+    """A model that is half loaded until it may be whole."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.half, self.go_on = threading.Event(), threading.Event()
+        self.error: EmberkeepError | None = None
+
+    def prepare(self, reporter: Reporter) -> None:
+        reporter.progress("Checking", 1, None)
+
+    def open(self, config: Config, parts: object, report: Callable[[int, int], None]) -> Backend:
+        report(1, 2)
+        self.half.set()
+        assert self.go_on.wait(WAIT_S)
+        if self.error is not None:
+            raise self.error
+        return fake_backend(config, FakeEngine(), name="small")
+
+
+@pytest.fixture(params=["alone", "with others"])
+def gate(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    config = Config(data_dir=tmp_path, **({"model": "small"} if request.param == "alone" else {}))
+    gate = Gate(config)
+    monkeypatch.setattr(served_models, "open_backend", gate.open)
+    yield gate
+    gate.go_on.set()
+
+
+def test_health_says_how_far_it_is_and_requests_wait(gate: Gate) -> None:
+    models = begin_models(gate.config, gate.prepare, Silent())
+    with serving(gate.config, models) as client, ThreadPoolExecutor(1) as pool:
+        assert gate.half.wait(WAIT_S)
+        told = client.get("/health")
+        assert told.status_code == 503
+        assert told.json()["status"] == "loading"
+        assert told.json()["progress"] == 0.5
+        assert told.json()["step"].startswith("Loading ")
+        assert told.json()["error"] == {"code": 503, "message": "Loading model", "type": "unavailable_error"}
+        answer = pool.submit(client.post, "/v1/chat/completions", json=HELLO)
+        while not models.default.status.waiting:
+            pass
+        assert not answer.done()
+        gate.go_on.set()
+        assert answer.result(WAIT_S).json()["model"] == "small"
+        assert client.get("/health").json()["status"] == "ok"
+        assert models.starting is None
+
+
+def test_a_stream_is_told_how_far_it_is(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emberkeep.backend.on_demand._PROGRESS_S", 0.01)
+    models = begin_models(gate.config, gate.prepare, Silent())
+    with serving(gate.config, models) as client:
+        assert gate.half.wait(WAIT_S)
+        with client.stream("POST", "/v1/chat/completions", json={**HELLO, "stream": True}) as stream:
+            lines = stream.iter_lines()
+            assert "is being loaded, 50%" in next(line for line in lines if line)
+            gate.go_on.set()
+            assert list(lines)[-2:] == ["data: [DONE]", ""]
+
+
+@pytest.mark.parametrize("error", [ModelBroken("it is broken"), EngineError("it does not fit")])
+def test_a_model_that_cannot_be_loaded_is_the_failure_of_the_server(gate: Gate, error: EmberkeepError) -> None:
+    models = begin_models(gate.config, gate.prepare, Silent())
+    with serving(gate.config, models) as client, ThreadPoolExecutor(1) as pool:
+        assert gate.half.wait(WAIT_S)
+        answer = pool.submit(client.post, "/v1/chat/completions", json=HELLO)
+        while not models.default.status.waiting:
+            pass
+        gate.error = error
+        gate.go_on.set()
+        assert str(error) in answer.result(WAIT_S).text
+        assert models.failure() is error
+        told = client.get("/health")
+        assert (told.status_code, told.json()["status"]) == (503, "failed")
+
+
+def test_a_server_that_is_told_to_end_does_not_wait_for_its_model(gate: Gate) -> None:
+    models = begin_models(gate.config, gate.prepare, Silent())
+    with serving(gate.config, models):
+        assert gate.half.wait(WAIT_S)
+    assert not gate.go_on.is_set()
+    assert models.starting is not None
+
+
+def test_the_only_model_of_a_server_is_not_unloaded(gate: Gate) -> None:
+    gate.go_on.set()
+    models = begin_models(replace(gate.config, model="small"), gate.prepare, Silent())
+    with serving(gate.config, models) as client:
+        assert client.post("/v1/chat/completions", json=HELLO).status_code == 200
+        told = client.post("/api/generate", json={"model": "small", "keep_alive": 0})
+        assert told.status_code in (200, 400)
+        assert models.default.is_loaded
+
+
+def test_a_model_is_opened_anew_after_the_first_time() -> None:
+    opened: list[int] = []
+
+    def open_it(report: object) -> Backend:
+        opened.append(1)
+        return ScriptedBackend()
+
+    opening = EarlyOpening(open_it)
+    opening(lambda *_: None)
+    assert len(opened) == 1
+    opening(lambda *_: None)
+    assert len(opened) == 2

@@ -1,0 +1,16 @@
+"""The page in a real browser, where there is one."""
+
+from __future__ import annotations
+
+from helpers.chromium import chromium
+from helpers.server_process import ServerProcess
+
+
+def test_the_page_opens_and_a_question_is_answered(server: ServerProcess) -> None:
+    with chromium() as browser:
+        page = browser.new_page()
+        page.goto(server.url)
+        page.fill("textarea[aria-label='Your message']", "What is the sea?")
+        page.keyboard.press("Enter")
+        page.locator(".cost").wait_for()
+        assert page.inner_text("[data-testid=assistant] .markdown")
