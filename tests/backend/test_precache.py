@@ -170,6 +170,7 @@ def test_only_so_many_conversations_are_looked_after(house):
 def test_an_idle_conversation_leaves_engine_and_ram_and_comes_back(house):
     backend, _ = house.open()
     told = completed(backend, chat("When?", conversation_id="c"))
+    settle(backend)
     backend._store.flush()
     assert backend.scheduler.idle_entries()
     backend._store._ledger.clock._offset += 4000
