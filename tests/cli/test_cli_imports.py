@@ -53,8 +53,12 @@ def test_help_loads_no_command_and_nothing_heavy() -> None:
 
 def test_the_help_of_a_command_loads_no_other() -> None:
     imported = modules_of("serve", "--help")
-    assert HEAVY & imported <= {"pydantic"}  # with which Typer reads flags
+    assert HEAVY & imported == set()
     assert {home.module for home in COMMANDS.values()} & imported == {"emberkeep.cli.serve"}
+
+
+def test_flags_are_read_without_what_checks_requests() -> None:
+    assert HEAVY & modules_of("config", "show", "--json", "--log-level", "error") == set()
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -15,6 +15,7 @@ from emberkeep.engine.base import Outcome, Rows
 from emberkeep.engine.llamacpp import LlamaEngine
 from emberkeep.errors import EngineError
 from helpers.engines import NOISE, SNAPSHOT_KINDS, TOKENS, few_with_flash
+from helpers.kv_building import chunks_of
 from helpers.scheduling import Rig
 
 Open = Callable[..., LlamaEngine]
@@ -115,7 +116,7 @@ def test_state_is_reused_after_changes_and_after_a_restart(
 
 
 def payloads_of(rig: Rig) -> list[memoryview]:
-    return [chunk.payload for chunk in rig.store._ledger.tree if chunk.payload]
+    return [chunk.payload for chunk in chunks_of(rig.store) if chunk.payload]
 
 
 # ── when a change fails ──

@@ -37,7 +37,7 @@ from emberkeep.types import (
     Sampling,
     TokenLogprob,
 )
-from helpers.kv_building import lineage_of
+from helpers.kv_building import chunks_of, lineage_of
 
 GREEDY = Sampling(temperature=0)
 SEEDED = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=11)
@@ -309,7 +309,7 @@ LONG = text(2000)
 
 
 def no_pins(rig: Rig) -> bool:
-    return all(chunk.pins == 0 for chunk in rig.store._ledger.tree)
+    return all(chunk.pins == 0 for chunk in chunks_of(rig.store))
 
 
 class Unmeasured(Rate):

@@ -8,7 +8,7 @@ import pytest
 
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.types import EXACT, MissReason
-from helpers.kv_building import check_ledger, chunk_files
+from helpers.kv_building import check_ledger, chunk_files, chunks_of
 from helpers.scheduling import (
     CLOSING,
     GREEDY,
@@ -139,7 +139,7 @@ def test_sixteen_conversations_over_one_prefix_cost_its_evaluation_once(tmp_path
             [*prompt, *r.tokens, *CLOSING] for prompt, r in zip(prompts, recorders, strict=True)
         )
         assert rig.engine.evaluated_tokens <= 1.02 * unique
-        stored = sum(chunk.payload.nbytes for chunk in rig.store._ledger.tree)
+        stored = sum(chunk.payload.nbytes for chunk in chunks_of(rig.store))
         assert stored <= 1.05 * unique * rig.engine.capabilities.kv_bytes_per_token
 
 

@@ -13,7 +13,7 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
 from emberkeep.kv.tree import Chunk
 from emberkeep.types import Lineage, Sampling
-from helpers.kv_building import check_ledger, exported
+from helpers.kv_building import check_ledger, chunks_of, exported
 from helpers.late_exports import LateEngine
 from helpers.scheduling import (
     CLOSING,
@@ -51,7 +51,7 @@ def rig(tmp_path: Path, engine: LateEngine):
 
 def assert_bytes_are_right(rig: Rig) -> None:
     """Of everything that is exact."""
-    for chunk in rig.store._ledger.tree:
+    for chunk in chunks_of(rig.store):
         if chunk.lineage != MARKED:
             expected = exported(whole(chunk), chunk.start, chunk.start + len(chunk.tokens))
             assert chunk.payload is not None and bytes(chunk.payload) == bytes(expected)

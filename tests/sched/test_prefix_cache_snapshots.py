@@ -14,7 +14,7 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import StepFailed
 from emberkeep.types import MissReason
 from helpers.chance import examples
-from helpers.kv_building import check_ledger, chunk_files
+from helpers.kv_building import check_ledger, chunk_files, chunks_of
 from helpers.scheduling import CLOSING, Recorder, Rig, reference, text
 
 PROMPT = text(700)
@@ -98,7 +98,7 @@ def test_a_lost_snapshot_costs_an_evaluation_and_no_answer(tmp_path, unit):
     with Rig(tmp_path, engine(unit)) as rig:
         first = rig.run(PROMPT)
         rig.store.flush()
-        (snapshot,) = [c for c in rig.store._ledger.tree if c.is_snapshot]
+        (snapshot,) = [c for c in chunks_of(rig.store) if c.is_snapshot]
         name = snapshot.key.hex()
     (path,) = [file for file in chunk_files(tmp_path) if file.stem == name]
     path.write_bytes(path.read_bytes()[:-3])

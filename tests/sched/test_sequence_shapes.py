@@ -12,6 +12,7 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.kv.tree import Made
 from emberkeep.sched.sequence import Shapes
 from emberkeep.types import EXACT
+from helpers.kv_building import chunks_of
 from helpers.scheduling import PROMPT, Gate, Rig, text
 
 WIDE, NARROW, GIVEN = Made.WIDE, Made.NARROW, Made.GIVEN
@@ -47,7 +48,7 @@ def test_runs_say_what_a_list_of_positions_says(steps, start, end):
 
 
 def kinds(rig: Rig) -> list[tuple[int, int, Made]]:
-    return sorted((chunk.start, chunk.end, chunk.made) for chunk in rig.store._ledger.tree)
+    return sorted((chunk.start, chunk.end, chunk.made) for chunk in chunks_of(rig.store))
 
 
 @pytest.fixture

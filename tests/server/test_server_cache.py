@@ -13,7 +13,7 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.server import cache_routes
 from emberkeep.types import Json
 from helpers.cache_server import HOUR_S, SYSTEM, Served, send_raw, served, tool, user
-from helpers.kv_building import exported, prompt
+from helpers.kv_building import chunks_of, exported, prompt
 from helpers.scheduling import Gate
 
 pytestmark = pytest.mark.slow
@@ -508,7 +508,7 @@ def test_what_was_compared_is_told_by_the_steps_that_computed_it(alone: Served) 
 def test_wrong_state_is_found(alone: Served) -> None:
     alone.chat(user("Is this really what was computed?"), conversation_id="c")
     entry, another = alone.entry_of("c"), prompt(1000)
-    for chunk in alone.backend._store._ledger.tree:
+    for chunk in chunks_of(alone.backend._store):
         assert chunk.payload is not None
         chunk.payload = exported(another, chunk.start, chunk.end)
     report = alone.post("/v1/cache/verify", ids=[entry["id"]])

@@ -277,6 +277,13 @@ BENCHMARKS = (
         ("sizes", "repeat"),
     ),
     Benchmark(
+        "start",
+        "From the start of a server to the first token, with what it remembers and without; beside --peer PATH.",
+        "emberkeep.bench.start",
+        ("peer", "repeat"),
+        Needs.MODEL,
+    ),
+    Benchmark(
         "turns",
         "Eight turns of a conversation: time to first token and reuse of each.",
         "emberkeep.bench.turns",

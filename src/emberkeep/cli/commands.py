@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ class Home(NamedTuple):
 
     def command(self) -> Any:
         """As Typer makes it. Imports the module."""
-        return get_command(getattr(import_module(self.module), self.name))
+        return _reading_plainly(get_command(getattr(import_module(self.module), self.name)))
 
 
 def one_command(function: Callable[..., None], **about: Any) -> typer.Typer:
@@ -40,6 +41,7 @@ def lazy_group(homes: Mapping[str, Home]) -> type[TyperGroup]:
             super().__init__(**about)
             # What Typer looks at for the names of commands, and for what is told of them in the group's own help.
             self.commands = {name: TyperCommand(name, help=home.help) for name, home in homes.items()}
+            _reading_plainly(self)
 
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
             return homes[cmd_name].command() if cmd_name in homes else None
@@ -52,3 +54,35 @@ def lazy_group(homes: Mapping[str, Home]) -> type[TyperGroup]:
                 )
 
     return LazyGroup
+
+
+def _reading_plainly(command: Any) -> Any:
+    """The command, which it changes, and those in it. Typer reads the value of every flag by pydantic, which takes
+    longer to import than all else that most commands need; but a text is a text."""
+    params_of = command.get_params
+
+    def get_params(context: Any) -> list[Any]:
+        params: list[Any] = params_of(context)  # with `--help`, which Typer makes when it is asked
+        for param in params:
+            if "process_value" not in vars(param):
+                param.process_value = partial(_process_value, param, param.process_value)
+        return params
+
+    command.get_params = get_params
+    for inner in getattr(command, "commands", {}).values():
+        _reading_plainly(inner)
+    return command
+
+
+def _process_value(param: Any, process: Callable[[Any, Any], Any], context: Any, value: Any) -> Any:
+    """In place of `process`, Typer's own, where nothing has to be read."""
+    kind = getattr(getattr(param, "type_descriptor", None), "annotation", None)
+    if value is None and not param.required:
+        value = () if param.multiple or param.nargs == -1 else None
+    elif kind is str and isinstance(value, str):
+        pass
+    elif kind == list[str] and isinstance(value, (list, tuple)):
+        value = list(value)
+    else:
+        return process(context, value)
+    return param.callback(context, param, value) if param.callback is not None else value

@@ -8,6 +8,7 @@ error shape where an answer is possible, and cut off where it is not.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import socket
@@ -82,6 +83,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await warmup(self._app, self._settings)
         await super().startup(sockets)
+        gc.freeze()  # all that is there now stays
+        gc.enable()
         self.listening.set()
 
     @contextmanager
