@@ -40,7 +40,8 @@ class BlendStep(PoolStep):
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         if layer == FULL_LAYERS - 1:
             self.rows = self._most_deviating(layer, keys[0].transpose(0, 1), values[0].transpose(0, 1))
-        super().write(layer, keys, values)
+        # A class with slots is made anew, and a bare super() would mean the one before.
+        super(BlendStep, self).write(layer, keys, values)  # noqa: UP008
 
     def _most_deviating(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """The rows of which nothing was known and those that differ most, in order."""
