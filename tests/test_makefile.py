@@ -12,10 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here"),
-]
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
 
 _RECORDS = """#!/bin/sh
 echo "{name} $* CMAKE_ARGS=$CMAKE_ARGS" >> "{log}"

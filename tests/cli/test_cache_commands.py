@@ -19,7 +19,7 @@ from emberkeep.types import Json
 from helpers.commands import Commands
 from helpers.kept_chats import asking, keep, let_time_pass, open_emberkeep
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("data_dir")]
+pytestmark = pytest.mark.usefixtures("data_dir")
 
 DAY_S = 86_400.0
 

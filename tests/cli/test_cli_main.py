@@ -18,7 +18,7 @@ from emberkeep.library.emberkeep import Emberkeep
 from helpers.commands import Commands
 from helpers.scripted_backend import ScriptedBackend, answer
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("data_dir")]
+pytestmark = pytest.mark.usefixtures("data_dir")
 
 run = Commands(app).run
 

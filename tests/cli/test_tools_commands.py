@@ -14,8 +14,6 @@ from emberkeep.errors import ConfigError, EmberkeepError
 from emberkeep.types import Json
 from helpers.commands import Commands
 
-pytestmark = pytest.mark.slow
-
 commands = Commands(app)
 run, ok = commands.run, commands.ok
 

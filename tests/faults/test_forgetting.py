@@ -103,8 +103,10 @@ def test_what_another_process_has_in_ram_on_disk_and_in_its_queue_goes_too(tmp_p
 def test_a_user_who_comes_back_is_kept_again(tmp_path: Path) -> None:
     here, there = new_store(tmp_path), new_store(tmp_path)
     ANN.keep(there, TOKENS)
+    there.flush()
     here.catalogue.forget_user(ANN.user)
     there.refresh()
+    there.flush()  # the old files are gone, else new ones of the same name would be let go with them
     ANN.keep(there, TOKENS)
     there.flush()
     here.refresh()

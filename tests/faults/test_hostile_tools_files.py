@@ -20,8 +20,6 @@ from emberkeep.errors import ToolFailed
 from emberkeep.tools import file_root
 from emberkeep.tools.file_tools import FileTools
 
-pytestmark = pytest.mark.slow
-
 SECRET = "SECRET"
 
 

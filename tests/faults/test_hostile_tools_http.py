@@ -14,8 +14,6 @@ from emberkeep.errors import ToolFailed
 from emberkeep.tools.http_tools import HttpTools, Resolve
 from helpers.raw_web_server import Loopback, answer, redirect
 
-pytestmark = pytest.mark.slow
-
 
 def refused(url: str, private: Sequence[str] = (), **how: Any) -> str:
     with pytest.raises(ToolFailed) as raised:

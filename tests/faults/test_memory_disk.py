@@ -17,8 +17,6 @@ from emberkeep.types import Message, Note, NoteKind
 from helpers.chance import seed, times
 from helpers.remembering import PLENTY, turn
 
-pytestmark = pytest.mark.slow
-
 
 def filled(path: Path, turns: int = 200) -> Memory:
     memory = Memory(path, limit_bytes=PLENTY)

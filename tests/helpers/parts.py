@@ -58,6 +58,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     part = config.getoption("--part")
+    for item in items:
+        if item.path.parent.name == SMOKE:
+            item.add_marker(SMOKE)
     if part:
         chosen = [item for item in items if part in _parts_of(item)]
         config.hook.pytest_deselected(items=[item for item in items if part not in _parts_of(item)])
@@ -77,7 +80,7 @@ def _parts_in(path: Path) -> set[str]:
 
 def _parts_of(item: pytest.Item) -> set[str]:
     """One, and also the properties where it is fast and has examples of its own every time."""
-    if item.path.parent.name == SMOKE:
+    if item.get_closest_marker(SMOKE):
         return {SMOKE}
     if item.get_closest_marker("slow") or item.get_closest_marker("serial"):
         return {_part_if_slow(item.path)}

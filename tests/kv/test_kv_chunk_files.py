@@ -261,6 +261,17 @@ def test_a_failed_write_leaves_nothing_half_done(tier, monkeypatch):
     assert len(keys_of(tier)) == 2
 
 
+def test_what_another_process_forgets_while_it_is_written_is_no_error(tier):
+    def is_wanted(key: bytes) -> bool:
+        if key == description(0).key:
+            (tier._tmp / key.hex()).unlink()
+        return True
+
+    written = tier.write([entry(0), entry(1)], is_wanted)
+    assert (set(written.sizes), written.error) == ({description(1).key}, None)
+    assert keys_of(tier) == {description(1).key}
+
+
 def test_a_root_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "kv").write_text("a file where the folder should be")
     with pytest.raises(OSError, match="kv"):

@@ -12,8 +12,6 @@ from emberkeep.mcp.client import McpClients
 from emberkeep.types import Caller
 from helpers.mcp_servers import call, connected, hostile
 
-pytestmark = pytest.mark.slow
-
 
 def listed(folder, *tools, **settings):
     """The tools by the names that the server gave them, and the functions made of them."""

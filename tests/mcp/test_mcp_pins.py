@@ -12,8 +12,6 @@ from emberkeep.mcp.client import McpClients
 from emberkeep.mcp.pins import Standing
 from helpers.mcp_servers import call, connected, hostile, offered
 
-pytestmark = pytest.mark.slow
-
 TOOL = {"name": "echo", "description": "Say it again.", "inputSchema": {"type": "object"}}
 
 

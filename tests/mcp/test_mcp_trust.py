@@ -16,8 +16,6 @@ from helpers.mcp_servers import connected, hostile
 READ = {"server": "a", "uri": "x:y"}
 ECHO = {"server": "a", "tool": "echo", "arguments": {"x": 1}}
 
-pytestmark = pytest.mark.slow
-
 
 def called(name, **arguments):
     return ToolCall("1", name, json.dumps(arguments))

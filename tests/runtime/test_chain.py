@@ -11,8 +11,6 @@ from emberkeep.runtime import open_backend
 from emberkeep.types import Completed, Request, Sampling
 from helpers import tiny_gguf
 
-pytestmark = pytest.mark.slow
-
 ASKED = Request(prompt="tell me more than sixteen tokens about state", max_tokens=2, sampling=Sampling(seed=1))
 
 

@@ -16,8 +16,6 @@ from emberkeep.types import SHARED, Message, Request
 from helpers.cache_server import SYSTEM, Served, served, user
 from helpers.fake_backend import fake_backend
 
-pytestmark = pytest.mark.slow
-
 QUESTION = user("What is the tide today? " * 40)
 
 

@@ -16,8 +16,6 @@ from helpers.cache_server import HOUR_S, SYSTEM, Served, send_raw, served, tool,
 from helpers.kv_building import chunks_of, exported, prompt
 from helpers.scheduling import Gate
 
-pytestmark = pytest.mark.slow
-
 UNKNOWN_ENTRY = "0123456789ab"
 _names = itertools.count()
 

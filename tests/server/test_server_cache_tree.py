@@ -13,8 +13,6 @@ from emberkeep.types import Json
 from helpers.cache_server import SYSTEM, Served, served, user
 from helpers.scripted_server import ScriptedBackend, running
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def sea(tmp_path: Path) -> Iterator[Served]:

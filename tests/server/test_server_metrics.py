@@ -38,8 +38,6 @@ from helpers.events import text_of
 from helpers.fake_backend import fake_backend
 from helpers.scripted_server import COMPLETED, HANG, WAIT_S, ScriptedBackend, Step, running
 
-pytestmark = pytest.mark.slow
-
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 DOCS = (Path(__file__).parents[2] / "docs/http-api.md").read_text(encoding="utf-8")

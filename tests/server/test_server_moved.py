@@ -11,8 +11,6 @@ from emberkeep.engine.fake import FakeEngine
 from helpers.cache_server import Served
 from helpers.cache_server import served as serving
 
-pytestmark = pytest.mark.slow
-
 DOCUMENTS = [f"Document {n}. " + " ".join(f"word {n * 37 + i * 11}" for i in range(40)) for n in range(3)]
 
 

@@ -13,8 +13,6 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.types import Json
 from helpers.cache_server import SYSTEM, Served, served, user
 
-pytestmark = pytest.mark.slow
-
 FIXED = 1_000_000
 ROOM = 100_000
 SMALL = Footprint("cuda:0", FIXED + ROOM, FIXED, 10, 50, 0.05, 200)

@@ -14,8 +14,6 @@ from emberkeep.engine.fake import FakeEngine
 from helpers.cache_server import Served
 from helpers.cache_server import served as serving
 
-pytestmark = pytest.mark.slow
-
 ASKED: dict[str, Any] = {
     "model": "default",
     "messages": [{"role": "user", "content": "Which ships are in?"}],

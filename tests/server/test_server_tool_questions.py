@@ -23,8 +23,6 @@ from helpers.conversing import Harbour, ScriptedEngine
 from helpers.scripted_server import ScriptedBackend, running
 from helpers.waiting import eventually
 
-pytestmark = pytest.mark.slow
-
 WRITE = '<tool_call>\n{"name": "write_file", "arguments": {"path": "log.txt", "content": "noon"}}\n</tool_call>'
 HELLO: Any = [{"role": "user", "content": "Write down when the Zephyr came."}]
 

@@ -41,8 +41,6 @@ from helpers.conversing import Harbour, ScriptedEngine
 from helpers.remote_model import ScriptedProvider, remote, said
 from helpers.scripted_server import COMPLETED, HANG, WAIT_S, Running, ScriptedBackend, running, says
 
-pytestmark = pytest.mark.slow
-
 HELLO: Any = [{"role": "user", "content": "When did the Zephyr come?"}]
 READ = ToolCall("call_1", "read_file", '{"path": "log.txt"}')
 MISSING = ToolCall("call_2", "read_file", '{"path": "no.txt"}')

@@ -13,8 +13,6 @@ from emberkeep.types import Json
 from helpers.cache_server import SYSTEM, Served, send_raw, served, tool, user
 from helpers.scheduling import Gate
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def sea(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:

@@ -10,8 +10,6 @@ from emberkeep.errors import MemoryFailed
 from emberkeep.types import FinishReason, TextDelta
 from helpers.conversing import CONTEXT, ENDLESS, Client, Harbour, line
 
-pytestmark = pytest.mark.slow
-
 
 def halfway(harbour: Harbour, **fields: object) -> Client:
     """A conversation with room for some hundred tokens, whose next answer does not end by itself."""

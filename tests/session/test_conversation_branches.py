@@ -9,8 +9,6 @@ import pytest
 from emberkeep.types import Message, MissReason, Request, private_namespace
 from helpers.conversing import SYSTEM, Client, Harbour, line
 
-pytestmark = pytest.mark.slow
-
 
 def branch(client: Client, harbour: Harbour, length: int) -> Client:
     """Another conversation with the same beginning."""

@@ -11,8 +11,6 @@ from emberkeep.errors import MemoryFailed
 from emberkeep.types import Message, Recall, private_namespace
 from helpers.conversing import Answer, Client, Harbour, ScriptedEngine, line
 
-pytestmark = pytest.mark.slow
-
 CONTEXT = 1280
 RECALL_TOKENS = 200
 

@@ -16,8 +16,6 @@ from emberkeep.types import Json
 from helpers.chance import examples
 from helpers.tool_calls import box_of, called, refused, told
 
-pytestmark = pytest.mark.slow
-
 TOOLS = tools_of(JsonTools())
 SHIPS = json.dumps({"ships": [{"name": "Marigold", "metres": 12}, {"name": "Ida", "metres": 30}]})
 

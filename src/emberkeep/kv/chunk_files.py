@@ -133,8 +133,7 @@ class ChunkFiles:
             with self.forgotten.held():
                 try:
                     for description, temporary, size in staged:
-                        if is_wanted(description.key):
-                            self._publish(description.key, temporary)
+                        if is_wanted(description.key) and self._publish(description.key, temporary):
                             sizes[description.key] = size
                 finally:  # what is in its place counts, whatever became of the others
                     self.index.add([(d, size) for d, _, size in staged if d.key in sizes], expires)
@@ -346,7 +345,8 @@ class ChunkFiles:
             delete(temporary)
             return temporary, chunkfile.write(temporary, description, payload)
 
-    def _publish(self, key: ChunkKey, temporary: Path) -> None:
+    def _publish(self, key: ChunkKey, temporary: Path) -> bool:
+        """Put a file in its place. False: another process that forgot its user has deleted it. Raises OSError."""
         target = self._path(key)
         private_folder(target.parent)
         try:
@@ -354,6 +354,11 @@ class ChunkFiles:
         except IsADirectoryError:  # a folder stands there
             delete(target)
             temporary.rename(target)
+        except FileNotFoundError:
+            if temporary.exists():
+                raise
+            return False
+        return True
 
     def _reconcile(self) -> tuple[list[ChunkRow], int]:
         # The index first: a file that another process adds in between is then seen twice, not never.
