@@ -28,7 +28,7 @@ from helpers.chance import learn_characters, load_profile
 if TYPE_CHECKING:
     from emberkeep.memory.memory import Memory
 
-pytest_plugins = ["helpers.parts", "helpers.speed_limit"]
+pytest_plugins = ["helpers.parts", "helpers.speed_limit", "pytester"]
 
 _IN_RAM = Path("/dev/shm")
 _ROOMY = 4 << 30

@@ -2,68 +2,69 @@
 
 from __future__ import annotations
 
-import sys
-import types
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import pytest
 
 from helpers import speed_limit
 
+SLEEPS = """
+import pytest
+from helpers import speed_limit
 
-class Item:
-    """As much of a test as the plugin looks at."""
+spent = iter({spent})
+tries = []
 
-    def __init__(self, *markers: str) -> None:
-        self.markers = markers
-        self.user_properties: list[tuple[str, object]] = []
+@pytest.fixture
+def anew():
+    tries.append([])
+    return tries[-1]
 
-    def get_closest_marker(self, name: str) -> str | None:
-        return name if name in self.markers else None
+{marker}
+def test_that_takes(anew, monkeypatch):
+    assert anew == []  # what it was given before is not there any more
+    anew.append("used")
+    clock = iter((next(spent),))
+    monkeypatch.setattr(speed_limit, "_processor_s", lambda: next(clock))
 
-
-def run(
-    patch: pytest.MonkeyPatch,
-    item: Item,
-    seconds: float,
-    test: Callable[[], object] = lambda: None,
-    *,
-    is_busy: bool = False,
-) -> None:
-    """A test that takes so much processor time."""
-    clock = iter((5.0, 5.0 + seconds))
-    with patch.context() as only_here:  # this test is timed too
-        only_here.setattr(speed_limit, "_processor_s", lambda: next(clock))
-        only_here.setattr(speed_limit, "_is_busy", lambda: is_busy)
-        call = speed_limit.pytest_runtest_call(item)  # type: ignore[arg-type]
-        next(call)
-        test()
-        with pytest.raises(StopIteration):
-            call.send(None)
+def test_after_it():
+    assert len(tries) == {tries}
+"""
 
 
-def test_a_test_within_the_limit_passes_and_its_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    item = Item()
-    run(monkeypatch, item, 1.9)
-    assert item.user_properties == [("processor_s", 1.9)]
+@pytest.fixture
+def tried(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
+    """Runs a test that takes so many seconds of processor time: the first time, the second, ..."""
+    monkeypatch.setattr(speed_limit, "_is_busy", lambda: False)
+    monkeypatch.setattr(speed_limit, "_processor_s", lambda: 0.0)
+
+    def run(spent: Sequence[float], tries: int, marker: str = "") -> pytest.RunResult:
+        pytester.makeini("[pytest]\nmarkers =\n    slow\n    serial\n    smoke\n")
+        pytester.makepyfile(SLEEPS.format(spent=list(spent), tries=tries, marker=marker))
+        return pytester.runpytest_inprocess("-p", "helpers.speed_limit", "-p", "no:cacheprovider")
+
+    return run
 
 
-def test_a_test_beyond_it_fails_and_is_told_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(pytest.fail.Exception, match=r"2\.1 s .* mark it slow"):
-        run(monkeypatch, Item(), 2.1)
+def test_a_test_within_the_limit_runs_once(tried) -> None:
+    tried([1.9], tries=1).assert_outcomes(passed=2)
 
 
-def test_a_busy_machine_fails_no_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    run(monkeypatch, Item(), 60.0, is_busy=True)
+def test_a_test_beyond_it_runs_again_and_fails_if_it_always_is(tried) -> None:
+    result = tried([9.0, 2.1, 2.2], tries=3)
+    result.assert_outcomes(failed=1, passed=1)
+    result.stdout.fnmatch_lines("*it took 2.2 s of processor time: *mark it slow*")
+
+
+def test_what_took_long_only_the_first_time_passes(tried) -> None:
+    tried([9.0, 0.1], tries=2).assert_outcomes(passed=2)
+
+
+def test_a_busy_machine_fails_no_test(tried, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed_limit, "_is_busy", lambda: True)
+    tried([60.0], tries=1).assert_outcomes(passed=2)
 
 
 @pytest.mark.parametrize("marker", ["slow", "serial", "smoke"])
-def test_what_is_marked_may_take_longer(monkeypatch: pytest.MonkeyPatch, marker: str) -> None:
-    run(monkeypatch, Item(marker), 60.0)
-
-
-def test_the_first_one_that_imports_something_pays_for_all_and_is_let_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    def imports() -> None:
-        monkeypatch.setitem(sys.modules, "a_module_of_this_test", types.ModuleType("a_module_of_this_test"))
-
-    run(monkeypatch, Item(), 60.0, imports)
+def test_what_is_marked_may_take_longer(tried, marker: str) -> None:
+    tried([60.0], tries=1, marker=f"@pytest.mark.{marker}").assert_outcomes(passed=2)

@@ -375,7 +375,7 @@ actions = st.lists(
 QUOTES = [*permutations((A[:100], B[:90], C[20:120]), 3)]
 
 
-@examples(15, HealthCheck.function_scoped_fixture)
+@examples(8, HealthCheck.function_scoped_fixture)
 @given(actions, st.sampled_from([900, 1 << 15]), st.sampled_from([3_000, 1 << 30]), st.integers(1, 4))
 def test_exact_answers_are_exact_whatever_approximate_requests_do(
     quick_disk, tmp_path_factory, history, cells, warm, parallel

@@ -127,7 +127,7 @@ def test_a_stop_string_gives_the_state_up_and_nothing_wrong_is_kept(rig, unit):
     assert rig.run(turn).answer == fresh(unit, turn)
 
 
-@examples(25)
+@examples(15)
 @given(
     unit=st.sampled_from(UNITS),
     turns=st.lists(

@@ -12,6 +12,7 @@ from emberkeep.engine.fake import FakeVocab
 from emberkeep.kv.tree import Made
 from emberkeep.sched.prefix_cache import RecentAnswers, StoredText
 from emberkeep.types import EXACT, Lineage
+from helpers.chance import examples
 from helpers.kv_building import exported, new_store, prompt, put
 
 VOCAB = FakeVocab()
@@ -127,6 +128,7 @@ parts = st.lists(st.one_of(st.sampled_from(sorted(VOCAB.specials)), st.text("the
 prompts = st.lists(st.tuples(parts.map("".join), st.booleans(), st.booleans()), min_size=1, max_size=8)
 
 
+@examples(60)
 @given(prompts, st.integers(1, 9), st.sampled_from([FakeVocab, UnsplitVocab]))
 def test_with_or_without_a_store_a_text_has_the_same_ids(prompts, size, kind):
     """Whatever texts and ids came before, while nothing was sampled."""
