@@ -1,7 +1,7 @@
 """A pytest plugin: a test that is not marked slow takes at most two seconds of its own.
 
-What a test takes depends on what stands in caches, and on what else runs. So one that took too long runs again, and
-it fails only if it takes too long every time.
+What a test takes depends on what stands in caches, and on what else runs. So one that took too long runs again,
+and fails only if it takes too long every time.
 """
 
 from __future__ import annotations
