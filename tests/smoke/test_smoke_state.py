@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from emberkeep.types import Json
+from helpers.commands import emberkeep
 from helpers.serve_command import assistant, system, user
 from helpers.server_lives import ServerLives
 from helpers.server_process import Reply, ServerProcess
@@ -36,6 +37,18 @@ def test_the_next_turn_evaluates_only_what_is_new(server: ServerProcess, me: str
     assert (first.cached_tokens, first.detail["reason"]) == (0, "new")
     assert second.cached_tokens >= first.prompt_tokens + first.completion_tokens - 2
     assert second.prompt_tokens - second.cached_tokens < 24
+
+
+def test_a_chat_in_the_terminal_asks_the_running_server(server: ServerProcess, data_dir: Path) -> None:
+    before = answered(server)
+    said = emberkeep(data_dir, "chat", "-t", "0", "--max-tokens", "6", "What is a lighthouse?")
+    assert said.stdout.strip()
+    assert answered(server) == before + 1
+
+
+def answered(server: ServerProcess) -> int:
+    jobs: int = server.http.get(f"{server.url}/v1/stats").json()["scheduler"]["jobs"]
+    return jobs
 
 
 def test_users_share_nothing(server: ServerProcess, me: str) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -29,10 +30,10 @@ from emberkeep.cli.chat_history import (
 from emberkeep.cli.chat_session import ChatSession, Terminal
 from emberkeep.cli.commands import one_command
 from emberkeep.cli.console import complain
-from emberkeep.cli.flags import setting_help, with_settings
+from emberkeep.cli.flags import with_settings
 from emberkeep.cli.model_setup import install_model, open_model
-from emberkeep.config import Config
-from emberkeep.errors import EmberkeepError
+from emberkeep.config import DEFAULT_MODEL, Config, LoadedConfig, is_model_name
+from emberkeep.errors import EmberkeepError, ModelNotFound
 from emberkeep.files import private_folder
 from emberkeep.logs import is_verbose
 from emberkeep.types import Message, Sampling, SavedConversation
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
+    from emberkeep.backend.running import RunningModel
     from emberkeep.library.emberkeep import Emberkeep
     from emberkeep.library.options import Options
     from emberkeep.library.tool_session import ToolSession
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
 EXAMPLES = """\b
 Examples:
   emberkeep chat                               a new conversation
+  emberkeep chat mine                          with this model
+  emberkeep chat "Why is the sky blue?"        one answer, and no more
   emberkeep chat --list                        those before it
   emberkeep chat --continue                    go on with the latest
   emberkeep chat --continue 3f2a               or with another one; ids may be abbreviated
@@ -61,7 +65,13 @@ Examples:
 """
 
 
-ModelArgument = Annotated[str | None, typer.Argument(help=setting_help("model"), show_default=False)]
+_NEARLY = 0.8
+"""How much alike a word and the name of a model are, where the word is taken for that name, mistyped."""
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[MODEL] QUESTION", help="A model to talk to, and what to ask it.", show_default=False),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,9 @@ class AnswerFlags:
         float, typer.Option("--temperature", "-t", min=0, help="0 always takes the likeliest token.")
     ] = Sampling().temperature
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer in tokens.")] = 1024
+    own: Annotated[
+        bool, typer.Option("--own", help="Load the model in this chat, though a server that runs here has it.")
+    ] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,27 +133,71 @@ class ChatCommand(TyperCommand):
     *("tools", "enable_tools", "disable_tools", "tools_from", "tools_root", "backend", "base_url"),
     *("show_consulted", "continued", "save", "list_all", "export", "data_dir", "config"),
 )
-def chat(*, config: Config, model: ModelArgument = None, answers: AnswerFlags, saved: SavedFlags) -> None:
+def chat(*, loaded: LoadedConfig, words: Words = None, answers: AnswerFlags, saved: SavedFlags) -> None:
     """Talk to a model in this terminal; /help lists what can be done there.
 
-    Lines from a pipe work too. When the context is full the oldest messages leave it, and are archived:
-    `emberkeep memory search` finds them, and so does the model.
+    A server that runs here and has the model answers, unless a flag asks for what it was not started with. Lines
+    from a pipe work too. When the context is full the oldest messages leave it, and are archived: `emberkeep
+    memory search` finds them, and so does the model.
     """
-    config = replace(config, parallel=1)
+    given = loaded.flags
+    config, question = with_words(replace(loaded.config, parallel=1), words or [], is_named="model" in given)
     if saved.list_all:
         list_saved(config)
     elif saved.export is not None:
         export_saved(config, *saved.export)
     else:
         found = find_saved(config, saved.continued) if saved.continued else None
-        if found is not None and model is None:
+        if found is not None and config.model == loaded.config.model and "model" not in given:
             config = with_its_model(config, found)
-        talk(config, found, answers, is_saving=saved.save)
+        running = None if answers.own else _find_running_model(config, given)
+        talk(config, found, answers, is_saving=saved.save, running=running, question=question)
 
 
-def talk(config: Config, saved: SavedConversation | None, flags: AnswerFlags, *, is_saving: bool) -> None:
-    """Until the user leaves. Raises EmberkeepError."""
-    install_model(config)
+def _find_running_model(config: Config, flags: Set[str]) -> RunningModel | None:
+    from emberkeep.cli.running_model import find_running_model
+
+    return find_running_model(config, flags)
+
+
+def with_words(config: Config, words: Sequence[str], *, is_named: bool) -> tuple[Config, str]:
+    """The first word names a model where there is one of that name, unless one is named already; all others are a
+    question. Raises ModelNotFound for what is most probably a mistyped name."""
+    from emberkeep.models.library import ModelLibrary
+
+    if is_named or not words:
+        return config, " ".join(words)
+    first, rest = words[0], " ".join(words[1:])
+    library = ModelLibrary(config.data_dir / "models")
+    try:
+        library.resolve(first)
+    except ModelNotFound as error:
+        names = (DEFAULT_MODEL, *(model.id for model in library.list()))
+        is_path = not is_model_name(first) and not any(map(str.isspace, first))
+        if first not in names and not is_path:
+            if get_close_matches(first, names, cutoff=_NEARLY):
+                raise error
+            return config, " ".join(words)
+    return replace(config, model=first), rest
+
+
+def talk(
+    config: Config,
+    saved: SavedConversation | None,
+    flags: AnswerFlags,
+    *,
+    is_saving: bool,
+    running: RunningModel | None = None,
+    question: str = "",
+) -> None:
+    """Until the user leaves, or the `question` is answered. `running`: the model, which a server has loaded.
+
+    Raises EmberkeepError.
+    """
+    if running is None:
+        install_model(config)
+    else:
+        config = replace(config, model=running.card.id)
     conversation = ChatHistory.resume(saved, flags.system) if saved else ChatHistory(flags.system)
     options: Options = {
         "temperature": flags.temperature,
@@ -151,16 +208,24 @@ def talk(config: Config, saved: SavedConversation | None, flags: AnswerFlags, *,
         # What could not be archived is said below the answer, and once.
         logging.getLogger("emberkeep.session").setLevel(logging.ERROR)
     # In a chat a person is asked before a tool does harm, and says how long answers may be: no server does.
-    with open_model(replace(config, server_tools=False, max_tokens=None)) as llm, tools_of(llm, config) as acting:
+    own = replace(config, server_tools=False, max_tokens=None)
+    with _connected(running) if running else open_model(own) as llm, tools_of(llm, config) as acting:
         journal = open_journal(llm, config, is_saving=is_saving)
-        terminal = Terminal(sys.stdout, interactive=sys.stdin.isatty(), shows_consulted=config.show_consulted)
+        is_talk = sys.stdin.isatty() and not question
+        terminal = Terminal(sys.stdout, interactive=is_talk, shows_consulted=config.show_consulted)
         session = ChatSession(llm, conversation, options, terminal, journal, acting)
         if session.interactive and (conversation.system or acting):
             _prewarm(llm, conversation.system, acting)
         if saved is not None:
             journal.knows(saved)
             _remind(session, config, saved)
-        session.run(_lines(config, session))
+        session.run([question] if question else _lines(config, session))
+
+
+def _connected(running: RunningModel) -> Emberkeep:
+    from emberkeep.library.emberkeep import Emberkeep
+
+    return Emberkeep(running)
 
 
 def _remind(session: ChatSession, config: Config, saved: SavedConversation) -> None:

@@ -37,7 +37,8 @@ _WITHOUT_NO = ("notools",)
 
 
 def with_settings(*names: str) -> Callable[[Command], Command]:
-    """Makes a command of a function with a parameter `config: Config`, which gets the settled configuration.
+    """Makes a command of a function with a parameter `config: Config`, which gets the settled configuration, or
+    `loaded: LoadedConfig`, which gets it with where each value came from.
 
     The command has the flags of the function's other parameters, where a dataclass stands for a flag per field,
     and then those in `names`: settings; `config`, for `--config`; and flags of its own that are to stand among
@@ -49,13 +50,15 @@ def with_settings(*names: str) -> Callable[[Command], Command]:
         own = {flag.name: flag for _, flags in groups.values() for flag in flags}
         first = [flag for name, flag in own.items() if name not in names]
         chosen = [name for name in names if name == "config" or name in settings.FIELDS]
+        wants_origins = "loaded" in signature(function).parameters
 
         def command(**given: Any) -> None:
             arguments = {
                 name: make(**{flag.name: given[flag.name] for flag in flags})
                 for name, (make, flags) in groups.items()
             }
-            function(config=load_config(**{name: given[name] for name in chosen}), **arguments)
+            loaded = settle(**{name: given[name] for name in chosen})
+            function(**({"loaded": loaded} if wants_origins else {"config": loaded.config}), **arguments)
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
         return with_flags(command, [*first, *(own.get(name) or _setting_flag(name) for name in names)])
@@ -149,9 +152,10 @@ LogLevelFlag = Annotated[str | None, setting("log_level")]
 
 
 def _flags_by_parameter(function: Command) -> dict[str, tuple[Callable[..., Any], list[Parameter]]]:
-    """Of every parameter but `config`: what makes its value of the values of its flags, and these flags."""
+    """Of every parameter of its own: what makes its value of the values of its flags, and these flags."""
     hints = get_type_hints(function, include_extras=True)
-    own = {name: flag for name, flag in signature(function).parameters.items() if name != "config"}
+    settled = ("config", "loaded")
+    own = {name: flag for name, flag in signature(function).parameters.items() if name not in settled}
     groups = {name for name in own if is_dataclass(hints[name])}
     return {
         name: (hints[name], flags_of(hints[name]))

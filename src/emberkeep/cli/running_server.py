@@ -11,6 +11,7 @@ from emberkeep.errors import EmberkeepError, NoSuchEntry
 from emberkeep.server.presence import server_urls
 from emberkeep.types import Json
 
+OK, LOADING = "ok", "loading"
 _HEALTH_S = 3.0
 """A server that takes longer to say that it is well is not asked for more."""
 _ANSWER_S = 60.0
@@ -38,21 +39,24 @@ class RunningServer:
             return answer
         raise _refusal(response.status_code, answer["error"]["message"])
 
-    def is_well(self) -> bool:
+    def health(self) -> dict[str, Json]:
+        """Empty where it does not answer."""
         try:
-            return self._http.get("/health", timeout=_HEALTH_S).is_success
-        except httpx.HTTPError:
-            return False
+            health = self._http.get("/health", timeout=_HEALTH_S).json()
+        except (httpx.HTTPError, ValueError):
+            return {}
+        return health if isinstance(health, dict) else {}
 
     def close(self) -> None:
         self._http.close()
 
 
-def find_server(config: Config) -> RunningServer | None:
-    """The latest server on the data folder that answers; None without one."""
+def find_server(config: Config, *, is_patient: bool = False) -> RunningServer | None:
+    """The latest server on the data folder that answers; None without one. `is_patient`: it may still load."""
+    accepted = (OK, LOADING) if is_patient else (OK,)
     for url in server_urls(config.data_dir):
-        server = RunningServer(_client(url, config.api_key))
-        if server.is_well():
+        server = RunningServer(httpx.Client(**connection(url, config.api_key)))
+        if server.health().get("status") in accepted:
             return server
         server.close()
     return None
@@ -66,10 +70,11 @@ def require_server(config: Config) -> RunningServer:
     return server
 
 
-def _client(url: str, api_key: str | None) -> httpx.Client:
+def connection(url: str, api_key: str | None) -> dict[str, Any]:
+    """Arguments of httpx's clients."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     # It is on this machine: no proxy is in between, and loading certificates would take longer than the answer.
-    return httpx.Client(base_url=url, headers=headers, trust_env=False, verify=False, timeout=_ANSWER_S)
+    return {"base_url": url, "headers": headers, "trust_env": False, "verify": False, "timeout": _ANSWER_S}
 
 
 def _refusal(status: int, message: str) -> EmberkeepError:

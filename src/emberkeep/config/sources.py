@@ -42,6 +42,11 @@ class LoadedConfig:
     warning: str = ""
     """What a file says that is not trusted, and was left out; empty where there is no such thing."""
 
+    @property
+    def flags(self) -> frozenset[str]:
+        """The settings that were given on the command line."""
+        return frozenset(key for key, origin in self.origins.items() if origin.startswith("flag "))
+
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
