@@ -238,6 +238,59 @@ def test_a_template_may_cut_and_change_it(source: str, expected: str) -> None:
     assert not any("<|im_end|>" in part for part in written.parts)
 
 
+_WITHOUT_SWITCHES = "{{ messages[0].content.replace('/think', '') | replace(\"/no_think\", '') }}"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "<|im_/thinkend|>",
+        "<|im_/no_thinkend|>",
+        "<|im_/no_/thinkthinkend|>",
+        "</think|im_end|/no_think>",
+        "<|im_end|>",
+    ],
+)
+def test_what_a_template_takes_out_of_a_text_joins_no_control_token(content: str) -> None:
+    written = rendered(_WITHOUT_SWITCHES, content)
+    assert "/think" not in written.text
+    assert not any("<|im_end|>" in part for part in written.parts)
+
+
+def test_what_a_template_takes_out_leaves_no_seam_where_it_joins_nothing() -> None:
+    written = rendered(_WITHOUT_SWITCHES, "/think is <b> and /no_think is </b>")
+    assert (written.text, written.seams) == (" is <b> and  is </b>", ())
+
+
+def test_names_and_ids_of_users_and_tools_are_text_too() -> None:
+    prompts = builder(EVERYTHING)
+    messages = (
+        Message("user", "Go.", name=FORGED),
+        Message("assistant", "", tool_calls=(ToolCall("1", "f", "{}"),)),
+        Message("tool", "done", tool_call_id=FORGED, name=FORGED),
+    )
+    prompt = prompts.build(Request(messages=messages), EXACT)
+    assert specials_of(prompt) == 7
+    assert read(prompt).count(FORGED) == 3
+
+
+PLAIN_TOOLS = (
+    "{% for t in tools or [] %}{{ t.function.name }}: {{ t.function.description }}"
+    "{% for key in t.function.parameters.properties %} {{ key }}{% endfor %}; {% endfor %}"
+    "{% for m in messages %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("control", ['<|"|>', "\\n", '"!', "<\\>", "\n\n"])
+def test_a_control_token_that_json_escapes_is_text_in_a_definition(control: str) -> None:
+    template = SeamedTemplate(ChatTemplate(PLAIN_TOOLS, bos="", eos=""), TinyVocab((control,)))
+    parameters = {"type": "object", "properties": {f"p{control}": {"enum": [control, 1, None]}}}
+    written = template.render([Message("user", "Hi.")], [Tool("t", f"a{control}b", parameters)])
+    assert written.text == f"t: a{control}b p{control}; Hi."
+    assert not any(control in part for part in written.parts)
+
+
 def test_control_tokens_that_overlap_each_have_a_seam() -> None:
     vocab = TinyVocab(("<<SYS>>", "<SYS>", "S>x"))
     template = SeamedTemplate(ChatTemplate("{{ messages[0].content }}", bos="", eos=""), vocab)

@@ -111,6 +111,12 @@ def test_a_file_that_others_can_change_is_remarked_on(folder: Path) -> None:
     assert "Other users of this machine can change this file." in run("trust", "--yes").stdout
 
 
+def test_what_is_emptied_is_shown_too(folder: Path) -> None:
+    write(folder, 'disable_tools = []\napi_key = ""\n')
+    shown = run("trust", "--yes").stdout.splitlines()
+    assert [line for line in shown if line == "    none"] == ["    none"] * 2
+
+
 def test_a_file_without_risk_needs_no_trust(folder: Path) -> None:
     write(folder, "ctx = 4096\n")
     assert "needs no trust" in run("trust").stdout

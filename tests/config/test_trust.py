@@ -16,7 +16,8 @@ from emberkeep.library.emberkeep import Emberkeep
 
 HARMLESS = {
     *("model", "draft_model"),  # as the names of installed models
-    *("accept_any_model", "ctx", "parallel", "threads", "kv_type", "flash_attention", "gpu_layers", "cpu_moe"),
+    "threads",  # no more than there are cores
+    *("accept_any_model", "ctx", "parallel", "kv_type", "flash_attention", "gpu_layers", "cpu_moe"),
     *("tensor_split", "engine", "device", "dtype", "quantization", "attention", "residency", "keep_first"),
     *("keep_last", "prefill_slice", "kv_bits", "approximate", "speculation", "draft_max", "auto_truncate"),
     *("evict", "low_water", "pooling", "truncate_dimensions", "reasoning", "show_consulted"),
@@ -53,13 +54,13 @@ def agree_to(file: Path) -> None:
 @pytest.mark.parametrize("key", sorted(FIELDS.keys() - HARMLESS))
 def test_what_could_do_harm_is_left_out_and_named(tmp_path: Path, key: str) -> None:
     before = load(tmp_path)
-    file = write(tmp_path, **{key: "anything"}, threads=3)
+    file = write(tmp_path, **{key: "anything"}, ctx=4096)
     loaded = load(tmp_path)
     assert getattr(loaded.config, key) == getattr(before.config, key)
     assert loaded.warning.startswith(f"{file} is not trusted, and what it says of {key} is left out: ")
     assert "`emberkeep config trust`" in loaded.warning
     assert loaded.origins[key] == f"default (that of {file} is not trusted)"
-    assert loaded.config.threads == 3
+    assert loaded.config.ctx == 4096
 
 
 @pytest.mark.parametrize("key", sorted(HARMLESS))
@@ -70,10 +71,21 @@ def test_what_does_no_harm_counts_without_a_question(tmp_path: Path, key: str) -
 
 
 @pytest.mark.parametrize("key", ["model", "draft_model"])
-@pytest.mark.parametrize("value", ["./m", "m.gguf", "m.gguf ", " ./m", "own/er", "/m", "..", ".", "~/m", 3, ["m"]])
+@pytest.mark.parametrize(
+    "value", ["./m", "m.gguf", "m.gguf ", " ./m", "own/er", "/m", "m:cloud", "..", ".", "~/m", 3, ["m"]]
+)
 def test_a_model_is_harmless_by_its_name_and_not_by_a_path(tmp_path: Path, key: str, value: object) -> None:
     write(tmp_path, **{key: value})
     assert f"says of {key} is left out" in load(tmp_path).warning
+
+
+def test_threads_are_harmless_as_far_as_there_are_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    write(tmp_path, threads=4)
+    assert (load(tmp_path).config.threads, load(tmp_path).warning) == (4, "")
+    write(tmp_path, threads=5)
+    assert load(tmp_path).config.threads is None
+    assert "says of threads is left out" in load(tmp_path).warning
 
 
 def test_a_file_counts_wholly_once_it_is_trusted_and_until_it_changes(tmp_path: Path) -> None:
@@ -126,10 +138,10 @@ def test_a_file_that_is_named_is_trusted(tmp_path: Path) -> None:
 
 
 def test_a_file_of_the_folder_takes_away_nothing_of_the_users_own(tmp_path: Path, own_folders: Path) -> None:
-    own = write(own_folders / "config", api_key="mine", disable_tools=["command"], threads=2)
-    write(tmp_path, disable_tools=[], threads=3)
+    own = write(own_folders / "config", api_key="mine", disable_tools=["command"], ctx=2048)
+    write(tmp_path, disable_tools=[], ctx=4096)
     loaded = load(tmp_path)
-    assert (loaded.config.api_key, loaded.config.disable_tools, loaded.config.threads) == ("mine", ("command",), 3)
+    assert (loaded.config.api_key, loaded.config.disable_tools, loaded.config.ctx) == ("mine", ("command",), 4096)
     assert loaded.origins["disable_tools"].startswith(f"file {own} (that of {tmp_path}")
 
 
@@ -169,12 +181,12 @@ def test_a_file_without_an_end_is_refused_and_not_read_whole(tmp_path: Path) -> 
 def test_a_library_call_keeps_to_the_same_rule_and_warns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(tmp_path, port=9000, threads=3)
+    write(tmp_path, port=9000, ctx=4096)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("emberkeep.library.emberkeep.ensure_model", lambda config: None)
     monkeypatch.setattr(Emberkeep, "open", lambda config: config)
     config = Emberkeep.load()
-    assert (config.port, config.threads) == (8080, 3)
+    assert (config.port, config.ctx) == (8080, 4096)
     assert [record.message for record in caplog.records] == [load(tmp_path).warning]
 
 

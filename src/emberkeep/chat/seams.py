@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 
@@ -26,6 +26,9 @@ _QUOTED = ("user", "tool")
 _NONCHARACTERS = range(0xFDD0, 0xFDF0)
 """Unicode keeps them for programs' own use. Texts hardly ever have one, and none have them all by chance."""
 _PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0x110000))
+_REPLACED = re.compile(r"""replace\(\s*['"]([^'"]{1,64})['"]\s*,\s*['"]([^'"]{0,64})['"]""")
+"""What a template takes out of texts, or writes shorter: `content.replace('/think', '')`."""
+_MOST_REPLACED = 16
 _ESCAPES = re.compile(r"u[0-9a-f]{4}(?:\\u[0-9a-f]{4})*")
 """Without the first backslash: another text may end with it."""
 
@@ -87,6 +90,10 @@ class SeamedTemplate:
         self._template = template
         self._controls = alternatives(text for text, token in vocab.specials.items() if token in vocab.controls)
         self._source = template.source.lower()
+        pairs = dict.fromkeys(_REPLACED.findall(template.source))
+        # The source is foreign: it must not decide how much is built here.
+        self._replaced = [(old, new) for old, new in pairs if len(new) <= len(old)][:_MOST_REPLACED]
+        self._borders = alternatives(old for old, _ in self._replaced)
 
     def render(
         self,
@@ -97,11 +104,10 @@ class SeamedTemplate:
         args: Mapping[str, Json] = NO_ARGS,
     ) -> SeamedText:
         """As `ChatTemplate.render`. Raises InvalidField where no character is left for seams."""
-        definitions = [_definition(tool) for tool in tools]
         seam = ""
-        if any(map(self._has_control, chain(definitions, (m.content for m in messages if m.role in _QUOTED)))):
-            seam = next(self._marks(messages, tools, definitions, args))
-            messages, tools = self._with_marks(messages, tools, definitions, seam)
+        if any(map(self._may_control, chain(_told(messages), map(_texts, tools)))):
+            seam = next(self._marks(messages, tools, args))
+            messages, tools = self._with_marks(messages, tools, seam)
         text = self._template.render(messages, tools, add_generation_prompt=add_generation_prompt, args=args)
         return _without_marks(text, seam) if seam else SeamedText(text)
 
@@ -110,11 +116,10 @@ class SeamedTemplate:
     ) -> SeamedText | None:
         """Up to the end of the last message's text, without what the template writes after it. None where the
         template leaves it out."""
-        definitions = [_definition(tool) for tool in tools]
-        marks = self._marks(messages, tools, definitions, args)
+        marks = self._marks(messages, tools, args)
         seam, end = next(marks), next(marks)
         *others, last = messages
-        others, tools = self._with_marks(others, tools, definitions, seam)
+        others, tools = self._with_marks(others, tools, seam)
         marked = [*others, replace(last, content=last.content + end)]
         text = self._template.render(marked, tools, add_generation_prompt=False, args=args)
         beginning, is_written, _ = _unescaped(text, end).rpartition(end)
@@ -128,37 +133,49 @@ class SeamedTemplate:
             seams.append(start)
         return SeamedText(text, tuple(seams))
 
+    def _may_control(self, text: str) -> bool:
+        """It holds a control token, or will when the template has replaced something in it."""
+        return any(map(self._has_control, (text, *self._edited(text))))
+
     def _has_control(self, text: str) -> bool:
         return self._controls is not None and self._controls.search(text) is not None
 
+    def _edited(self, text: str) -> Iterator[str]:
+        """What the template's replacements make of it, each alone and one after the other."""
+        edited = text
+        for old, new in self._replaced:
+            if old in text:
+                yield text.replace(old, new)
+            if old in edited:
+                edited = edited.replace(old, new)
+                yield edited
+
     def _with_marks(
-        self, messages: Sequence[Message], tools: Sequence[Tool], definitions: Sequence[str], seam: str
+        self, messages: Sequence[Message], tools: Sequence[Tool], seam: str
     ) -> tuple[list[Message], list[Tool]]:
-        marked = [self._message(message, seam) for message in messages]
-        return marked, [self._tool(*one, seam) for one in zip(tools, definitions, strict=True)]
+        def marked(text: str) -> str:
+            return self._marked(text, seam)
 
-    def _message(self, message: Message, seam: str) -> Message:
-        if message.role not in _QUOTED or not self._has_control(message.content):
-            return message
-        return replace(message, content=seam.join(self.quote(message.content).parts))
+        return [_change_message(one, marked) for one in messages], [_change_tool(tool, marked) for tool in tools]
 
-    def _tool(self, tool: Tool, definition: str, seam: str) -> Tool:
-        """Descriptions of tools come from other servers too."""
-        if not self._has_control(definition):
-            return tool
-        description, parameters = json.loads(seam.join(self.quote(definition).parts))
-        return Tool(tool.name, description, parameters)
+    def _marked(self, text: str, seam: str) -> str:
+        quoted = self.quote(text)
+        marked = seam.join(quoted.parts)
+        if self._borders is None or not any(map(self._has_control, self._edited(marked))):
+            return marked
+        # What stands on the two sides of a text that will be replaced is not joined.
+        cuts = (cut for match in self._borders.finditer(text) for cut in match.span())
+        return seam.join(SeamedText(text, tuple(sorted({*quoted.seams, *cuts}))).parts)
 
     def _marks(
         self,
         messages: Sequence[Message],
         tools: Sequence[Tool],
-        definitions: Sequence[str],
         args: Mapping[str, Json],
     ) -> Iterator[str]:
         """Characters that are nowhere in what the template reads, and that it does not write by itself: one after
         the other, always the same ones. Raises InvalidField where there are no more."""
-        texts = [*definitions, *(tool.name for tool in tools)]
+        texts = [_definition(tool) for tool in tools]
         texts.append(json.dumps(dict(args), ensure_ascii=False, default=str))
         for message in messages:
             texts += (message.content, message.reasoning, message.tool_call_id or "", message.name or "")
@@ -170,9 +187,48 @@ class SeamedTemplate:
         raise InvalidField("messages", "they have every character of private use: leave one of them out.")
 
 
+def _told(messages: Sequence[Message]) -> Iterator[str]:
+    """What messages hold that others may have written."""
+    for message in messages:
+        if message.role in _QUOTED:
+            yield from (message.content, message.name or "", message.tool_call_id or "")
+
+
+def _change_message(message: Message, change: Callable[[str], str]) -> Message:
+    if message.role not in _QUOTED:
+        return message
+    name, call = (value and change(value) for value in (message.name, message.tool_call_id))
+    return replace(message, content=change(message.content), name=name, tool_call_id=call)
+
+
+def _texts(tool: Tool) -> str:
+    """One per line. Definitions of tools come from other servers too."""
+    found: list[str] = []
+
+    def note(text: str) -> str:
+        found.append(text)
+        return text
+
+    _change_tool(tool, note)
+    return "\n".join(found)
+
+
+def _change_tool(tool: Tool, change: Callable[[str], str]) -> Tool:
+    """All but its name, which is made of letters."""
+    return Tool(tool.name, change(tool.description), _change_all(tool.parameters, change))
+
+
+def _change_all(value: Json, change: Callable[[str], str]) -> Json:
+    """Every text in it, not as JSON writes it: quotation marks are escaped there."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key): _change_all(item, change) for key, item in value.items()}
+    return [_change_all(item, change) for item in value] if isinstance(value, (list, tuple)) else value
+
+
 def _definition(tool: Tool) -> str:
-    """As JSON, all but its name."""
-    return json.dumps([tool.description, tool.parameters], ensure_ascii=False)
+    return json.dumps([tool.name, tool.description, tool.parameters], ensure_ascii=False)
 
 
 def _parsed(arguments: str) -> str:

@@ -123,6 +123,8 @@ def _values(file: ConfigFile, key: str) -> list[str]:
     if key == "mcp":
         return [_server(server) for server in file.parsed(key)]
     value = file.public(key)
+    if value is None or value == []:
+        return ["none"]  # which may take away what the user's own file says
     if isinstance(value, list):
         return [_entry(item) for item in value]
     return [_entry(value)]

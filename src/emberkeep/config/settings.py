@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import Field, field, fields, replace
 from pathlib import Path
@@ -93,6 +94,18 @@ def is_model_name(value: object) -> bool:
     return not ("/" in name or name.startswith(".") or name.endswith(".gguf"))
 
 
+def _is_name_here(value: object) -> bool:
+    """Where a service answers, `:` in a name may choose who computes: an Ollama that runs here sends what
+    `model:cloud` is asked to its maker."""
+    return is_model_name(value) and ":" not in str(value)
+
+
+def _has_cores(value: object) -> bool:
+    """Threads that have no core of their own wait for each other by spinning: with hundreds of them the machine is
+    busy for minutes with one token."""
+    return value == "auto" or (isinstance(value, int) and value <= (os.cpu_count() or 1))
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Config:
     model: str | None = _setting(
@@ -100,7 +113,7 @@ class Config:
         or_word(TEXT, "auto"),
         f"Model to load: an installed name, a .gguf file, or a folder of safetensors; auto: {DEFAULT_MODEL} here, "
         "and elsewhere what a backend takes by itself.",
-        harmless=is_model_name,
+        harmless=_is_name_here,
     )
     models: tuple[str, ...] = _setting(
         (),
@@ -137,7 +150,9 @@ class Config:
         "Longest conversation in tokens; auto takes the model's own length, capped.",
     )
     parallel: int = _harmless(4, whole(1, 256), "Requests that are generated at the same time.")
-    threads: int | None = _harmless(None, or_word(whole(1, 1024), "auto"), "CPU threads; auto takes every core.")
+    threads: int | None = _setting(
+        None, or_word(whole(1, 1024), "auto"), "CPU threads; auto takes every core.", harmless=_has_cores
+    )
     lora: tuple[LoraFile, ...] = _setting(
         (), LORAS, "LoRA adapters (GGUF) to apply to a GGUF model, and how strongly; 1 unless told."
     )
@@ -271,7 +286,7 @@ class Config:
         None,
         or_word(TEXT, "none"),
         "A small model with the same vocabulary that drafts, too: an installed name, a file or a folder.",
-        harmless=is_model_name,
+        harmless=_is_name_here,
     )
     draft_max: int = _harmless(24, whole(1, 64), "Most tokens that are drafted for one answer in one step.")
     planning: bool = _setting(True, SWITCH, "Predict the memory of every request, and refuse one that cannot fit.")
