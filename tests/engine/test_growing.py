@@ -64,6 +64,15 @@ def test_beyond_all_cells_there_is_no_room(open_engine) -> None:
     assert exported(engine, 0, 0, 500) == before
 
 
+def test_a_step_may_have_more_rows_than_an_engine_begins_with_cells(open_engine) -> None:
+    engine = open_engine(batch=600, rope_switches=False)
+    assert engine.evaluate([Rows(0, 0, TOKENS[:600], outputs=1)]) is Outcome.DONE
+    evaluate(engine, 0, 600, 1000)
+    engine.trim(0, 0)
+    engine.rest()
+    assert engine.evaluate([Rows(0, 0, TOKENS[:600], outputs=1)]) is Outcome.DONE
+
+
 def test_where_no_larger_one_can_be_opened_nothing_is_lost(open_engine, monkeypatch) -> None:
     engine = open_engine(rope_switches=False)
     evaluate(engine, 0, 0, 200)

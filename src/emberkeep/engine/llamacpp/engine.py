@@ -169,7 +169,9 @@ class LlamaEngine:
             self._switch.settle()
         # What is on a GPU is planned as a whole, and with the number of cells some models rotate in another way.
         is_steady = self._model.offloads or self._settings.rope_switches or self._unit is not KvUnit.RANGE
-        self._room = self._settings.cells if is_steady else min(FIRST_CELLS, self._settings.cells)
+        # llama.cpp takes no more rows in a step than a context has cells.
+        first = max(FIRST_CELLS, _rounded(self._settings.batch))
+        self._room = self._settings.cells if is_steady else min(first, self._settings.cells)
         """Cells of the context."""
         self._least_room = self._room
 
