@@ -98,6 +98,16 @@ def test_it_does_not_grow_where_memory_is_short(open_engine, monkeypatch) -> Non
     assert cells(engine) == 256
 
 
+def test_where_memory_is_short_it_has_no_more_cells_than_there_is_memory_for(open_engine, monkeypatch) -> None:
+    engine = open_engine(rope_switches=False)
+    evaluate(engine, 0, 0, 500)
+    of_a_token = engine.capabilities.kv_bytes_per_token
+    # It takes a copy of 500 tokens, too.
+    monkeypatch.setattr(module, "free_ram", lambda: (500 + 900) * of_a_token)
+    assert engine.evaluate([Rows(1, 0, OTHER[:100], outputs=1)]) is Outcome.DONE
+    assert cells(engine) == 768
+
+
 def test_at_rest_it_has_the_cells_that_are_in_use(open_engine) -> None:
     engine = open_engine(rope_switches=False)
     evaluate(engine, 0, 0, 900)

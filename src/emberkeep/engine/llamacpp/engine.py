@@ -520,11 +520,12 @@ class LlamaEngine:
         """Open a context that has room for so many more cells, or for as many as there may be. False: it stays."""
         if self._room >= self._settings.cells:
             return False
-        room = min(self._settings.cells, max(2 * self._room, _rounded(self._cells.used + more)))
+        least = min(self._settings.cells, _rounded(self._cells.used + more))
+        room = min(self._settings.cells, max(2 * self._room, least))
         free = free_ram()
-        if free is not None and (room + self._cells.used) * self._row_bytes() >= free:
-            return False
-        return self._resize(room)
+        if free is not None:  # beside the new one there is a copy of all state
+            room = min(room, (free // self._row_bytes() - self._cells.used) // _GRAIN * _GRAIN)
+        return max(least, self._room + 1) <= room and self._resize(room)
 
     def rest(self) -> None:
         room = max(self._least_room, _rounded(self._cells.used))
