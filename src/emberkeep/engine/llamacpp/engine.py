@@ -154,7 +154,8 @@ class LlamaEngine:
             )
             if model.offloads:
                 self._take_a_step()
-            self.footprint = footprint_of(model, settings, allocated, self._row_bytes(), self._switch.has_choice)
+            has_scores = self._switch.has_choice or (not settings.flash and self._room < settings.cells)
+            self.footprint = footprint_of(model, settings, allocated, self._row_bytes(), has_scores)
         except EngineError:
             self.close()
             raise
