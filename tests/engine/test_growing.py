@@ -64,6 +64,15 @@ def test_beyond_all_cells_there_is_no_room(open_engine) -> None:
     assert exported(engine, 0, 0, 500) == before
 
 
+def test_a_step_may_have_more_rows_than_an_engine_begins_with_cells(open_engine) -> None:
+    engine = open_engine(batch=600, rope_switches=False)
+    assert engine.evaluate([Rows(0, 0, TOKENS[:600], outputs=1)]) is Outcome.DONE
+    evaluate(engine, 0, 600, 1000)
+    engine.trim(0, 0)
+    engine.rest()
+    assert engine.evaluate([Rows(0, 0, TOKENS[:600], outputs=1)]) is Outcome.DONE
+
+
 def test_where_no_larger_one_can_be_opened_nothing_is_lost(open_engine, monkeypatch) -> None:
     engine = open_engine(rope_switches=False)
     evaluate(engine, 0, 0, 200)
@@ -87,6 +96,16 @@ def test_it_does_not_grow_where_memory_is_short(open_engine, monkeypatch) -> Non
     evaluate(engine, 0, 0, 200)
     assert engine.evaluate([Rows(1, 0, OTHER[:100], outputs=1)]) is Outcome.NO_ROOM
     assert cells(engine) == 256
+
+
+def test_where_memory_is_short_it_has_no_more_cells_than_there_is_memory_for(open_engine, monkeypatch) -> None:
+    engine = open_engine(rope_switches=False)
+    evaluate(engine, 0, 0, 500)
+    of_a_token = engine.capabilities.kv_bytes_per_token
+    # It takes a copy of 500 tokens, too.
+    monkeypatch.setattr(module, "free_ram", lambda: (500 + 900) * of_a_token)
+    assert engine.evaluate([Rows(1, 0, OTHER[:100], outputs=1)]) is Outcome.DONE
+    assert cells(engine) == 768
 
 
 def test_at_rest_it_has_the_cells_that_are_in_use(open_engine) -> None:

@@ -69,6 +69,13 @@ def test_what_the_process_holds_beyond_its_buffers_is_always_there(open_engine, 
         assert open_engine().footprint.fixed >= held
 
 
+def test_scores_behind_cells_to_come_are_counted_from_the_start(open_engine, empty_process):
+    growing, steady = (
+        open_engine(cells=16_384, flash=False, rope_switches=is_steady).footprint for is_steady in (False, True)
+    )
+    assert growing.fixed == pytest.approx(steady.fixed, rel=0.15)
+
+
 def test_an_engine_with_a_choice_has_room_for_scores(open_engine, empty_process):
     """A number for each row, cell and head, which it needs without flash attention only."""
     table = StepTable((1,), (64,), ((1.0,),))

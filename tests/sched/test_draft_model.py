@@ -436,6 +436,10 @@ class Improving(SmallEngine):
         super().__init__()
         self.held: list[int] = []
         self.improved = threading.Event()
+        self.rested = threading.Event()
+
+    def rest(self):
+        self.rested.set()
 
     def improve(self, is_wanted):
         self.held.append(self.stats()["pool"]["used_blocks"])
@@ -450,6 +454,17 @@ def test_it_becomes_quicker_in_gaps_when_nothing_is_in_it(monkeypatch, plain):
         assert small.improved.wait(PATIENCE)
         assert rig.run(PROMPT, max_new=LONG).answer == plain
     assert small.held == [0]
+
+
+def test_it_gives_back_memory_when_nothing_has_run(monkeypatch, plain):
+    monkeypatch.setattr("emberkeep.sched.scheduler._GAP_S", 0.01)
+    monkeypatch.setattr("emberkeep.sched.scheduler._REST_S", 0.01)
+    small = Improving()
+    with Rig(draft=small) as rig:
+        assert small.rested.wait(PATIENCE)
+        small.rested.clear()
+        assert rig.run(PROMPT, max_new=LONG).answer == plain
+        assert small.rested.wait(PATIENCE)
 
 
 def test_what_is_idle_in_it_makes_way(plain):

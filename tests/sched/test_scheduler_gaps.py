@@ -77,6 +77,17 @@ def test_what_fails_in_a_gap_fails_no_request(rig: tuple[Rig, Improving], error:
     assert opened.scheduler.failure() is None
 
 
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_what_is_given_up_later_is_given_back_too(rig: tuple[Rig, Improving], is_forgotten: bool) -> None:
+    opened, engine = rig
+    answer(opened)
+    assert engine.rested.wait(PATIENCE)
+    engine.rested.clear()
+    scheduler = opened.scheduler
+    (scheduler.forget({""}) if is_forgotten else scheduler.drop_idle([], 0.0)).result(PATIENCE)
+    assert engine.rested.wait(PATIENCE)
+
+
 def test_work_for_a_gap_waits_while_something_runs_and_finds_nothing_in_the_engine(
     rig: tuple[Rig, Improving],
 ) -> None:

@@ -301,6 +301,11 @@ class DraftModel:
         self._slots.clear_the_way(None)
         return not self._slots.active and self._engine.improve(is_wanted)
 
+    def rest(self) -> None:
+        """See `Engine`."""
+        with self._or_end():
+            self._engine.rest()
+
     def forget(self, owners: Container[str]) -> None:
         """Drop what is idle for these; of what is drafted for them now nothing is kept."""
         self._slots.forget(owners)

@@ -167,7 +167,7 @@ class Scheduler:
         """No sequence is started while something is in here."""
         self._gap_work: deque[GapWork] = deque([engine.improve])
         self._is_resting = False
-        """The engine has rested since something ran."""
+        """The engine has rested since something ran or was given up."""
         self._slots = Slots(engine, settings.tracked)
         self._draft = DraftModel(draft, settings.tracked, settings.prefill_slice, self._wake) if draft else None
         if self._draft is not None:
@@ -264,6 +264,7 @@ class Scheduler:
             for sequence in self._waiting:
                 if sequence.lineage.owner in owners:
                     sequence.forget()
+            self._is_resting = False
             self._slots.forget(owners)
             self.recent.forget(owners)
             self._timeline.forget(owners)
@@ -279,6 +280,7 @@ class Scheduler:
         listed = set(entries)
 
         def drop() -> None:
+            self._is_resting = False
             self._slots.drop_idle(listed, unnamed_s)
             if self._draft is not None:
                 self._draft.drop_idle(listed, unnamed_s)
@@ -683,6 +685,8 @@ class Scheduler:
             log.warning("the engine could not give back memory, and forgets what is idle: %s", error)
             for sequence in self._slots.idle:
                 self._slots.drop(sequence)
+        if self._draft is not None:
+            self._draft.rest()
 
     def _work_in_gap(self) -> None:
         """Never raises: it only makes later work quicker."""

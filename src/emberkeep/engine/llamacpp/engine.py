@@ -154,7 +154,8 @@ class LlamaEngine:
             )
             if model.offloads:
                 self._take_a_step()
-            self.footprint = footprint_of(model, settings, allocated, self._row_bytes(), self._switch.has_choice)
+            has_scores = self._switch.has_choice or (not settings.flash and self._room < settings.cells)
+            self.footprint = footprint_of(model, settings, allocated, self._row_bytes(), has_scores)
         except EngineError:
             self.close()
             raise
@@ -169,7 +170,9 @@ class LlamaEngine:
             self._switch.settle()
         # What is on a GPU is planned as a whole, and with the number of cells some models rotate in another way.
         is_steady = self._model.offloads or self._settings.rope_switches or self._unit is not KvUnit.RANGE
-        self._room = self._settings.cells if is_steady else min(FIRST_CELLS, self._settings.cells)
+        # llama.cpp takes no more rows in a step than a context has cells.
+        first = max(FIRST_CELLS, _rounded(self._settings.batch))
+        self._room = self._settings.cells if is_steady else min(first, self._settings.cells)
         """Cells of the context."""
         self._least_room = self._room
 
@@ -518,11 +521,12 @@ class LlamaEngine:
         """Open a context that has room for so many more cells, or for as many as there may be. False: it stays."""
         if self._room >= self._settings.cells:
             return False
-        room = min(self._settings.cells, max(2 * self._room, _rounded(self._cells.used + more)))
+        least = min(self._settings.cells, _rounded(self._cells.used + more))
+        room = min(self._settings.cells, max(2 * self._room, least))
         free = free_ram()
-        if free is not None and (room + self._cells.used) * self._row_bytes() >= free:
-            return False
-        return self._resize(room)
+        if free is not None:  # beside the new one there is a copy of all state
+            room = min(room, (free // self._row_bytes() - self._cells.used) // _GRAIN * _GRAIN)
+        return max(least, self._room + 1) <= room and self._resize(room)
 
     def rest(self) -> None:
         room = max(self._least_room, _rounded(self._cells.used))

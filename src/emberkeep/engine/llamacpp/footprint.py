@@ -28,16 +28,16 @@ def footprint_of(
     settings: LlamaSettings,
     told: Sequence[Buffer],
     kv_bytes_per_token: int,
-    is_switched: bool,
+    has_scores: bool,
 ) -> Footprint | None:
     """Of an engine that is open, idle, and has taken a step. None where it does not say what is on a GPU.
 
-    `told`: what was allocated for it. `is_switched`: it may be opened without flash attention, although it was
-    opened with it.
+    `told`: what was allocated for it. `has_scores`: it may be opened without flash attention, although it was
+    opened with it or with fewer cells.
     """
     if model.offloads:
         return on_gpu(model, settings, told, kv_bytes_per_token, gpus())
-    later = _sum(told, _OF_STEPS) + (score_bytes(model, settings) if is_switched else 0)
+    later = _sum(told, _OF_STEPS) + (score_bytes(model, settings) if has_scores else 0)
     least = int(llama().llama_model_size(model.handle)) + settings.cells * kv_bytes_per_token
     held = max(sum(buffer.size for buffer in told) - _sum(told, _OF_STEPS), least)
     return Footprint(
