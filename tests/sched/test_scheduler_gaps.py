@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
 from emberkeep.sched import scheduler as module
 from helpers.scheduling import PATIENCE, Recorder, Rig
+from helpers.waiting import eventually
 
 PROMPT = list(range(40, 90))
 
@@ -75,6 +77,26 @@ def test_what_fails_in_a_gap_fails_no_request(rig: tuple[Rig, Improving], error:
     assert engine.rested.wait(PATIENCE)
     assert answer(opened).tokens == first.tokens
     assert opened.scheduler.failure() is None
+
+
+@pytest.mark.parametrize(("cells", "kept"), [(None, 108), (110, 108), (60, 56), (40, 0)])
+def test_conversations_that_would_hold_memory_are_given_up_and_the_latest_stays(
+    rig: tuple[Rig, Improving], cells: int | None, kept: int
+) -> None:
+    opened, engine = rig
+    engine.capabilities = replace(engine.capabilities, resting_cells=cells)
+    recorders = Recorder(), Recorder()
+    early = opened.sequence(list(range(40, 90)), recorders[0], max_new=2)
+    late = opened.sequence(list(range(140, 190)), recorders[1], max_new=6)
+    opened.scheduler.call(lambda: list(map(opened.scheduler.submit, (early, late))))  # side by side
+    for recorder in recorders:
+        recorder.wait()
+
+    def resident() -> int:
+        tokens: int = opened.scheduler.stats()["resident_tokens"]
+        return tokens
+
+    assert eventually(lambda: resident() == kept), resident()
 
 
 @pytest.mark.parametrize("is_forgotten", [False, True])

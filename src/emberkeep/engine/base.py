@@ -78,6 +78,8 @@ class Capabilities:
     wide_rows: int | None = None
     """Rows of one sequence in a step from which on its state has the same bytes however it is cut into such steps,
     while the engine holds nothing else; None where each number of rows rounds in its own way."""
+    resting_cells: int | None = None
+    """Those of `cells` whose memory the engine keeps when it rests, however little is in them; None: all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ GapWork = Callable[[Callable[[], bool]], bool]
 """Is given a function that says whether something waits; says whether all is done."""
 
 _FULL = "The context memory is full: try again with fewer requests."
-_GAP_S, _REST_S = 1.0, 20.0
+_GAP_S, _REST_S = 1.0, 40.0
 """After so long without work, what makes later work quicker is done, and memory that is not used is given back."""
 
 
@@ -678,7 +678,11 @@ class Scheduler:
             self._rest()
 
     def _rest(self) -> None:
+        """Gives memory back. Conversations that would keep the engine from it are given up: the store has them."""
         self._is_resting = True
+        kept = self._engine.capabilities.resting_cells
+        if kept is not None:
+            self._slots.keep_latest(kept)
         try:
             self._engine.rest()
         except (EngineError, MemoryError) as error:

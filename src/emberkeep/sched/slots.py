@@ -154,6 +154,13 @@ class Slots:
             if is_old or sequence.entry in entries:
                 self.drop(sequence)
 
+    def keep_latest(self, tokens: int) -> None:
+        """Give up what is idle beyond so many tokens; what was used last stays first."""
+        for sequence in sorted(self.idle, key=lambda s: s.last_used, reverse=True):
+            tokens -= sequence.computed
+            if tokens < 0:
+                self.drop(sequence)
+
     def forget(self, owners: Container[str]) -> None:
         """Give up everything that rests for these, exact or not; of what is being computed nothing is kept."""
         for sequence in [*self.idle, *self.active]:
