@@ -108,6 +108,7 @@ def test_a_server_that_is_told_to_end_does_not_wait_for_its_model(gate: Gate) ->
         assert gate.half.wait(WAIT_S)
     assert not gate.go_on.is_set()
     assert models.starting is not None
+    assert models.failure() is None
 
 
 def test_the_only_model_of_a_server_is_not_unloaded(gate: Gate) -> None:

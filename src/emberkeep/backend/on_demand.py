@@ -238,10 +238,10 @@ class OnDemandBackend:
     def _note_failure(self, error: Exception) -> None:
         self._error = str(error)
         self._needs = None  # its file may be another one the next time
-        if self.starting is not None:
-            self._failure = error if isinstance(error, EmberkeepError) else EngineError(f"{error!r}")
-        else:
+        if self.starting is None:
             log.warning("%s cannot be loaded: %s", self.name, error)
+        elif not self._is_closed:  # else it was given up
+            self._failure = error if isinstance(error, EmberkeepError) else EngineError(f"{error!r}")
 
     def _room(self) -> AbstractAsyncContextManager[None]:
         # The first of all finds room, or fails: what it needs is not known before it is here.
