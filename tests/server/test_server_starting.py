@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.backend.base import Backend
+from emberkeep.cli.model_setup import Lines
 from emberkeep.config import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError, EngineError, ModelBroken
@@ -36,8 +38,8 @@ class Gate:
     def prepare(self, reporter: Reporter) -> None:
         reporter.progress("Checking", 1, None)
 
-    def open(self, config: Config, parts: object, report: Callable[[int, int], None]) -> Backend:
-        report(1, 2)
+    def open(self, config: Config, parts: object, report: Callable[[str, int, int], None]) -> Backend:
+        report("Loading small", 1, 2)
         self.half.set()
         assert self.go_on.wait(WAIT_S)
         if self.error is not None:
@@ -72,6 +74,21 @@ def test_health_says_how_far_it_is_and_requests_wait(gate: Gate) -> None:
         assert answer.result(WAIT_S).json()["model"] == "small"
         assert client.get("/health").json()["status"] == "ok"
         assert models.starting is None
+
+
+def test_what_is_done_is_said_from_the_first_moment(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = io.StringIO()
+    began = threading.Event()
+
+    def open_slowly(config: Config, parts: object, report: object) -> Backend:
+        began.set()
+        assert gate.go_on.wait(WAIT_S)
+        return fake_backend(config, FakeEngine(), name="small")
+
+    monkeypatch.setattr(served_models, "open_backend", open_slowly)
+    begin_models(gate.config, lambda _: None, Lines(output))
+    assert began.wait(WAIT_S)
+    assert output.getvalue().startswith("Loading ")
 
 
 def test_a_stream_is_told_how_far_it_is(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:

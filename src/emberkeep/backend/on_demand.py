@@ -57,6 +57,10 @@ Report = Callable[[str, int, int | None], None]
 known."""
 
 
+def tell_nobody(step: str, done: int, total: int | None) -> None:
+    """A Report that nobody reads."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """A model that can be loaded, any number of times."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.model_pool import ModelPool, Need
 from emberkeep.backend.models import Models
-from emberkeep.backend.on_demand import ModelSource, OnDemandBackend, Report
+from emberkeep.backend.on_demand import ModelSource, OnDemandBackend, Report, tell_nobody
 from emberkeep.config import Config, placed_by_itself
 from emberkeep.errors import EmberkeepError, Overloaded
 from emberkeep.models.library import InstalledModel, ModelFile, ModelLibrary, id_at
@@ -70,7 +70,8 @@ def begin_models(config: Config, prepare: Callable[[Reporter], None], reporter: 
     def open_first(report: Report) -> Backend:
         told = _Told(reporter, report)
         prepare(told)
-        return open_backend(config, parts, partial(told.progress, f"Loading {name}"))
+        told.progress(f"Loading {name}", 0, None)
+        return open_backend(config, parts, told.progress)
 
     card, opening = ModelCard(name, 0, 0), EarlyOpening(open_first)
     pool = ModelPool(room_for_models(config, free_on_gpus))
@@ -89,7 +90,7 @@ class EarlyOpening:
 
     def __init__(self, open: Callable[[Report], Backend]) -> None:
         self._open = open
-        self._report: Report = lambda *_: None
+        self._report: Report = tell_nobody
         self._latest: tuple[str, int, int | None] = "", 0, None
         """What was told before anyone listened."""
         self._first: Future[Backend] | None = Future()
@@ -286,7 +287,7 @@ class ServedModels:
         return ModelSource(
             name,
             ModelCard(name, int(model.path.stat().st_mtime), 0, details=_facts(model)),
-            lambda report: open_local(config, self._parts, partial(report, f"Loading {name}")),
+            lambda report: open_local(config, self._parts, report),
             partial(_needed, config, where),
             self._parts.memory,
             keep_alive_s=None if name in config.pinned else config.unload_after_s,
