@@ -34,13 +34,22 @@ def model_digest(path: Path, cache_dir: Path, progress: Progress | None = None) 
 
     Blocks and raises as `weights_digest`, and as `part_files`.
     """
-    files = folder_files(path, SHAPING) if path.is_dir() else part_files(path)
+    files = _shaping_files(path)
     told = split_progress(files, progress) if progress is not None else [None] * len(files)
     digests = [weights_digest(file, cache_dir, tell) for file, tell in zip(files, told, strict=True)]
     if path.is_dir():
         names = (file.relative_to(path).as_posix() for file in files)
         return folder_digest(dict(zip(names, digests, strict=True)))
     return parts_digest(digests)
+
+
+def file_versions(path: Path) -> list[FileVersion]:
+    """Of the files that `model_digest` reads. Raises as that does."""
+    return [_version(file) for file in _shaping_files(path)]
+
+
+def _shaping_files(path: Path) -> Sequence[Path]:
+    return folder_files(path, SHAPING) if path.is_dir() else part_files(path)
 
 
 def known_digest(path: Path, cache_dir: Path) -> str | None:

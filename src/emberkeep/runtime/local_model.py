@@ -24,7 +24,7 @@ from emberkeep.engine.locked_memory import lock_weights
 from emberkeep.errors import ConfigError, EngineError, ModelBroken, Overloaded, TemplateFailed
 from emberkeep.kv.store import KvStore
 from emberkeep.models.adapter import check_adapter
-from emberkeep.models.digest import model_digest, weights_digest
+from emberkeep.models.digest import file_versions, model_digest, weights_digest
 from emberkeep.models.gguf import read_header
 from emberkeep.models.library import ModelFile, ModelLibrary
 from emberkeep.models.parts import part_files
@@ -114,11 +114,18 @@ def open_local(config: Config, parts: Parts | None = None, report: Report = tell
     if embedding is not None:
         return open_embedding(config, model, embedding, library.digests)
     open_engine = _open_hf if _uses_hf(config, model) else _open_llamacpp
+    before = file_versions(model.path)
     thread = EngineThread()
     # First the draft model: what it takes is counted, and what is planned for the other one has room beside it.
     draft = _open_draft(config, model, library, thread)
     try:
         opened = thread.submit(lambda: open_engine(model, config, library.digests, report=report)).result()
+        if file_versions(model.path) != before:
+            # State of other weights would be stored as that of those whose digest was taken.
+            thread.submit(opened.engine.close).result()
+            raise ModelBroken(
+                f"{model.path.name} changed while it was loaded: try again when nothing writes to it."
+            )
         if draft is not None:
             check_draft(opened.engine, draft.engine)
     except BaseException:
