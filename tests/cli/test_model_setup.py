@@ -47,3 +47,15 @@ def test_what_comes_too_fast_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> No
     for done in range(100):
         line.progress("Loading", done, 100)
     assert output.getvalue().count("Loading") == 1
+
+
+@pytest.mark.parametrize("kind", [Lines, StatusLine])
+def test_a_model_that_is_loaded_again_later_shows_nothing(kind: type[Lines] | type[StatusLine]) -> None:
+    output = io.StringIO()
+    reporter = kind(output)
+    reporter.progress("Loading", 1, 2)
+    reporter.close()
+    shown = output.getvalue()
+    reporter.progress("Checking", 1, 2)
+    reporter.progress("Loading", 1, 2)
+    assert output.getvalue() == shown

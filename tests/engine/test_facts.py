@@ -129,6 +129,22 @@ def test_a_layout_that_is_wrong_is_noticed_before_anything_is_stored(model_file,
     engine.close()
 
 
+def test_a_snapshot_that_is_not_as_remembered_is_forgotten_too(model_file, tmp_path: Path) -> None:
+    right = open_engine(model_file("recurrent"), tmp_path)
+    right.close()
+    known = facts_about("digest", folder=tmp_path)
+    what = StateFacts(known, right._model, SETTINGS, both=True)._what
+    altered = json.loads(known.read(what))
+    altered["layout"]["recurrent"][1][0][1] *= 2
+    known.remember(what, json.dumps(altered).encode())
+    engine = open_engine(model_file("recurrent"), tmp_path)
+    evaluate(engine, 0, 0, 40)
+    with pytest.raises(EngineError, match="not as it was remembered"):
+        engine.export_snapshot(0)
+    assert known.read(what) is None
+    engine.close()
+
+
 # ── tokens ──
 
 

@@ -122,6 +122,8 @@ def test_a_memory_that_no_longer_holds_is_noticed_and_forgotten(opened: Open, mo
     monkeypatch.setattr(Reference, "check", differ)
     engine.improve(never)
     assert "restart" in caplog.text
+    with pytest.raises(EngineError, match="restart"):
+        evaluate(engine, 0, 0, 10)
     with pytest.raises(EngineError, match="several sequences"):
         opened()
 

@@ -9,7 +9,7 @@ import pytest
 
 from emberkeep.errors import ModelBroken, ModelNotFound
 from emberkeep.models import digest
-from emberkeep.models.digest import remember, weights_digest
+from emberkeep.models.digest import model_digest, remember, weights_digest
 
 
 @pytest.fixture
@@ -37,6 +37,15 @@ def test_it_is_the_sha256_of_the_file(weights: Path, cache: Path) -> None:
     assert weights_digest(weights, cache) == _sha(weights)
     assert digest.sha256_of(weights, lambda done, total: seen.append((done, total))) == _sha(weights)
     assert seen[-1] == (7000, 7000)
+
+
+def test_a_model_in_parts_tells_how_much_of_all_of_them_was_read(weights: Path, cache: Path) -> None:
+    parts = [weights.with_name(f"w-{number:05}-of-00002.gguf") for number in (1, 2)]
+    for part in parts:
+        part.write_bytes(weights.read_bytes())
+    seen: list[tuple[int, int]] = []
+    model_digest(parts[0], cache, lambda done, total: seen.append((done, total)))
+    assert seen == [(7000, 14000), (14000, 14000)]
 
 
 def test_an_unchanged_file_is_not_read_again(weights: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,8 +137,8 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
 ) -> None:
     read = digest.sha256_of
 
-    def write_more(path: Path) -> str:
-        found = read(path)
+    def write_more(path: Path, *rest: None) -> str:
+        found = read(path, *rest)
         weights.write_bytes(b"changed")
         return found
 

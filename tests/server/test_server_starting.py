@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from emberkeep.backend.base import Backend
+from emberkeep.cli.model_setup import Lines
 from emberkeep.config import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError, EngineError, ModelBroken
 from emberkeep.models.reporter import Reporter, Silent
 from emberkeep.runtime import served_models
+from emberkeep.runtime.parts import Parts
 from emberkeep.runtime.served_models import EarlyOpening, begin_models
 from helpers.fake_backend import fake_backend
 from helpers.scripted_server import ScriptedBackend
@@ -36,13 +39,13 @@ class Gate:
     def prepare(self, reporter: Reporter) -> None:
         reporter.progress("Checking", 1, None)
 
-    def open(self, config: Config, parts: object, report: Callable[[int, int], None]) -> Backend:
-        report(1, 2)
+    def open(self, config: Config, parts: Parts, report: Callable[[str, int, int], None]) -> Backend:
+        report("Loading small", 1, 2)
         self.half.set()
         assert self.go_on.wait(WAIT_S)
         if self.error is not None:
             raise self.error
-        return fake_backend(config, FakeEngine(), name="small")
+        return fake_backend(config, FakeEngine(), name="small", parts=parts)
 
 
 @pytest.fixture(params=["alone", "with others"])
@@ -72,6 +75,21 @@ def test_health_says_how_far_it_is_and_requests_wait(gate: Gate) -> None:
         assert answer.result(WAIT_S).json()["model"] == "small"
         assert client.get("/health").json()["status"] == "ok"
         assert models.starting is None
+
+
+def test_what_is_done_is_said_from_the_first_moment(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = io.StringIO()
+    began = threading.Event()
+
+    def open_slowly(config: Config, parts: object, report: object) -> Backend:
+        began.set()
+        assert gate.go_on.wait(WAIT_S)
+        return fake_backend(config, FakeEngine(), name="small")
+
+    monkeypatch.setattr(served_models, "open_backend", open_slowly)
+    begin_models(gate.config, lambda _: None, Lines(output))
+    assert began.wait(WAIT_S)
+    assert output.getvalue().startswith("Loading ")
 
 
 def test_a_stream_is_told_how_far_it_is(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +126,37 @@ def test_a_server_that_is_told_to_end_does_not_wait_for_its_model(gate: Gate) ->
         assert gate.half.wait(WAIT_S)
     assert not gate.go_on.is_set()
     assert models.starting is not None
+    assert models.failure() is None
+
+
+def test_what_is_remembered_of_conversations_is_there_before_the_model(gate: Gate) -> None:
+    models = begin_models(gate.config, gate.prepare, Silent())
+    with serving(gate.config, models) as client, ThreadPoolExecutor(1) as pool:
+        assert gate.half.wait(WAIT_S)
+        assert client.get("/v1/memory/stats").status_code == 200
+        answer = pool.submit(client.post, "/v1/responses", json={"input": "hello", "max_output_tokens": 16})
+        while not models.default.status.waiting:
+            pass
+        gate.go_on.set()
+        id = answer.result(WAIT_S).json()["id"]
+        assert client.get(f"/v1/responses/{id}").status_code == 200
+
+
+@pytest.mark.parametrize("gate", ["alone"], indirect=True)
+def test_a_user_is_not_said_to_be_forgotten_before_the_model_is_there(gate: Gate) -> None:
+    gate.go_on.set()
+    with serving(gate.config, begin_models(gate.config, gate.prepare, Silent())) as client:
+        assert client.post("/v1/chat/completions", json={**HELLO, "user": "ann"}).status_code == 200
+    gate.go_on.clear()
+    gate.half.clear()
+    models = begin_models(gate.config, gate.prepare, Silent())
+    with serving(gate.config, models) as client, ThreadPoolExecutor(1) as pool:
+        assert gate.half.wait(WAIT_S)
+        removed = pool.submit(client.delete, "/v1/cache", params={"user_id": "ann"})
+        while not models.default.status.waiting and not removed.done():
+            pass
+        gate.go_on.set()
+        assert removed.result(WAIT_S).json()["removed"]["entries"] == 1
 
 
 def test_the_only_model_of_a_server_is_not_unloaded(gate: Gate) -> None:

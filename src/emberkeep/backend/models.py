@@ -193,9 +193,12 @@ async def using(backend: Backend, keep_alive_s: float | None = None) -> AsyncIte
 
 
 def _remove_user(backend: Backend, user: str) -> Removed:
-    """Nothing is loaded for it."""
+    """Nothing is loaded for it, but one that is alone is waited for: nobody else knows what it has stored."""
     if not isinstance(backend, OnDemandBackend):
         return cache_of(backend).remove_user(user)
+    if backend.stays:
+        with backend.used_in_thread() as loaded:
+            return cache_of(loaded).remove_user(user)
     with backend.used_if_loaded() as loaded:
         return cache_of(loaded).remove_user(user) if loaded else Removed(0, 0)
 

@@ -57,6 +57,10 @@ Report = Callable[[str, int, int | None], None]
 known."""
 
 
+def tell_nobody(step: str, done: int, total: int | None) -> None:
+    """A Report that nobody reads."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """A model that can be loaded, any number of times."""
@@ -238,10 +242,10 @@ class OnDemandBackend:
     def _note_failure(self, error: Exception) -> None:
         self._error = str(error)
         self._needs = None  # its file may be another one the next time
-        if self.starting is not None:
-            self._failure = error if isinstance(error, EmberkeepError) else EngineError(f"{error!r}")
-        else:
+        if self.starting is None:
             log.warning("%s cannot be loaded: %s", self.name, error)
+        elif not self._is_closed:  # else it was given up
+            self._failure = error if isinstance(error, EmberkeepError) else EngineError(f"{error!r}")
 
     def _room(self) -> AbstractAsyncContextManager[None]:
         # The first of all finds room, or fails: what it needs is not known before it is here.

@@ -57,32 +57,33 @@ def pull_reporter() -> Iterator[Lines | StatusLine]:
 
 
 class Lines:
-    """A step is mentioned when it begins."""
+    """A step is mentioned when it begins, until this is closed."""
 
     def __init__(self, output: TextIO) -> None:
         self._output = output
         self._step = ""
+        self._is_closed = False
 
     def say(self, sentence: str) -> None:
         print(printable(sentence), file=self._output, flush=True)
 
     def progress(self, step: str, done: int, total: int | None) -> None:
-        if step != self._step:
+        if step != self._step and not self._is_closed:
             self._step = step
             self.say(step)
 
     def close(self) -> None:
-        pass
+        self._is_closed = True
 
 
 class StatusLine:
-    """The current step and how far it is, in one line. Any thread may use it."""
+    """The current step and how far it is, in one line, until this is closed. Any thread may use it."""
 
     def __init__(self, output: TextIO) -> None:
         self._output = output
         self._step = ""
         self._began, self._shown_at = 0.0, -inf
-        self._is_shown = False
+        self._is_shown = self._is_closed = False
         self._lock = Lock()
 
     def say(self, sentence: str) -> None:
@@ -95,7 +96,7 @@ class StatusLine:
             now = monotonic()
             if step != self._step:
                 self._step, self._began, self._shown_at = step, now, -inf
-            if now - self._shown_at >= _EVERY_S:
+            if now - self._shown_at >= _EVERY_S and not self._is_closed:
                 self._shown_at, self._is_shown = now, True
                 width = shutil.get_terminal_size().columns - 1
                 line = f"{printable(step)}{_told(done, total, now - self._began)}"[:width]
@@ -103,6 +104,7 @@ class StatusLine:
 
     def close(self) -> None:
         with self._lock:
+            self._is_closed = True
             self._clear()
 
     def _clear(self) -> None:

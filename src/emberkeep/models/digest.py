@@ -13,32 +13,43 @@ from emberkeep.models.parts import part_files
 from emberkeep.models.profile import SHAPING, folder_files
 
 
-def weights_digest(path: Path, cache_dir: Path) -> str:
-    """The SHA-256 of the file in hex, from `cache_dir` where the file has not changed since.
+def weights_digest(path: Path, cache_dir: Path, progress: Progress | None = None) -> str:
+    """The SHA-256 of the file in hex, from `cache_dir` where the file has not changed since; `progress` is told
+    while it is read.
 
     Blocks as `remembered_digest`. Raises ModelNotFound when the file cannot be read, ModelBroken when it changes
     while it is read.
     """
     try:
-        return remembered_digest(path, cache_dir, lambda file: sha256_of(file))
+        return remembered_digest(path, cache_dir, lambda file: sha256_of(file, progress))
     except OSError as error:
         raise _unreadable(path, error) from error
     except Changed as error:
         raise ModelBroken(str(error)) from error
 
 
-def model_digest(path: Path, cache_dir: Path) -> str:
+def model_digest(path: Path, cache_dir: Path, progress: Progress | None = None) -> str:
     """`weights_digest` of a file; else one digest over all files that shape what a model computes, in a folder or
     the parts of a split model, each of which is cached for itself.
 
     Blocks and raises as `weights_digest`, and as `part_files`.
     """
-    files = folder_files(path, SHAPING) if path.is_dir() else part_files(path)
-    digests = [weights_digest(file, cache_dir) for file in files]
+    files = _shaping_files(path)
+    told = split_progress(files, progress) if progress is not None else [None] * len(files)
+    digests = [weights_digest(file, cache_dir, tell) for file, tell in zip(files, told, strict=True)]
     if path.is_dir():
         names = (file.relative_to(path).as_posix() for file in files)
         return folder_digest(dict(zip(names, digests, strict=True)))
     return parts_digest(digests)
+
+
+def file_versions(path: Path) -> list[FileVersion]:
+    """Of the files that `model_digest` reads. Raises as that does."""
+    return [_version(file) for file in _shaping_files(path)]
+
+
+def _shaping_files(path: Path) -> Sequence[Path]:
+    return folder_files(path, SHAPING) if path.is_dir() else part_files(path)
 
 
 def known_digest(path: Path, cache_dir: Path) -> str | None:

@@ -12,10 +12,11 @@ from functools import partial
 
 from emberkeep.backend.base import Backend
 from emberkeep.backend.fallback import FallbackBackend, Link
+from emberkeep.backend.on_demand import Report, tell_nobody
 from emberkeep.config import OFF, Config
 from emberkeep.errors import ConfigError
 from emberkeep.models.remotes import Remotes
-from emberkeep.runtime.local_model import LoadReport, open_local
+from emberkeep.runtime.local_model import open_local
 from emberkeep.runtime.parts import Parts
 from emberkeep.runtime.remote import named_backends, open_remote
 from emberkeep.runtime.tools import server_tools
@@ -26,10 +27,10 @@ LOCAL = "local"
 _TRTLLM = "trtllm"
 
 
-def open_backend(config: Config, parts: Parts | None = None, report: LoadReport | None = None) -> Backend:
+def open_backend(config: Config, parts: Parts | None = None, report: Report = tell_nobody) -> Backend:
     """The first backend that can be opened, with the others behind it. Blocks while a model is loaded.
 
-    `parts`: those that they share with other models. `report`: as in `open_local`.
+    `parts`: those that they share with other models.
     Raises ConfigError, ModelError, EngineError, RemoteError.
     """
     chain = _chain(config)
@@ -99,7 +100,7 @@ def _named(config: Config, remotes: Remotes, name: str) -> RemoteModel:
     raise ConfigError(f"There is no backend {name!r}: choose from {listed}, or add one with `emberkeep api add`.")
 
 
-def _link(config: Config, remote: RemoteModel | None, parts: Parts | None, report: LoadReport | None) -> Link:
+def _link(config: Config, remote: RemoteModel | None, parts: Parts | None, report: Report) -> Link:
     if remote is None:
         return Link(LOCAL, partial(open_local, config, parts, report))
     return Link(remote.name, partial(open_remote, config, remote, server_tools, parts))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.choices import Permits
 from emberkeep.backend.local import LocalBackend, LocalSettings
+from emberkeep.backend.on_demand import Report, tell_nobody
 from emberkeep.backend.precache import KeepAlive
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.config import OFF, Config, slice_tokens, total_ram, ttls
@@ -23,7 +24,7 @@ from emberkeep.engine.locked_memory import lock_weights
 from emberkeep.errors import ConfigError, EngineError, ModelBroken, Overloaded, TemplateFailed
 from emberkeep.kv.store import KvStore
 from emberkeep.models.adapter import check_adapter
-from emberkeep.models.digest import model_digest, weights_digest
+from emberkeep.models.digest import file_versions, model_digest, weights_digest
 from emberkeep.models.gguf import read_header
 from emberkeep.models.library import ModelFile, ModelLibrary
 from emberkeep.models.parts import part_files
@@ -90,10 +91,6 @@ _SHARE_OF_DRAFT = 0.1
 """Of a GPU's free memory, for the KV cells of a draft model."""
 
 
-LoadReport = Callable[[int, int | None], None]
-"""Is told, from any thread, how many bytes of how many are loaded; None: of how many is not known."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Opened:
     engine: Engine
@@ -106,11 +103,10 @@ class _Opened:
     """Where it computes, if that has memory of its own. Belongs to the engine's thread."""
 
 
-def open_local(config: Config, parts: Parts | None = None, report: LoadReport | None = None) -> Backend:
+def open_local(config: Config, parts: Parts | None = None, report: Report = tell_nobody) -> Backend:
     """Load the configured model. Blocks for as long as that takes. Raises ModelError, EngineError.
 
-    `parts`: those that it shares with other models. `report` is told, from another thread, how much of the weights
-    is loaded.
+    `parts`: those that it shares with other models.
     """
     library = ModelLibrary(config.data_dir / "models")
     model = library.resolve(config.local_model)
@@ -118,11 +114,18 @@ def open_local(config: Config, parts: Parts | None = None, report: LoadReport | 
     if embedding is not None:
         return open_embedding(config, model, embedding, library.digests)
     open_engine = _open_hf if _uses_hf(config, model) else _open_llamacpp
+    before = file_versions(model.path)
     thread = EngineThread()
     # First the draft model: what it takes is counted, and what is planned for the other one has room beside it.
     draft = _open_draft(config, model, library, thread)
     try:
         opened = thread.submit(lambda: open_engine(model, config, library.digests, report=report)).result()
+        if file_versions(model.path) != before:
+            # State of other weights would be stored as that of those whose digest was taken.
+            thread.submit(opened.engine.close).result()
+            raise ModelBroken(
+                f"{model.path.name} changed while it was loaded: try again when nothing writes to it."
+            )
         if draft is not None:
             check_draft(opened.engine, draft.engine)
     except BaseException:
@@ -274,9 +277,7 @@ def _admission(config: Config, engine: Engine, store: KvStore, largest_slice: in
     )
 
 
-def _open_llamacpp(
-    model: ModelFile, config: Config, digests: Path, *, report: LoadReport | None = None
-) -> _Opened:
+def _open_llamacpp(model: ModelFile, config: Config, digests: Path, *, report: Report = tell_nobody) -> _Opened:
     from emberkeep.engine.llamacpp import (
         Adapter,
         LlamaEngine,
@@ -296,8 +297,8 @@ def _open_llamacpp(
     shape = profile(header)
     adapter_headers = [check_adapter(lora.path, header) for lora in config.lora]
     context = _context(config, shape.context_length)
-    digest = model_digest(model.path, digests)
-    try_together(config.llama_library, model.path, digest)
+    digest = model_digest(model.path, digests, partial(report, f"Checking {model.id}"))
+    try_together(config.llama_library, model.path, digest, lambda: report(f"Trying out {model.id}, once", 0, None))
     choose_library(config.llama_library)
     prove_model(model.path, digest)
     facts, size = facts_about(digest), sum(part.stat().st_size for part in part_files(model.path))
@@ -321,9 +322,11 @@ def _open_llamacpp(
         return LlamaEngine(loaded, tuned, digest, tuning, facts, owns_thread=True)
 
     def load(where: Placement) -> LlamaModel:
-        told = partial(_tell_part, report, size) if report is not None else None
+        def tell(fraction: float) -> None:
+            report(_loading(model), int(fraction * size), size)
+
         return LlamaModel(
-            model.path, placement=where, adapters=adapters, locks=config.mlock, report=told, facts=facts
+            model.path, placement=where, adapters=adapters, locks=config.mlock, report=tell, facts=facts
         )
 
     is_planned = config.gpu_layers is None
@@ -347,8 +350,8 @@ def _open_llamacpp(
     return _Opened(engine, loaded.chat_template, details, states)
 
 
-def _tell_part(report: LoadReport, size: int, fraction: float) -> None:
-    report(int(fraction * size), size)
+def _loading(model: ModelFile) -> str:
+    return f"Loading {model.id}"
 
 
 def _most_blocks(config: Config) -> int | None:
@@ -376,11 +379,10 @@ def _open_hf_draft(model: ModelFile, config: Config, digests: Path) -> _Opened:
 
 
 def _open_hf(
-    model: ModelFile, config: Config, digests: Path, *, is_draft: bool = False, report: LoadReport | None = None
+    model: ModelFile, config: Config, digests: Path, *, is_draft: bool = False, report: Report = tell_nobody
 ) -> _Opened:
     """A draft model leaves most of a GPU's memory to the other one."""
-    if report is not None:
-        report(0, None)  # importing torch takes seconds
+    report(_loading(model), 0, None)  # importing torch takes seconds
     # Beside it: reading all of a large model takes as long as importing and loading.
     digest, compute_digest = promised(lambda: model_digest(model.path, digests))
     threading.Thread(target=compute_digest, name="emberkeep-digest", daemon=True).start()

@@ -52,12 +52,35 @@ class Parts(Protocol):
     def close_memory(self, memory: Memory) -> None: ...
 
 
+class OpenedOnce:
+    """The memory. Blocks until it was opened once, and never again: the event loop asks."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._opening = threading.Lock()
+        self._memory: Memory | None = None
+        self._is_opened = False
+
+    def __call__(self) -> Memory | None:
+        if not self._is_opened:
+            with self._opening:
+                if not self._is_opened:
+                    self._memory = open_memory_or_none(self._config)
+                    self._is_opened = True
+        return self._memory
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+
+
 class OwnParts:
     """Of a model that is alone: they end with it."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self.hygiene = Hygiene(rules_in_use(config.hygiene))
+        self._memory = OpenedOnce(config)
 
     def store(
         self, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0, *, is_draft: bool = False
@@ -68,7 +91,8 @@ class OwnParts:
         store.close()
 
     def memory(self) -> Memory | None:
-        return open_memory_or_none(self._config)
+        """See `OpenedOnce`: a server asks before its model is there."""
+        return self._memory()
 
     def close_memory(self, memory: Memory) -> None:
         memory.close()
@@ -95,9 +119,7 @@ class SharedParts:
         """The latest used one last."""
         self._opening = threading.Lock()
         """Held while a store is opened, by who must not miss one."""
-        self._opening_memory = threading.Lock()
-        self._memory: Memory | None = None
-        self._has_memory = False
+        self._memory = OpenedOnce(config)
 
     def store(
         self, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0, *, is_draft: bool = False
@@ -120,13 +142,8 @@ class SharedParts:
             self._share_out()
 
     def memory(self) -> Memory | None:
-        """Blocks until it was opened once, and never again: the event loop asks."""
-        if not self._has_memory:
-            with self._opening_memory:
-                if not self._has_memory:
-                    self._memory = open_memory_or_none(self._config)
-                    self._has_memory = True
-        return self._memory
+        """See `OpenedOnce`."""
+        return self._memory()
 
     def close_memory(self, memory: Memory) -> None:
         """It is the others', too."""
@@ -150,8 +167,7 @@ class SharedParts:
         """When all models are closed."""
         for kept in self._kept:
             kept.store.close()
-        if self._memory is not None:
-            self._memory.close()
+        self._memory.close()
 
     def _resting(self) -> list[KvStore]:
         with self._lock:

@@ -15,7 +15,7 @@ from pathlib import Path
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.model_pool import ModelPool, Need
 from emberkeep.backend.models import Models
-from emberkeep.backend.on_demand import ModelSource, OnDemandBackend, Report
+from emberkeep.backend.on_demand import ModelSource, OnDemandBackend, Report, tell_nobody
 from emberkeep.config import Config, placed_by_itself
 from emberkeep.errors import EmberkeepError, Overloaded
 from emberkeep.models.library import InstalledModel, ModelFile, ModelLibrary, id_at
@@ -24,7 +24,7 @@ from emberkeep.models.reporter import Reporter
 from emberkeep.runtime.chain import AUTO, LOCAL, backend_names, needs_local, open_backend
 from emberkeep.runtime.local_model import open_local
 from emberkeep.runtime.model_memory import free_on_gpus, gpu_bytes, needed_memory, room_for_models, weight_bytes
-from emberkeep.runtime.parts import SharedParts
+from emberkeep.runtime.parts import OwnParts, Parts, SharedParts
 from emberkeep.runtime.remote import open_remote
 from emberkeep.runtime.tools import server_tools
 from emberkeep.types import Json, RemoteModel, Removed
@@ -64,23 +64,23 @@ def begin_models(config: Config, prepare: Callable[[Reporter], None], reporter: 
     if backend_names(config) != [LOCAL]:
         prepare(reporter)
         return open_models(config)
-    parts = SharedParts(config) if serves_others(config) else None
-    name = _first_name(config)
+    shared = SharedParts(config) if serves_others(config) else None
+    parts, name = shared or OwnParts(config), _first_name(config)
 
     def open_first(report: Report) -> Backend:
         told = _Told(reporter, report)
         prepare(told)
-        return open_backend(config, parts, partial(told.progress, f"Loading {name}"))
+        told.progress(f"Loading {name}", 0, None)
+        return open_backend(config, parts, told.progress)
 
     card, opening = ModelCard(name, 0, 0), EarlyOpening(open_first)
     pool = ModelPool(room_for_models(config, free_on_gpus))
-    if parts is None:
-        alone = ModelSource(name, card, opening, waiting=_most_waiting(config), deadline_s=config.deadline_s)
-        default = OnDemandBackend(replace(alone, give_up=opening.give_up, stays=True), pool)
+    source = replace(_first_source(config, parts, card), open=opening, give_up=opening.give_up)
+    if shared is None:
+        default = OnDemandBackend(replace(source, needs=None, is_pinned=False, stays=True), pool)
         return Models(default, aliases=_aliases(config), accept_any=config.accept_any_model)
-    first = _first_source(config, parts, card)
-    default = OnDemandBackend(replace(first, open=opening, give_up=opening.give_up), pool)
-    others = ServedModels(config, parts, pool, default)
+    default = OnDemandBackend(source, pool)
+    others = ServedModels(config, shared, pool, default)
     return Models(default, others, _aliases(config), accept_any=config.accept_any_model)
 
 
@@ -89,7 +89,7 @@ class EarlyOpening:
 
     def __init__(self, open: Callable[[Report], Backend]) -> None:
         self._open = open
-        self._report: Report = lambda *_: None
+        self._report: Report = tell_nobody
         self._latest: tuple[str, int, int | None] = "", 0, None
         """What was told before anyone listened."""
         self._first: Future[Backend] | None = Future()
@@ -158,7 +158,7 @@ def _aliases(config: Config) -> Mapping[str, str]:
     return {alias.name: alias.model for alias in config.aliases}
 
 
-def _first_source(config: Config, parts: SharedParts, card: ModelCard) -> ModelSource:
+def _first_source(config: Config, parts: Parts, card: ModelCard) -> ModelSource:
     """It stays loaded until its memory is needed."""
     return ModelSource(
         card.id,
@@ -286,7 +286,7 @@ class ServedModels:
         return ModelSource(
             name,
             ModelCard(name, int(model.path.stat().st_mtime), 0, details=_facts(model)),
-            lambda report: open_local(config, self._parts, partial(report, f"Loading {name}")),
+            lambda report: open_local(config, self._parts, report),
             partial(_needed, config, where),
             self._parts.memory,
             keep_alive_s=None if name in config.pinned else config.unload_after_s,

@@ -67,6 +67,7 @@ def serve(config: Config, *, prepare: Callable[[Config, Reporter], None], report
         if models.starting is not None:
             # Told to end before the model was there. Python would end under the feet of the thread that loads it.
             until_the_end.close()
+            reporter.close()
             os._exit(0)
 
 

@@ -83,7 +83,7 @@ def _installed_page(models: Models, library: ModelLibrary, page: PageParameters)
 
 
 def model_json(models: Models, backend: Backend) -> dict[str, Json]:
-    """In OpenAI's shape, with its status as llama-server's routes tells it, and more."""
+    """In OpenAI's shape, with its status as llama-server's router tells it, and more."""
     card = backend.card
     return {
         "id": card.id,

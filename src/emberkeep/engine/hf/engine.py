@@ -101,6 +101,8 @@ class HfEngine:
         self._memory = KvMemory(layers, self._pool.total_cells, learned.dtype, self._network.device)
         self._transfer = Transfer(self._memory, settings.chunk)
         self._graphs: StepGraphs | None = None
+        self._refusal = ""
+        """Why no step is taken any more."""
         self._tables: defaultdict[int, BlockTable] = defaultdict(BlockTable)
         self._loading: dict[int, Mark] = {}
         """When the state of a sequence is there that the device was told to load."""
@@ -143,6 +145,8 @@ class HfEngine:
 
     @torch.no_grad()
     def evaluate(self, batch: Sequence[Rows]) -> Outcome:
+        if self._refusal:
+            raise EngineError(self._refusal)
         tables = [self._tables[rows.sequence] for rows in batch]
         for rows, table in zip(batch, tables, strict=True):
             if table.length != rows.start:
@@ -533,7 +537,8 @@ class HfEngine:
         self._transfer.prepare()
 
     def _verify(self, steps: IdleSteps) -> None:
-        """What was remembered of the code of steps still holds: a library may have changed beneath it."""
+        """What was remembered of the code of steps still holds: a library may have changed beneath it. Else no
+        step is taken any more."""
         reference, graphs = self._reference(), self._graphs
         try:
             reference.check(steps)
@@ -541,7 +546,8 @@ class HfEngine:
             reference.check(steps)
         except EngineError as error:
             self._facts.forget(_CHOSEN)
-            log.error("answers may be wrong, so restart, and steps are chosen anew: %s", error)
+            self._refusal = f"What computed steps rightly before no longer does, so restart: {error}"
+            log.error("%s", self._refusal)
         finally:
             self._graphs = graphs
 

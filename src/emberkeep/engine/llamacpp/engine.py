@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from math import isnan
@@ -337,22 +338,29 @@ class LlamaEngine:
 
     def _check_layout(self, layout: Layout, state: Bytes, start: int, end: int) -> None:
         """Once: what was remembered of the layout is that of this very context. Raises EngineError."""
-        try:
+        with self._remembered_rightly():
             (payload,) = layout.split(state, (start, end))
             if layout.check_range(payload, start) != end:
                 raise EngineError("it holds another number of tokens")
+        self._is_layout_seen = True
+
+    @contextmanager
+    def _remembered_rightly(self) -> Iterator[None]:
+        """An EngineError says that the layout is not that of this context: it is forgotten. Raises EngineError."""
+        try:
+            yield
         except EngineError as error:
             self._state_facts.forget()
             raise EngineError(
                 f"llama.cpp's state is not as it was remembered ({error}): nothing is stored until a restart."
             ) from error
-        self._is_layout_seen = True
 
     def export_snapshot(self, sequence: int) -> Payload:
         layout, end = self._snapshot_layout(), self._cells[sequence].end
         self._require(sequence, end=end)
         state = self._read_rest(sequence)
-        layout.check_snapshot(memoryview(state), end)
+        with self._remembered_rightly():
+            layout.check_snapshot(memoryview(state), end)
         return memoryview(state)
 
     def import_kv(

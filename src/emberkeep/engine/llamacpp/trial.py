@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -83,8 +84,15 @@ def choose_library(choice: str, verdicts: Path | None = None) -> LibraryFile:
     raise failures[0]
 
 
-def try_together(choice: str, path: Path, weights_digest: str, verdicts: Path | None = None) -> None:
-    """Try a library and a model in one child, which takes a third of the time, where several trials are due.
+def try_together(
+    choice: str,
+    path: Path,
+    weights_digest: str,
+    tell: Callable[[], None] = lambda: None,
+    verdicts: Path | None = None,
+) -> None:
+    """Try a library and a model in one child, which takes a third of the time, where several trials are due, and
+    call `tell` before.
 
     Never raises: what fails is tried again by itself, by the function that explains it.
     """
@@ -97,6 +105,7 @@ def try_together(choice: str, path: Path, weights_digest: str, verdicts: Path | 
         }
         due = {how: verdict for how, verdict in due.items() if not verdict.exists()}
         if len(due) > 1 and not _is_known_to_fail(due.get(_NO_FLASH)):
+            tell()
             for how in _try_all(_MODEL_S, library.path, path, *due)[0]:
                 _remember(due[how], path.name)
     except EngineError as error:
