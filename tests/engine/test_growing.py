@@ -27,7 +27,7 @@ def test_it_computes_what_one_with_all_cells_computes(open_engine, kind: str) ->
     growing, steady = open_engine(kind, rope_switches=False), open_engine(kind)
     assert (cells(growing), cells(steady)) == (256, 1024)
     assert growing.fingerprint == steady.fingerprint
-    assert growing.capabilities == steady.capabilities
+    assert replace(growing.capabilities, resting_cells=None) == steady.capabilities
     for engine in (growing, steady):
         evaluate(engine, 0, 0, 200)
         engine.copy_kv(0, 1, 150)

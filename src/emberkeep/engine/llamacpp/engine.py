@@ -200,7 +200,7 @@ class LlamaEngine:
             # Snapshots are taken where a step ends, so they cannot come later.
             runs_ahead=self._model.offloads and not self._unit.has_snapshots,
             wide_rows=self._wide_rows(),
-            resting_cells=self._least_room,
+            resting_cells=self._least_room if self._least_room < settings.cells else None,
         )
 
     def _wide_rows(self) -> int | None:
