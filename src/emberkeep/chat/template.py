@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -412,6 +412,16 @@ class _Pool:
                 worker = None
             self._changed.notify()
         self._end(worker)
+
+
+def begin_worker() -> None:
+    """Start a process for the templates that will soon be rendered. Returns at once; who needs it waits for it."""
+
+    def start() -> None:
+        with suppress(Overloaded), _POOL.worker():
+            pass
+
+    threading.Thread(target=start, name="template worker", daemon=True).start()
 
 
 _POOL = _Pool()

@@ -19,10 +19,12 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
 from emberkeep.errors import ModelBroken, ModelNotFound
+from emberkeep.file_digests import FileVersion
 from emberkeep.models.parts import name_parts, part_files
 from emberkeep.values import dataclass
 
@@ -98,8 +100,17 @@ def read_header(path: Path) -> GgufHeader:
     Blocks for one pass over the header. Raises ModelNotFound when a file cannot be read and ModelBroken
     when they are not one complete GGUF model.
     """
-    headers: list[GgufHeader] = []
     files = part_files(path)
+    try:
+        return _read_header(tuple(files), tuple(FileVersion.of(file) for file in files))
+    except OSError as error:
+        raise ModelNotFound(f"Cannot read {path}: {error.strerror}.") from error
+
+
+@lru_cache(maxsize=4)
+def _read_header(files: Sequence[Path], _versions: Sequence[FileVersion]) -> GgufHeader:
+    """Of files of these versions. A model that is opened asks several times."""
+    headers: list[GgufHeader] = []
     for number, file in enumerate(files, 1):
         header = _read_file(file, MAX_HEADER - sum(before.data_offset for before in headers))
         _require_part(header, file.name, number, len(files))
@@ -162,6 +173,7 @@ _SCALARS = {
         (12, "f64", "d"),
     )
 }
+_READ_AT_ONCE = 1 << 20
 _KINDS = {SPLIT_NO: 2, SPLIT_COUNT: 2, "adapter.lora.alpha": 6}
 """llama.cpp ends the process when another part than the first, or an adapter, has them as another type."""
 _U32 = _SCALARS[4][1]
@@ -252,15 +264,22 @@ class _HeaderReader:
 
     def _skip_strings(self, count: int) -> None:
         # Vocabularies have hundreds of thousands of entries: this loop is most of the time of a read.
-        read, seek, unpack = self._file.read, self._file.seek, _U64.unpack
+        read, seek, unpack_from = self._file.read, self._file.seek, _U64.unpack_from
+        begin = start = self._file.tell()
+        most = begin + self._most - self._position
+        buffer, at = b"", 0
         for _ in range(count):
-            self._consume(8)
-            prefix = read(8)
-            if len(prefix) < 8:
-                raise self._ended()
-            (length,) = unpack(prefix)
-            self._consume(length)
-            seek(length, os.SEEK_CUR)
+            if at + 8 > len(buffer):
+                start += at
+                seek(start)
+                buffer, at = read(_READ_AT_ONCE), 0
+                if len(buffer) < 8:
+                    raise self._ended()
+            at += 8 + unpack_from(buffer, at)[0]
+            if start + at > most:
+                break
+        self._consume(start + at - begin)
+        seek(start + at)
 
     def _tensor(self, alignment: int) -> TensorInfo:
         name = self._string(MAX_KEY)

@@ -14,7 +14,7 @@ from emberkeep.backend.choices import Permits
 from emberkeep.backend.local import LocalBackend, LocalSettings
 from emberkeep.backend.on_demand import Report, tell_nobody
 from emberkeep.backend.precache import KeepAlive
-from emberkeep.chat.template import ChatTemplate
+from emberkeep.chat.template import ChatTemplate, begin_worker
 from emberkeep.config import OFF, Config, slice_tokens, total_ram, ttls
 from emberkeep.engine.base import Engine
 from emberkeep.engine.embedding import EmbeddingEngine
@@ -113,6 +113,7 @@ def open_local(config: Config, parts: Parts | None = None, report: Report = tell
     embedding = embedding_profile(model)
     if embedding is not None:
         return open_embedding(config, model, embedding, library.digests)
+    begin_worker()
     open_engine = _open_hf if _uses_hf(config, model) else _open_llamacpp
     before = file_versions(model.path)
     thread = EngineThread()
@@ -290,6 +291,7 @@ def _open_llamacpp(model: ModelFile, config: Config, digests: Path, *, report: R
         try_together,
         tune,
     )
+    from emberkeep.engine.llamacpp.early_load import begun
 
     name_workers()
     _check_kv_bits(config)
@@ -326,7 +328,13 @@ def _open_llamacpp(model: ModelFile, config: Config, digests: Path, *, report: R
             report(_loading(model), int(fraction * size), size)
 
         return LlamaModel(
-            model.path, placement=where, adapters=adapters, locks=config.mlock, report=tell, facts=facts
+            model.path,
+            placement=where,
+            adapters=adapters,
+            locks=config.mlock,
+            report=tell,
+            facts=facts,
+            early=begun(model.path),
         )
 
     is_planned = config.gpu_layers is None

@@ -18,23 +18,26 @@ from contextvars import Context
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from emberkeep.backend.base import Backend
-from emberkeep.backend.capabilities import keep_warm
 from emberkeep.config import Config, check_exposure
 from emberkeep.errors import EmberkeepError
 from emberkeep.library.declared_prefixes import declared_prefixes
 from emberkeep.logs import begin_logging
-from emberkeep.runtime import begin_models
+from emberkeep.models.early_load import begin_to_load
 from emberkeep.server.presence import announce, reachable_url
 from emberkeep.signals import ending_signals
 
 if TYPE_CHECKING:
+    from emberkeep.backend.base import Backend
     from emberkeep.mcp.server import McpHost
     from emberkeep.models.reporter import ClosingReporter, Reporter
     from emberkeep.server.http_server import Server
     from emberkeep.types import Loading
 
 log = logging.getLogger(__name__)
+
+_START_SWITCH_S = 0.0005
+"""How long a thread keeps Python's lock from others during the start: who loads the model often needs it for a
+moment, and would wait ten times as long for who imports."""
 
 HURRY_S = 5.0
 """After the second signal: time for the backend to write what it has."""
@@ -50,9 +53,15 @@ def serve(config: Config, *, prepare: Callable[[Config, Reporter], None], report
     prefixes = declared_prefixes(config)
     begin_logging(config.log_level, is_server=True)
     with bind(config.host, config.port) as listener, ExitStack() as until_the_end:
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(_START_SWITCH_S)
+        begin_to_load(config)
+        # Imported while the model is being loaded.
+        from emberkeep.backend.capabilities import keep_warm
+        from emberkeep.runtime.served_models import begin_models
+
         models = begin_models(config, partial(prepare, config), reporter)
         keep_warm(models.default, prefixes)
-        # Imported while the model is being loaded.
         from emberkeep.server.app import create_app
         from emberkeep.server.http_server import Server
 
@@ -60,6 +69,7 @@ def serve(config: Config, *, prepare: Callable[[Config, Reporter], None], report
         until_the_end.enter_context(announce(config.data_dir, url))
 
         def on_ready() -> None:
+            sys.setswitchinterval(usual)
             reporter.close()
             print(banner(config, models.default, listener), file=sys.stderr, flush=True)
 

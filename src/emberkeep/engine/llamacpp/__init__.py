@@ -19,6 +19,7 @@ from emberkeep.engine.llamacpp.model import (
 )
 from emberkeep.engine.llamacpp.shared_library import is_installed, system_info, version
 from emberkeep.engine.llamacpp.trial import (
+    choose_known_library,
     choose_library,
     find_failures,
     prove_embedding,
@@ -40,6 +41,7 @@ __all__ = [
     "ModelBytes",
     "Placement",
     "Subject",
+    "choose_known_library",
     "choose_library",
     "facts_about",
     "find_failures",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -116,13 +116,41 @@ class Adapter:
     path: Path
 
 
+Report = Callable[[float], None]
+
+
+class EarlyWeights(Protocol):
+    """Weights that began to be loaded before they were asked for, for a CPU and no GPU."""
+
+    resident_before: int
+    """What the process held then, in bytes."""
+
+    def take(self, report: Report) -> Handle | None:
+        """Blocks until they are there. None: they are not to be used."""
+
+
+def load_weights(
+    path: Path, placed: PlacementParams, report: Report | None, *, repacks: bool = True, locks: bool = False
+) -> Handle | None:
+    """Blocks. None where llama.cpp cannot, whose log says why."""
+    params = defaults(llama().llama_model_default_params)
+    placed.put_into(params)
+    params.use_extra_bufts = repacks
+    if locks:
+        params.load_mode = _LOAD_COPIED if CAN_TELL_MEMORY else _LOAD_LOCKED
+    if report is not None:
+        params.progress_callback = ProgressCallback(lambda fraction, _: report(fraction) is None)
+    handle: Handle | None = llama().llama_model_load_from_file(str(path).encode(), params)
+    return handle
+
+
 class LlamaModel:
     """Raises ModelNotFound, ModelBroken or EngineError. `close` frees the handle; contexts must be closed before.
 
     `adapters` apply to every context of it, in an order of their own: what they compute together depends on it.
     `repacks`: weights are copied into the layout that the CPU's fastest kernels want. `locks`: what of them is in
-    RAM is locked there, if the system allows it. `report` is told meanwhile
-    which part of them is loaded. `may_rewrite` and `facts`: as in `LlamaVocab`.
+    RAM is locked there, if the system allows it. `report` is told meanwhile which part of them is loaded.
+    `may_rewrite` and `facts`: as in `LlamaVocab`. `early`: weights of the file that are being loaded already.
     """
 
     def __init__(
@@ -133,29 +161,28 @@ class LlamaModel:
         adapters: Sequence[Adapter] = (),
         repacks: bool = True,
         locks: bool = False,
-        report: Callable[[float], None] | None = None,
+        report: Report = lambda fraction: None,
         may_rewrite: bool = False,
         facts: Facts | None = None,
+        early: EarlyWeights | None = None,
     ) -> None:
         self.path = path
         start_backend()
-        take_errors()
-        take_buffers()
-        self.resident_before = resident_ram() or 0
-        """What the process held without it, in bytes."""
         if not path.is_file():
             raise ModelNotFound(f"There is no model file at {path}.")
         found = gpus()
-        params = defaults(llama().llama_model_default_params)
-        placed = PlacementParams(placement, found)
-        placed.put_into(params)
-        params.use_extra_bufts = repacks
-        if locks:
-            params.load_mode = _LOAD_COPIED if CAN_TELL_MEMORY else _LOAD_LOCKED
         before = private_memory() if locks else []
-        if report is not None:
-            params.progress_callback = ProgressCallback(lambda fraction, _: report(fraction) is None)
-        self.handle: Handle | None = llama().llama_model_load_from_file(str(path).encode(), params)
+        self.resident_before = resident_ram() or 0
+        """What the process held without it, in bytes."""
+        self.handle = (
+            self._take(early, report) if early is not None and repacks and not locks and not found else None
+        )
+        if self.handle is None:
+            take_errors()
+            take_buffers()
+            self.handle = load_weights(
+                path, PlacementParams(placement, found), report, repacks=repacks, locks=locks
+            )
         if not self.handle:
             way_out = "; try fewer --gpu-layers" if found and placement.gpu_layers else ""
             reason = take_errors() or "unknown format"
@@ -169,6 +196,10 @@ class LlamaModel:
         self._loaded_adapters = [self._load_adapter(adapter.path) for adapter in self.adapters]
         self.vocab = self._read_vocab(may_rewrite, facts)
         self.train_context: int = llama().llama_model_n_ctx_train(self.handle)
+
+    def _take(self, early: EarlyWeights, report: Report) -> Handle | None:
+        self.resident_before = min(self.resident_before, early.resident_before)
+        return early.take(report)
 
     def _read_vocab(self, may_rewrite: bool, facts: Facts | None) -> LlamaVocab:
         try:

@@ -186,6 +186,17 @@ def _on_log(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
         log.debug("%s", line)
 
 
+@contextmanager
+def silent() -> Iterator[None]:
+    """llama.cpp logs nothing: its lines are handed to a function of the C library that looks at no argument."""
+    nobody = ctypes.cast(ctypes.CDLL(None).getpid, c_api.LogCallback)
+    llama().llama_log_set(nobody, ctypes.c_void_p(0))
+    try:
+        yield
+    finally:
+        llama().llama_log_set(_on_log, ctypes.c_void_p(0))
+
+
 @functools.cache
 def start_backend() -> None:
     """Bring llama.cpp up once per process. Its log goes to our debug log."""

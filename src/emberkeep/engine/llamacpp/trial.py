@@ -84,6 +84,16 @@ def choose_library(choice: str, verdicts: Path | None = None) -> LibraryFile:
     raise failures[0]
 
 
+def choose_known_library(choice: str, weights_digest: str, verdicts: Path | None = None) -> bool:
+    """Let this process run on the first library of `choice`, if it is known to work here, with these weights too.
+    Raises EngineError where there is none."""
+    library = candidates(choice)[0]
+    is_known = _verdict(verdicts, library).exists() and _verdict(verdicts, library, weights_digest).exists()
+    if is_known:
+        use_library(library)
+    return is_known
+
+
 def try_together(
     choice: str,
     path: Path,

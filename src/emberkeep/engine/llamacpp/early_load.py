@@ -1,0 +1,73 @@
+"""Weights that llama.cpp loads while the rest of the program is imported, which takes about as long.
+
+The `LlamaModel` of the same file takes them, if it is still the file of which the load began. Whatever fails here
+is met again, and said, by who loads them then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from emberkeep.config import resident_ram
+from emberkeep.engine.llamacpp.c_api import Handle
+from emberkeep.engine.llamacpp.model import ON_CPU, PlacementParams, Report, gpus, load_weights
+from emberkeep.engine.llamacpp.shared_library import llama, silent, start_backend
+from emberkeep.file_digests import FileVersion
+
+_WATCHED = 1 << 30
+"""Bytes of weights from which on it is told how far they are. Each word from llama.cpp to Python waits for what is
+being imported: a small model, with 1,400 lines of log and 270 steps, took four times as long to load."""
+
+
+class EarlyLoad:
+    """Has begun when it is made."""
+
+    def __init__(self, path: Path, versions: Sequence[FileVersion]) -> None:
+        """`versions`: of all files of the model, as they were before anything else was asked about them."""
+        self.path = path
+        self.resident_before = resident_ram() or 0
+        self._versions = versions
+        self._size = sum(version.size for version in versions)
+        self._report: Report = lambda fraction: None
+        self._handle: Handle | None = None
+        self._thread = threading.Thread(target=self._load, name="early load", daemon=True)
+        self._thread.start()
+
+    def take(self, report: Report) -> Handle | None:
+        """The weights, for good; None where they are not those of the file any more. Blocks until they are there,
+        and tells `report` meanwhile how many of them are."""
+        self._report = report
+        self._thread.join()
+        handle, self._handle = self._handle, None
+        if handle and not self._is_the_same():
+            llama().llama_model_free(handle)
+            return None
+        return handle
+
+    def _is_the_same(self) -> bool:
+        try:
+            return all(FileVersion.of(Path(version.path)) == version for version in self._versions)
+        except OSError:
+            return False
+
+    def _load(self) -> None:
+        report = (lambda fraction: self._report(fraction)) if self._size >= _WATCHED else None
+        with silent():
+            self._handle = load_weights(self.path, PlacementParams(ON_CPU, []), report)
+
+
+_begun: list[EarlyLoad] = []
+
+
+def begin(path: Path, versions: Sequence[FileVersion]) -> None:
+    """With the library in use, which works here, as do the weights. Does nothing where there are GPUs."""
+    start_backend()
+    if not gpus():
+        _begun.append(EarlyLoad(path, versions))
+
+
+def begun(path: Path) -> EarlyLoad | None:
+    """What has begun to be loaded of `path`, once."""
+    return next((_begun.pop(at) for at, early in enumerate(_begun) if early.path == path), None)
