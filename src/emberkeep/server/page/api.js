@@ -42,6 +42,9 @@ export async function call(path, { method = "GET", body, signal } = {}) {
   return text ? JSON.parse(text) : null;
 }
 
+/** What the server says of itself, also while it loads its model; empty where no server answers. */
+export const health = () => fetch("/health").then((response) => response.json()).catch(() => ({}));
+
 /** The answer as it is, for a file. Throws ApiError. */
 export async function blobOf(path) {
   const response = await request(path, { method: "GET" });

@@ -1,6 +1,6 @@
 // What is on the page, and which conversation is open.
 
-import { ApiError, call, key, lookAt } from "./api.js";
+import { ApiError, call, health, key, lookAt } from "./api.js";
 import { Chat, answer } from "./chat.js";
 import { add, asMarkdown, matches, newConversation } from "./conversation.js";
 import { allKept, drop, keep } from "./kept.js";
@@ -8,6 +8,7 @@ import { html, render, useEffect, useReducer, useRef, useState } from "./vendor/
 
 const SAVED_MS = 1000; // while an answer is written
 const PATIENCE_MS = 500;
+const LOADING_MS = 500; // between two looks at how far a model is
 
 const VIEWS = [
   ["chat", "Chat"],
@@ -27,8 +28,7 @@ function App() {
   const [problem, setProblem] = useState(null);
   const enter = async () => {
     try {
-      const health = await call("/health").catch(() => ({})); // the next question says what is wrong
-      const named = Object.keys(health.replicas ?? {}).sort();
+      const named = Object.keys((await health()).replicas ?? {}).sort(); // the next question says what is wrong
       lookAt(named[0] ?? "");
       setReplicas(named);
       setModels((await call("/v1/models")).data.map((model) => model.id));
@@ -47,7 +47,28 @@ function App() {
       ${key.get() && html`<button onClick=${otherKey}>Use another key</button>`}
     </main>`;
   }
-  return models && html`<${Workplace} models=${models} replicas=${replicas} />`;
+  return models && html`<${Workplace} models=${models} replicas=${replicas} onReady=${enter} />`;
+}
+
+/** How far a server is that has just been started; nothing once it can answer. */
+function Starting({ onReady }) {
+  const [told, setTold] = useState(null);
+  useEffect(() => {
+    let next = null;
+    const look = async (wasLoading) => {
+      const now = await health();
+      const isLoading = now.status === "loading";
+      setTold(isLoading ? now : null);
+      if (isLoading) next = setTimeout(look, LOADING_MS, true);
+      else if (wasLoading) onReady();
+    };
+    look(false);
+    return () => clearTimeout(next);
+  }, []);
+  return told && html`<p class="starting" role="status">
+    ${told.step}${told.progress != null && ` ${Math.floor(100 * told.progress)}%`}. What you ask waits for it.
+    <progress aria-label="How far it is" value=${told.progress ?? undefined}></progress>
+  </p>`;
 }
 
 function KeyPrompt({ onKey }) {
@@ -75,7 +96,7 @@ function KeyPrompt({ onKey }) {
   </main>`;
 }
 
-function Workplace({ models, replicas }) {
+function Workplace({ models, replicas, onReady }) {
   const [replica, setReplica] = useState(replicas[0]);
   const [list, setList] = useState([]);
   const [current, setCurrent] = useState(() => newConversation());
@@ -177,6 +198,7 @@ function Workplace({ models, replicas }) {
     </header>
     ${view === "chat" && html`<${Side} id="side" ...${{ list, current, isOpen, open, remove, models, changed, redraw }} onClose=${() => setOpen(false)} />`}
     <main>
+      <${Starting} onReady=${onReady} />
       ${trouble && html`<p class="error trouble" role="alert">${trouble}</p>`}
       ${view !== "chat"
         ? html`<${OtherView} key=${`${view} ${replica}`} name=${view} models=${models} />`
