@@ -1,7 +1,7 @@
 """`start`: from the start of a server's process to the first token of "hello", ours and a llama-server's in turns.
 
-Ours is started with what it remembers of earlier starts, and without: then its cache folder is empty but for
-llama.cpp itself.
+Ours is started with what it remembers of earlier starts, and without: then its data folder is new, and its cache
+folder empty but for llama.cpp itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from emberkeep.values import dataclass
 
 _POLL_S = 0.005
 _PATIENCE_S = 300.0
-_HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+_HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1, "cache_prompt": False}
 _REMEMBERED, _FIRST = f"{OURS}, remembered", f"{OURS}, first time"
 
 
@@ -58,10 +58,14 @@ class Started:
 
 async def run(place: ModelPlace, plan: Workload) -> BenchResult:
     found: dict[str, list[Started]] = {}
+    known = place.new_data_dir()
+    place.say("a start that is remembered")
+    await asyncio.to_thread(_start, _REMEMBERED, place, plan, known)
     for number in range(plan.repeat):
         place.say(f"round {number + 1} of {plan.repeat}")
         for name in (_FIRST, _REMEMBERED, *([PEER] if plan.peer else [])):
-            started = await asyncio.to_thread(_start, name, place, plan)
+            folder = known if name == _REMEMBERED else place.new_data_dir()
+            started = await asyncio.to_thread(_start, name, place, plan, folder)
             found.setdefault(name, []).append(started)
     names = {"until it listens": "listens", "until it is ready": "ready", "until the first token": "first_token"}
     rows = [_row(label, field, found) for label, field in names.items()]
@@ -83,8 +87,8 @@ def _series(started: Sequence[Started], field: str, unit: str) -> Series:
     return series((getattr(each, field) for each in started), unit)
 
 
-def _start(name: str, place: ModelPlace, plan: Workload) -> Started:
-    folder, port = place.new_data_dir(), _free_port()
+def _start(name: str, place: ModelPlace, plan: Workload, folder: Path) -> Started:
+    port = _free_port()
     env = dict(os.environ)
     if name == PEER:
         command = [str(plan.peer), "--model", str(place.model), "--port", str(port)]

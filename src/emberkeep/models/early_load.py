@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
@@ -11,12 +12,25 @@ from emberkeep.models.library import ModelLibrary
 from emberkeep.models.remotes import Remotes
 
 
-def begin_to_load(config: Config) -> None:
-    """Blocks for the import of llama.cpp's engine. Does nothing where another start has not shown yet that these
-    weights can be loaded here, and where they are not simply loaded by llama.cpp into RAM."""
+@contextmanager
+def loaded_early(config: Config) -> Generator[None, None, None]:
+    """Begin to load before the block, after the import of llama.cpp's engine; a block that fails waits until it ends.
+
+    Does nothing where no start has shown yet that these weights can be loaded here, and where they are not simply
+    loaded by llama.cpp into RAM.
+    """
+    has_begun = False
     with suppress(EmberkeepError, OSError):
         if config.engine != "hf" and not config.mlock and config.draft_model is None and _comes_first(config):
-            _begin(config)
+            has_begun = _begin(config)
+    try:
+        yield
+    except EmberkeepError:
+        if has_begun:
+            from emberkeep.engine.llamacpp.early_load import wait
+
+            wait()
+        raise
 
 
 def _comes_first(config: Config) -> bool:
@@ -25,17 +39,16 @@ def _comes_first(config: Config) -> bool:
     return config.backend == "local"
 
 
-def _begin(config: Config) -> None:
+def _begin(config: Config) -> bool:
     library = ModelLibrary(config.data_dir / "models")
     model = library.resolve(config.local_model)
     if model.is_folder:
-        return
+        return False
     versions = file_versions(model.path)  # before the digest, so that the weights are never newer
     digest = known_digest(model.path, library.digests)
     if digest is None:
-        return
+        return False
     from emberkeep.engine.llamacpp import choose_known_library
     from emberkeep.engine.llamacpp.early_load import begin
 
-    if choose_known_library(config.llama_library, digest):
-        begin(model.path, versions)
+    return choose_known_library(config.llama_library, digest) and begin(model.path, versions)

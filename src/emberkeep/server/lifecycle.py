@@ -22,7 +22,7 @@ from emberkeep.config import Config, check_exposure
 from emberkeep.errors import EmberkeepError
 from emberkeep.library.declared_prefixes import declared_prefixes
 from emberkeep.logs import begin_logging
-from emberkeep.models.early_load import begin_to_load
+from emberkeep.models.early_load import loaded_early
 from emberkeep.server.presence import announce, reachable_url
 from emberkeep.signals import ending_signals
 
@@ -55,7 +55,7 @@ def serve(config: Config, *, prepare: Callable[[Config, Reporter], None], report
     with bind(config.host, config.port) as listener, ExitStack() as until_the_end:
         usual = sys.getswitchinterval()
         sys.setswitchinterval(_START_SWITCH_S)
-        begin_to_load(config)
+        until_the_end.enter_context(loaded_early(config))
         # Imported while the model is being loaded.
         from emberkeep.backend.capabilities import keep_warm
         from emberkeep.runtime.served_models import begin_models

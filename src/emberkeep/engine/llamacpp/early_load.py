@@ -46,6 +46,9 @@ class EarlyLoad:
             return None
         return handle
 
+    def wait(self) -> None:
+        self._thread.join()
+
     def _is_the_same(self) -> bool:
         try:
             return all(FileVersion.of(Path(version.path)) == version for version in self._versions)
@@ -61,13 +64,21 @@ class EarlyLoad:
 _begun: list[EarlyLoad] = []
 
 
-def begin(path: Path, versions: Sequence[FileVersion]) -> None:
-    """With the library in use, which works here, as do the weights. Does nothing where there are GPUs."""
+def begin(path: Path, versions: Sequence[FileVersion]) -> bool:
+    """With the library in use, which works here, as do the weights. False where there are GPUs: nothing begins."""
     start_backend()
-    if not gpus():
-        _begun.append(EarlyLoad(path, versions))
+    if gpus():
+        return False
+    _begun.append(EarlyLoad(path, versions))
+    return True
 
 
 def begun(path: Path) -> EarlyLoad | None:
     """What has begun to be loaded of `path`, once."""
     return next((_begun.pop(at) for at, early in enumerate(_begun) if early.path == path), None)
+
+
+def wait() -> None:
+    """Until nothing is being loaded that nobody took: a process that ends meanwhile may crash."""
+    for early in _begun:
+        early.wait()
