@@ -14,7 +14,7 @@ from emberkeep.models.remotes import Remotes
 
 @contextmanager
 def loaded_early(config: Config) -> Generator[None, None, None]:
-    """Begin to load before the block, after the import of llama.cpp's engine; a block that fails waits until it ends.
+    """Begin to load before the block, once llama.cpp's engine is imported; a block that fails waits until it ends.
 
     Does nothing where no start has shown yet that these weights can be loaded here, and where they are not simply
     loaded by llama.cpp into RAM.
