@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, facts, learning, vocab
+from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, facts, learning, trial, vocab
 from emberkeep.engine.llamacpp.context import Tuning
 from emberkeep.engine.llamacpp.facts import facts_about
 from emberkeep.engine.llamacpp.learning import Learned, StateFacts
+from emberkeep.engine.llamacpp.shared_library import library_in_use
 from emberkeep.errors import EngineError
 from helpers.engines import KINDS, evaluate
 
@@ -118,7 +119,7 @@ def test_a_layout_that_is_wrong_is_noticed_before_anything_is_stored(model_file,
     expected = evaluate(right, 0, 0, 40)
     right.close()
     known = facts_about("digest", folder=tmp_path)
-    what = StateFacts(known, right._model, SETTINGS, both=True)._what
+    what = StateFacts(known, right._model, SETTINGS, both=True)._what(both=True)
     assert known.read(what) is not None
     known.remember(what, json.dumps(learned.json()).encode())
     engine = open_engine(model_file("dense"), tmp_path)
@@ -133,7 +134,7 @@ def test_a_snapshot_that_is_not_as_remembered_is_forgotten_too(model_file, tmp_p
     right = open_engine(model_file("recurrent"), tmp_path)
     right.close()
     known = facts_about("digest", folder=tmp_path)
-    what = StateFacts(known, right._model, SETTINGS, both=True)._what
+    what = StateFacts(known, right._model, SETTINGS, both=True)._what(both=True)
     altered = json.loads(known.read(what))
     altered["layout"]["recurrent"][1][0][1] *= 2
     known.remember(what, json.dumps(altered).encode())
@@ -167,4 +168,18 @@ def test_tokens_that_are_none_are_read_anew(model_file, tmp_path: Path, fact: by
     known.remember(vocab._TOKENS, fact)
     model = LlamaModel(model_file("dense"), facts=known)
     assert len(model.vocab.pieces) == model.vocab.size
+    model.close()
+
+
+def test_what_a_trial_learns_the_start_after_it_need_not_learn(
+    model_file, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child remembers it where the parent looks for it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = model_file("dense")
+    done = trial._try_all(60, library_in_use().path, path, "writes", "no flash", about="of this test")
+    assert done == (["writes", "no flash"], None)
+    monkeypatch.setattr(learning, "_try_layout", lambda *_: pytest.fail("it was learned again"))
+    model = LlamaModel(path)
+    assert StateFacts(facts_about("of this test"), model, SETTINGS, both=True).learned().other is not None
     model.close()

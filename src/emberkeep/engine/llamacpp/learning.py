@@ -59,33 +59,40 @@ class StateFacts:
 
     def learned(self) -> Learned:
         """Evaluates a few tokens where it is not remembered. Raises EngineError."""
-        known = self._recall()
+        known = self._recall(both=self._both)
         if known is None:
-            known = _learn(self._model, self._settings, both=self._both)
+            known = self._recall(both=False) or _learn(self._model, self._settings)
+            if self._both:
+                known = _with_other(known, self._model, self._settings)
             if self._facts is not None:
-                self._facts.remember_json(self._what, known.json())
+                self._facts.remember_json(self._what(both=self._both), known.json())
         return known
 
     def forget(self) -> None:
         if self._facts is not None:
-            self._facts.forget(self._what)
+            for both in (False, True):
+                self._facts.forget(self._what(both=both))
 
-    def _recall(self) -> Learned | None:
-        return self._facts.read_json(self._what, Learned.from_json) if self._facts is not None else None
+    def _recall(self, *, both: bool) -> Learned | None:
+        return self._facts.read_json(self._what(both=both), Learned.from_json) if self._facts is not None else None
 
-    @property
-    def _what(self) -> str:
+    def _what(self, *, both: bool) -> str:
         settings, adapters = self._settings, [adapter.digest for adapter in self._model.adapters]
-        return repr(("state", settings.kv_type, settings.flash, self._both, self._model.placement, adapters))
+        return repr(("state", settings.kv_type, settings.flash, both, self._model.placement, adapters))
 
 
-def _learn(model: LlamaModel, settings: LlamaSettings, *, both: bool) -> Learned:
+def _learn(model: LlamaModel, settings: LlamaSettings) -> Learned:
     layout = _try_layout(model, settings)
-    wanted = counterpart(layout) if both and layout is not None else None
-    other = _try_layout(model, replace(settings, flash=not settings.flash)) if wanted is not None else None
     with buffers_that_go():
         can_shift = layout is not None and can_reposition(model, layout, settings)
-    return Learned(layout, other if other == wanted else None, can_shift)
+    return Learned(layout, None, can_shift)
+
+
+def _with_other(known: Learned, model: LlamaModel, settings: LlamaSettings) -> Learned:
+    """And how state lies with the other kind of attention."""
+    wanted = counterpart(known.layout) if known.layout is not None else None
+    other = _try_layout(model, replace(settings, flash=not settings.flash)) if wanted is not None else None
+    return replace(known, other=other if other == wanted else None)
 
 
 def _try_layout(model: LlamaModel, settings: LlamaSettings) -> Layout | None:

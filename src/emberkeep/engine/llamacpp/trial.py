@@ -14,7 +14,8 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +24,13 @@ import numpy.typing as npt
 from emberkeep.config import total_ram
 from emberkeep.engine.base import Rows
 from emberkeep.engine.embedding import TokenInput
-from emberkeep.engine.llamacpp.context import LlamaSettings
+from emberkeep.engine.facts import Facts
+from emberkeep.engine.llamacpp.context import LlamaSettings, open_context
 from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingEngine, LlamaEmbeddingSettings
 from emberkeep.engine.llamacpp.engine import LlamaEngine
-from emberkeep.engine.llamacpp.facts import file_name
+from emberkeep.engine.llamacpp.facts import facts_about, file_name
+from emberkeep.engine.llamacpp.kv_state import BatchBuffer
+from emberkeep.engine.llamacpp.learning import StateFacts
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import (
     NATIVE,
@@ -34,6 +38,7 @@ from emberkeep.engine.llamacpp.shared_library import (
     cache_folder,
     candidates,
     library_in_use,
+    llama,
     use_library,
 )
 from emberkeep.errors import EngineError, ModelBroken, ModelError
@@ -116,7 +121,7 @@ def try_together(
         due = {how: verdict for how, verdict in due.items() if not verdict.exists()}
         if len(due) > 1 and not _is_known_to_fail(due.get(_NO_FLASH)):
             tell()
-            for how in _try_all(_MODEL_S, library.path, path, *due)[0]:
+            for how in _try_all(_MODEL_S, library.path, path, *due, about=weights_digest)[0]:
                 _remember(due[how], path.name)
     except EngineError as error:
         log.debug("%s", error)
@@ -211,10 +216,22 @@ def _try(seconds: float, library: Path, model: Path, how: str) -> str | None:
     return _try_all(seconds, library, model, how)[1]
 
 
-def _try_all(seconds: float, library: Path, model: Path, *ways: str) -> tuple[list[str], str | None]:
-    """Those of `ways` that went well, one after the other, and what became of the process then."""
+def _try_all(
+    seconds: float, library: Path, model: Path, *ways: str, about: str = ""
+) -> tuple[list[str], str | None]:
+    """Those of `ways` that went well, one after the other, and what became of the process then. What it learns of
+    the model is remembered as facts `about` it, where that is not empty."""
     # -P: the folder that a command was started in is no place to import from.
-    program = [sys.executable, "-P", "-c", f"from {__name__} import main; main()", str(library), str(model), *ways]
+    program = [
+        sys.executable,
+        "-P",
+        "-c",
+        f"from {__name__} import main; main()",
+        str(library),
+        str(model),
+        about,
+        *ways,
+    ]
     # Two threads find what threads get wrong; more would only wait for each other.
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     try:
@@ -238,26 +255,30 @@ def _try_all(seconds: float, library: Path, model: Path, *ways: str) -> tuple[li
 
 
 def main() -> None:
-    """The child's: its arguments are the path of a library, that of a model, and what is tried of them. It prints
-    what went well."""
-    library, model, *ways = sys.argv[1:]
+    """The child's: its arguments are the path of a library, that of a model, the digest of its weights if what is
+    learned is to be remembered, and what is tried of them. It prints what went well."""
+    library, model, about, *ways = sys.argv[1:]
     try:
         use_library(candidates(library)[0])
-        for how in ways:
-            _run(Path(model), how)
+        facts = facts_about(about) if about else None
+        for how in _run(Path(model), ways, facts):
             print(how, flush=True)
     except (EngineError, ModelError) as error:
         print(error, file=sys.stderr)
         sys.exit(_REFUSED)
 
 
-def _run(model: Path, how: str) -> None:
-    if how == _LIBRARY:
-        _run_specimen()
-    elif how.startswith(_POOLS):
-        _run_embedding(model, Pooling(how.removeprefix(_POOLS)))
-    else:
-        _run_model(model, flash=how != _NO_FLASH)
+def _run(model: Path, ways: Sequence[str], facts: Facts | None) -> Iterator[str]:
+    """Those that went well, as they do."""
+    for how in ways:
+        if how == _LIBRARY:
+            _run_specimen()
+            yield how
+        elif how.startswith(_POOLS):
+            _run_embedding(model, Pooling(how.removeprefix(_POOLS)))
+            yield how
+    if of_weights := [how for how in ways if how in (_WRITES, _NO_FLASH)]:
+        yield from _run_model(model, of_weights, facts)
 
 
 def _run_specimen() -> None:
@@ -265,18 +286,35 @@ def _run_specimen() -> None:
         model = Path(folder) / "specimen.gguf"
         write_specimen(model)
         for flash in (True, False):
-            _evaluate(LlamaModel(model), _SHAPES, flash=flash, must_be_finite=True)
+            _evaluate(LlamaModel(model), _SHAPES, flash=flash)
 
 
-def _run_model(path: Path, *, flash: bool) -> None:
-    """Without the copies that faster kernels want. One larger than RAM is loaded only."""
-    model = _load(path)
+def _run_model(path: Path, ways: Sequence[str], facts: Facts | None) -> Iterator[str]:
+    """Without the copies that faster kernels want. One larger than RAM is loaded, and nothing is evaluated."""
+    model = _load(path, facts=facts)
     shapes = (1, 2) if path.stat().st_size < total_ram() // 2 else ()
-    _evaluate(model, shapes, flash=flash, must_be_finite=False)
+    settings = _settings(2)
+    for how in ways:
+        with_flash = how != _NO_FLASH
+        # What an engine learns of it when it is opened, as one with both kinds of attention does.
+        StateFacts(facts, model, settings, both=not with_flash).learned()
+        _decode(model, replace(settings, flash=with_flash), shapes)
+        yield how
+    model.close()
 
 
-def _load(path: Path, *, may_rewrite: bool = False) -> LlamaModel:
-    model = LlamaModel(path, repacks=False, may_rewrite=may_rewrite)
+def _decode(model: LlamaModel, settings: LlamaSettings, shapes: Iterable[int]) -> None:
+    context, batch = open_context(model, settings, None), BatchBuffer(settings.batch)
+    try:
+        for rows in shapes:
+            batch.decode(context, Rows(0, 0, _tokens(rows, model), outputs=1))
+            llama().llama_memory_clear(llama().llama_get_memory(context), True)
+    finally:
+        llama().llama_free(context)
+
+
+def _load(path: Path, *, may_rewrite: bool = False, facts: Facts | None = None) -> LlamaModel:
+    model = LlamaModel(path, repacks=False, may_rewrite=may_rewrite, facts=facts)
     for text in ("Hello", "a  b\n\n c", "é漢\U0001f600\x00\x7f", "<s></s><|im_end|>"):
         model.vocab.tokenize(text)
     return model
@@ -289,20 +327,25 @@ def _run_embedding(path: Path, pooling: Pooling) -> None:
     engine.close()
 
 
-def _evaluate(model: LlamaModel, shapes: tuple[int, ...], *, flash: bool, must_be_finite: bool) -> None:
-    most = max(shapes, default=1)
-    cells = 2 * most + 128
-    settings = LlamaSettings(cells, cells, sequences=2, batch=most, threads=2, flash=flash)
-    engine = LlamaEngine(model, settings, "trial")
+def _evaluate(model: LlamaModel, shapes: Sequence[int], *, flash: bool) -> None:
+    engine = LlamaEngine(model, replace(_settings(max(shapes)), flash=flash), "trial")
     try:
         for rows in shapes:
-            tokens = np.arange(rows, dtype=np.int32) % model.vocab.size
-            engine.evaluate([Rows(0, 0, tokens, outputs=1)])
-            if must_be_finite and not np.isfinite(engine.logits(0)).all():
+            engine.evaluate([Rows(0, 0, _tokens(rows, model), outputs=1)])
+            if not np.isfinite(engine.logits(0)).all():
                 raise EngineError(f"computed no numbers in a batch of {rows} tokens")
             engine.trim(0, 0)
     finally:
         engine.close()
+
+
+def _settings(rows: int) -> LlamaSettings:
+    cells = 2 * rows + 128
+    return LlamaSettings(cells, cells, sequences=2, batch=rows, threads=2)
+
+
+def _tokens(rows: int, model: LlamaModel) -> npt.NDArray[np.int32]:
+    return np.arange(rows, dtype=np.int32) % model.vocab.size
 
 
 # ── the model that means nothing ──
