@@ -171,6 +171,7 @@ def test_tokens_that_are_none_are_read_anew(model_file, tmp_path: Path, fact: by
     model.close()
 
 
+@pytest.mark.slow
 def test_what_a_trial_learns_the_start_after_it_need_not_learn(
     model_file, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
