@@ -152,6 +152,12 @@ def test_an_answer_without_its_end_is_no_answer(served: ScriptedBackend, monkeyp
     assert "broke off: ask again, or load the model in this chat with --own." in commands.refused("hello")
 
 
+@pytest.mark.usefixtures("server")
+def test_a_server_of_another_version_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emberkeep.backend.running._completed", lambda *_: {}["reused"])
+    assert "broke off: ask again" in commands.refused("hello")
+
+
 def test_a_question_in_a_terminal_is_asked_once_and_no_more(own: scripted_backend.ScriptedBackend) -> None:
     ok("hello", input="this is not read\n")
     assert len(own.requests) == 1

@@ -73,7 +73,7 @@ class RunningModel:
                     if line.startswith("data: {"):
                         for event in reader.read(json.loads(line.removeprefix("data: "))):
                             yield event
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:  # or it speaks in another way
             raise self._gone() from error
         if reader.completed is None:
             raise self._gone()
