@@ -418,7 +418,7 @@ def test_it_was_removed(sea: Served, user_id: str) -> None:
 
 
 def test_of_a_user_who_was_removed_nothing_is_known(sea: Served, user_id: str) -> None:
-    asked = [user("What do you know about me, who am gone?")]
+    asked = [user("Who am I, now that I am gone?")]
     sea.chat(*asked, user_id=user_id)
     sea.delete(f"/v1/cache?user_id={user_id}")
     assert sea.explain(*asked, user_id=user_id)["reason"] == "new"

@@ -57,8 +57,9 @@ def test_a_request_loads_its_model_and_comes_back_to_what_was_stored(client: htt
     assert states(client) == {"first": "unloaded", "second": "loaded"}
     ask(client, "first")
     again = ask(client, "second:latest").json()
-    # How much a fake engine would rather evaluate is a matter of speed.
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 128
+    # A fake engine may evaluate sooner than anything is loaded.
+    cached, reason = again["usage"]["prompt_tokens_details"]["cached_tokens"], again["emberkeep"]["reason"]
+    assert cached >= 128 or reason == "cheaper_to_recompute"
 
 
 def test_the_official_client_streams_from_a_model_that_is_not_loaded(client: httpx.Client) -> None:
@@ -72,7 +73,7 @@ def test_the_official_client_streams_from_a_model_that_is_not_loaded(client: htt
 
 
 def test_a_model_tells_its_state_as_llama_servers_router_does(client: httpx.Client) -> None:
-    client.post("/models/load", json={"model": "second"})
+    ollama.Client(host=str(client.base_url)).generate("second", keep_alive=300)
     told = client.get("/models/gpt-4o").json()
     assert told["aliases"] == ["gpt-4o"]
     assert told["status"] | {"idle_s": 0, "expires_s": 0, "memory_bytes": 0} == {
