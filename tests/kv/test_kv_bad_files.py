@@ -151,7 +151,9 @@ def test_two_damaged_files_of_one_prompt_are_both_given_up(tmp_path):
     reads = [store.fetch(chunk, lambda: None) for chunk in chunks]  # all at once, as a request does it
     store.release(match)
     store._disk._reader.close()
-    assert [read.state for read in reads[:3]] == [FetchState.READY, FetchState.DAMAGED, FetchState.DAMAGED]
+    assert [read.state for read in reads[:2]] == [FetchState.READY, FetchState.DAMAGED]
+    # The reader may have given up everything behind the first before the second is asked for.
+    assert reads[2].state in (FetchState.DAMAGED, FetchState.GONE)
     check_ledger(store)
     put(store, LONG)
     again = reopened(store, tmp_path)
