@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from emberkeep.api.messages import message_json
+from emberkeep.api.stored import lookup_from_json
 from emberkeep.backend.base import ModelCard
 from emberkeep.errors import EmberkeepError, RequestError
 from emberkeep.memory.memory import Memory
@@ -24,8 +25,6 @@ from emberkeep.types import (
     FinishReason,
     Fit,
     Json,
-    LookupRecord,
-    MissReason,
     ReasoningDelta,
     Request,
     RequestRecord,
@@ -196,7 +195,6 @@ def _delta_events(delta: Mapping[str, Any]) -> Iterator[Event]:
 
 
 def _completed(usage: Any, timings: Any, detail: Mapping[str, Any]) -> Completed:
-    reused = detail["reused"]
     return Completed(
         Usage(usage["prompt_tokens"], usage["completion_tokens"], usage["prompt_tokens_details"]["cached_tokens"]),
         Timings(
@@ -210,13 +208,7 @@ def _completed(usage: Any, timings: Any, detail: Mapping[str, Any]) -> Completed
             draft_n=timings.get("draft_n", 0),
             draft_n_accepted=timings.get("draft_n_accepted", 0),
         ),
-        LookupRecord(
-            usage["prompt_tokens"],
-            **{f"{tier}_tokens": reused[tier] for tier in ("hot", "warm", "cold", "remote")},
-            moved_tokens=detail["moved_tokens"],
-            is_approximate=detail["approximate"],
-            reason=MissReason(detail["reason"]),
-        ),
+        lookup_from_json({**detail, "prompt_tokens": usage["prompt_tokens"]}),
         Fit(
             truncated_messages=detail["truncated_messages"],
             evictions=tuple(Eviction(**eviction) for eviction in detail.get("evictions", ())),
