@@ -11,6 +11,7 @@ import torch
 from emberkeep.engine.base import Piece, Rows
 from emberkeep.engine.hf import HfEngine, HfSettings, HfSource, Placing, load_model, open_engine
 from emberkeep.engine.hf.network import Network
+from emberkeep.errors import EngineError
 from emberkeep.types import AttentionTier, Residency
 from helpers import tiny_hf
 
@@ -93,6 +94,19 @@ def test_a_recorded_step_gives_what_plain_attention_gives(opened, family):
             assert min(np.corrcoef(a, b)[0, 1] for a, b in zip(recorded, plain, strict=True)) > 0.99
         else:
             np.testing.assert_allclose(recorded, plain, rtol=1e-3, atol=2e-2)
+
+
+def test_an_assembler_that_gets_our_kernels_wrong_is_not_used(tmp_path, monkeypatch):
+    from emberkeep.engine.hf.kernels import check_assembler
+
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("only Hopper's instructions are assembled wrongly")
+    old = tmp_path / "ptxas"
+    old.write_text('#!/bin/sh\necho "Cuda compilation tools, release 12.8, V12.8.93"\n')
+    old.chmod(0o755)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(old))
+    with pytest.raises(EngineError, match="install torch"):
+        check_assembler(torch.device("cuda"))
 
 
 def work(engine: HfEngine) -> list[bytes]:

@@ -16,6 +16,7 @@ import triton.language as tl
 from emberkeep.engine.hf.attention import AttentionOptions
 from emberkeep.engine.hf.early_launch import early, wait_for_previous
 from emberkeep.engine.hf.pool import BLOCK
+from emberkeep.errors import EngineError
 from emberkeep.values import dataclass
 
 _MOST_SPLITS = 64
@@ -26,6 +27,20 @@ _LEAST_ROWS = 16
 _OVER = 1.2
 """Programs per processor that are not too many: a second round takes as long as the first."""
 _LOG2_E = 1.4426950408889634
+_LEAST_ASSEMBLER = (12, 9)
+"""Before it, ptxas lets these kernels read registers that nothing was written to, where the width of values is
+no power of two: a wrong sum, or an access that ends the process."""
+
+
+def check_assembler(device: torch.device) -> None:
+    """Raises EngineError where Triton's assembler is known to get these kernels wrong."""
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
+        return
+    version = triton.knobs.nvidia.ptxas.version
+    if tuple(int(part) for part in version.split(".")) < _LEAST_ASSEMBLER:
+        raise EngineError(
+            f"ptxas {version} assembles them wrongly: install torch 2.13, or name a newer one in TRITON_PTXAS_PATH"
+        )
 
 
 @triton.jit

@@ -83,7 +83,9 @@ def open_graphs(
     try:
         # Needs Triton, which comes with torch for CUDA only.
         from emberkeep.engine.hf.cuda_graphs import StepGraphs, StepSize
+        from emberkeep.engine.hf.kernels import check_assembler
 
+        check_assembler(network.device)
         largest = StepSize(able.batch, able.outputs, able.max_sequences, -(-able.context // BLOCK))
         fused = None if stream or layers == "compiled" else fuse_layers(network, memory, learned, layers)
         return StepGraphs(network, memory, largest, learned.group, fused, stream)
