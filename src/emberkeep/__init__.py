@@ -8,9 +8,10 @@ with Emberkeep.load() as llm:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as type checkers know it, without `typing`
 if TYPE_CHECKING:
+    from typing import Any
+
     from emberkeep.library.emberkeep import Emberkeep
     from emberkeep.library.flash_attention import (
         flash_attention_available,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 from emberkeep import __version__
@@ -13,10 +14,14 @@ def main() -> None:
     if sys.argv[1:] == ["--version"]:  # asked by scripts, which need not wait for all that commands need
         print(f"emberkeep {__version__}")
         return
-    if _command(sys.argv[1:]) in _COMPUTE:
+    name = _command(sys.argv[1:])
+    if name in _COMPUTE:
         from emberkeep.large_pages import ask_for_large_pages
 
         ask_for_large_pages()
+    if name == "serve":
+        # What is imported stays, and looking through it for garbage takes time. The server enables it.
+        gc.disable()
     # Not before: the process may have been started anew.
     from emberkeep.cli.main import main as command
 

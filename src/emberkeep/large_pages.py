@@ -8,15 +8,16 @@ them to programs that ask; glibc asks on behalf of one that was started with a v
 from __future__ import annotations
 
 import os
-import platform
 import sys
-from collections.abc import Mapping
-from pathlib import Path
+
+TYPE_CHECKING = False  # as type checkers know it: the first of two processes imports as little as it can
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _TUNABLE = "glibc.malloc.hugetlb"
 _VARIABLE = "GLIBC_TUNABLES"
 _MARK = "_EMBERKEEP_LARGE_PAGES"
-_MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_MODES = "/sys/kernel/mm/transparent_hugepage/enabled"
 
 
 def ask_for_large_pages() -> None:
@@ -45,12 +46,20 @@ def asking(variables: Mapping[str, str], mode: str | None) -> dict[str, str] | N
 
 def mode() -> str | None:
     """Who gets large pages: `always` everyone, `madvise` who asks, `never` nobody; None where that is unknown."""
-    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
+    if sys.platform != "linux" or not _has_glibc():
         return None
     try:
-        return _MODES.read_text().partition("[")[2].partition("]")[0]
+        with open(_MODES) as modes:  # noqa: PTH123 (pathlib would be imported twice: this process is started anew)
+            return modes.read().partition("[")[2].partition("]")[0]
     except OSError:
         return None
+
+
+def _has_glibc() -> bool:
+    try:
+        return (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
+    except (OSError, ValueError):
+        return False
 
 
 def _forget() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 from emberkeep.cli.commands import one_command
 from emberkeep.cli.flags import with_settings
 from emberkeep.cli.model_setup import ensure, pull_reporter
@@ -46,16 +44,11 @@ def serve(config: Config) -> None:
 
     The default model is pulled first when it is missing.
     """
-    # What is imported stays, and looking through it for garbage took a tenth of the start. The server enables it.
-    gc.disable()
-    try:
-        # Imported late, as in every command: `emberkeep serve --help` must not load a web framework.
-        from emberkeep.server.lifecycle import serve as serve_until_stopped
+    # Imported late, as in every command: `emberkeep serve --help` must not load a web framework.
+    from emberkeep.server.lifecycle import serve as serve_until_stopped
 
-        with pull_reporter() as reporter:
-            serve_until_stopped(config, prepare=ensure, reporter=reporter)
-    finally:
-        gc.enable()
+    with pull_reporter() as reporter:
+        serve_until_stopped(config, prepare=ensure, reporter=reporter)
 
 
 app = one_command(serve, epilog=EXAMPLES)

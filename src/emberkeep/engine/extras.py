@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from importlib.util import find_spec
 
 from emberkeep.errors import EngineError
@@ -22,4 +21,6 @@ def require_hf() -> None:
 
 def hf_versions() -> str:
     """The packages that shape results, for people."""
+    from importlib import metadata  # a fiftieth of all that a server imports
+
     return ", ".join(f"{name} {metadata.version(name)}" for name in _HF_PACKAGES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 MOST_THREADS = 1024
 """That could ever be set."""
@@ -19,4 +20,4 @@ def known_as(own: bytes, with_threads: Callable[[int], bytes], stored: Stored | 
     if stored is None:
         return own
     former = (with_threads(threads) for threads in range(1, MOST_THREADS + 1))
-    return stored([own, *former]) or own
+    return stored(chain([own], former)) or own

@@ -51,4 +51,7 @@ def _begin(config: Config) -> bool:
     from emberkeep.engine.llamacpp import choose_known_library
     from emberkeep.engine.llamacpp.early_load import begin
 
-    return choose_known_library(config.llama_library, digest) and begin(model.path, versions)
+    if not choose_known_library(config.llama_library, digest):
+        return False
+    begin(model.path, versions)
+    return True

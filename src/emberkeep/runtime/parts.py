@@ -248,7 +248,11 @@ def stored_by(config: Config) -> Stored | None:
         return None
 
     def latest_of(fingerprints: Iterable[bytes]) -> bytes | None:
-        names = {store_name(fingerprint): fingerprint for fingerprint in fingerprints}
+        names: dict[str, bytes] = {}
+        for fingerprint in fingerprints:
+            names[store_name(fingerprint)] = fingerprint
+            if folders[0] in names:  # before all others are computed, of which there are a thousand
+                return fingerprint
         return next((names[folder] for folder in folders if folder in names), None)
 
     return latest_of if folders else None

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import field, replace
-from statistics import median_low
 from time import perf_counter
 
 import numpy as np
@@ -400,10 +399,14 @@ class _Times:
         self._met.add(size)  # the first one of its size is prepared while it runs
 
     def get(self, size: int) -> float | None:
-        return median_low(self._latest[size]) if size in self._latest else None
+        return _lower_median(self._latest[size]) if size in self._latest else None
 
     def longest(self) -> float:
-        return max(map(median_low, self._latest.values()), default=0.0)
+        return max(map(_lower_median, self._latest.values()), default=0.0)
+
+
+def _lower_median(seconds: Collection[float]) -> float:
+    return sorted(seconds)[(len(seconds) - 1) // 2]
 
 
 class _StepTimes(_Times):

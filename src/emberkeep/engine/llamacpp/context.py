@@ -14,7 +14,7 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from ctypes import CFUNCTYPE, POINTER, byref, c_void_p
 from dataclasses import field
@@ -185,15 +185,19 @@ def fingerprint(
         model.placement,
     ]
     written = [repr(part) for part in parts]
+    before = hashlib.sha256("\0".join(written[:_THREADS_AT]).encode())
+    behind = "\0".join(written[_THREADS_AT:])
 
     def with_threads(threads: int) -> bytes:
-        return _digest([*written[:_THREADS_AT], repr(threads), *written[_THREADS_AT:]])
+        return _digest(before, f"\0{threads}\0{behind}")
 
-    return known_as(_digest(written), with_threads, settings.stored)
+    return known_as(_digest(before, f"\0{behind}"), with_threads, settings.stored)
 
 
-def _digest(written: Sequence[str]) -> bytes:
-    return hashlib.sha256("\0".join(written).encode()).digest()
+def _digest(before: hashlib._Hash, behind: str) -> bytes:
+    whole = before.copy()
+    whole.update(behind.encode())
+    return whole.digest()
 
 
 def windows_suffice(context: Handle, layout: Layout, settings: LlamaSettings) -> bool:

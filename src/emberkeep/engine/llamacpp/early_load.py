@@ -56,6 +56,9 @@ class EarlyLoad:
             return False
 
     def _load(self) -> None:
+        start_backend()  # a GPU's takes a third of a second
+        if gpus():  # where weights go is planned by who takes them
+            return
         report = (lambda fraction: self._report(fraction)) if self._size >= _WATCHED else None
         with silent():
             self._handle = load_weights(self.path, PlacementParams(ON_CPU, []), report)
@@ -64,13 +67,10 @@ class EarlyLoad:
 _begun: list[EarlyLoad] = []
 
 
-def begin(path: Path, versions: Sequence[FileVersion]) -> bool:
-    """With the library in use, which works here, as do the weights. False where there are GPUs: nothing begins."""
-    start_backend()
-    if gpus():
-        return False
+def begin(path: Path, versions: Sequence[FileVersion]) -> None:
+    """With the library in use, which works here, as do the weights. Where there are GPUs only llama.cpp itself is
+    brought up."""
     _begun.append(EarlyLoad(path, versions))
-    return True
 
 
 def begun(path: Path) -> EarlyLoad | None:

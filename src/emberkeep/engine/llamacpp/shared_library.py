@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -197,9 +198,17 @@ def silent() -> Iterator[None]:
         llama().llama_log_set(_on_log, ctypes.c_void_p(0))
 
 
-@functools.cache
+_starting = threading.Lock()
+
+
 def start_backend() -> None:
-    """Bring llama.cpp up once per process. Its log goes to our debug log."""
+    """Bring llama.cpp up once per process. Its log goes to our debug log. Blocks while another thread does it."""
+    with _starting:
+        _start_backend()
+
+
+@functools.cache
+def _start_backend() -> None:
     llama().llama_log_set(_on_log, ctypes.c_void_p(0))
     if not llama().ggml_backend_dev_count():
         # Its backends are in files of their own, of which it chooses those that fit this CPU best.
