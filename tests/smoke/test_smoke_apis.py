@@ -85,11 +85,18 @@ APIS: dict[str, tuple[str, Json, Text]] = {
 }
 
 
+def again(server: ServerProcess, path: str, **body: Json) -> Json:
+    """The second answer to the same. The last token of a prompt rounds otherwise when it is evaluated alone, as after
+    a reuse, than beside all others, and the likeliest words may change with that."""
+    post(server, path, **body)
+    return post(server, path, **body)
+
+
 @pytest.mark.parametrize(("path", "body", "text"), APIS.values(), ids=APIS.keys())
 def test_a_streamed_answer_is_the_answer_in_pieces(
     server: ServerProcess, path: str, body: Json, text: Text
 ) -> None:
-    whole = text(post(server, path, **body, **({} if "/api/" not in path else {"stream": False})))
+    whole = text(again(server, path, **body, **({} if "/api/" not in path else {"stream": False})))
     streamed = [text(piece) for piece in pieces(server, path, **body)]
     assert "".join(streamed) == whole != ""
     assert len([piece for piece in streamed if piece]) > 3
@@ -97,7 +104,7 @@ def test_a_streamed_answer_is_the_answer_in_pieces(
 
 def test_every_api_for_chats_gives_the_same_answer(server: ServerProcess) -> None:
     chats = (APIS[name] for name in ("openai-chat", "openai-responses", "anthropic"))
-    assert len({text(post(server, path, **body)) for path, body, text in chats}) == 1
+    assert len({text(again(server, path, **body)) for path, body, text in chats}) == 1
 
 
 def test_a_response_goes_on_from_the_one_before(server: ServerProcess, me: str) -> None:
