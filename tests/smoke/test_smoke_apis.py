@@ -86,8 +86,8 @@ APIS: dict[str, tuple[str, Json, Text]] = {
 
 
 def again(server: ServerProcess, path: str, **body: Json) -> Json:
-    """The second answer to the same. The last token of a prompt rounds otherwise when it is evaluated alone, as after
-    a reuse, than beside all others, and the likeliest words may change with that."""
+    """The second answer to the same. The last token of a prompt rounds otherwise when it is evaluated alone, as
+    after a reuse, than beside all others, and the likeliest words may change with that."""
     post(server, path, **body)
     return post(server, path, **body)
 

@@ -32,8 +32,8 @@ def ask(server: ServerProcess, me: str, *turns: Json) -> Reply:
 
 
 def beginning(reply: Reply) -> str:
-    """The first word. The last token of a prompt rounds otherwise when it is evaluated alone, as after a reuse, than
-    beside all others, and which word is the likeliest may change with that, sooner or later."""
+    """The first word. The last token of a prompt rounds otherwise when it is evaluated alone, as after a reuse,
+    than beside all others, and which word is the likeliest may change with that, sooner or later."""
     return reply.text.split()[0]
 
 
