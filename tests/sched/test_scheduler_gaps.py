@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.errors import EngineError
+from emberkeep.errors import EngineError, Overloaded
 from emberkeep.sched import scheduler as module
 from helpers.scheduling import PATIENCE, Recorder, Rig
 from helpers.waiting import eventually
@@ -150,3 +151,17 @@ def test_work_that_is_interrupted_goes_on_in_the_next_gap(rig: tuple[Rig, Improv
     assert began.wait(PATIENCE)
     answer(opened)
     assert done.wait(PATIENCE)
+
+
+def test_who_waits_for_a_gap_is_told_when_there_will_be_none(
+    rig: tuple[Rig, Improving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, engine = rig
+    assert engine.improved.wait(PATIENCE)
+    assert opened.scheduler.in_a_gap(lambda: 7) == 7
+    monkeypatch.setattr(module, "_GAP_S", 3600.0)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(opened.scheduler.in_a_gap, lambda: 7)
+        opened.scheduler.close()
+        with pytest.raises(Overloaded):
+            waiting.result(PATIENCE)

@@ -154,21 +154,12 @@ def _start(action: Callable[[], None]) -> bool:
 
 def _measure(config: Config, opened: _Opened, backend: LocalBackend) -> None:
     """What the model runs on, which is logged with what its memory is planned with. Blocks."""
-
-    def there(work: Callable[[], float]) -> Callable[[], float]:
-        def measure() -> float:
-            future, run = promised(work)
-            backend.scheduler.in_gaps(lambda _: run() is None)
-            return future.result()
-
-        return measure
-
-    engine, device = opened.engine, opened.device
+    engine, device, there = opened.engine, opened.device, backend.scheduler.in_a_gap
     backend.machine = probe(
         config.data_dir,
         engine.footprint,
-        there(lambda: step_seconds(engine)),
-        DeviceProbe(there(device.load_speed), there(device.read_speed)) if device else None,
+        partial(there, lambda: step_seconds(engine)),
+        DeviceProbe(partial(there, device.load_speed), partial(there, device.read_speed)) if device else None,
     )
     log_plan(engine.footprint, backend.machine)
 

@@ -1,4 +1,4 @@
-"""What this machine can do, measured once when a model is loaded: in three seconds at most, and never an error."""
+"""What this machine can do, measured once when a model was loaded, and never an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from emberkeep.values import dataclass
 log = logging.getLogger("emberkeep.sched")
 
 _EACH_S = 0.6
-"""Each measurement that takes longer is given up."""
+"""A measurement of RAM or of a disk that takes longer is given up."""
 _COPIED = 32 << 20
 _READ = 8 << 20
 
@@ -113,7 +113,10 @@ def probe(
     step: Callable[[], float] | None = None,
     device: DeviceProbe | None = None,
 ) -> Machine:
-    """Measure. `folder` is read and written (nothing stays there); `step` takes one step and tells its seconds."""
+    """Measure. `folder` is read and written (nothing stays there); `step` takes one step and tells its seconds.
+
+    It and `device` may have to wait for the engine's thread: they are given as long as that takes.
+    """
     cautious = assumed(footprint)
     return Machine(
         cautious.total_ram,
@@ -121,8 +124,8 @@ def probe(
         cautious.device,
         cautious.device_total,
         cautious.device_free,
-        copy_speed=_reading(_copy_speed, cautious.copy_speed),
-        disk_speed=_reading(lambda: _disk_speed(folder), cautious.disk_speed),
+        copy_speed=_reading(lambda: _soon(_copy_speed), cautious.copy_speed),
+        disk_speed=_reading(lambda: _soon(lambda: _disk_speed(folder)), cautious.disk_speed),
         step_seconds=_reading(step, cautious.step_seconds) if step else cautious.step_seconds,
         load_speed=_reading(device.load_speed, _SLOW_LINK) if device else None,
         device_speed=_reading(device.read_speed, _SLOW_DEVICE) if device else None,
@@ -145,12 +148,17 @@ def _rate(reading: Reading) -> str:
 
 
 def _reading(measure: Callable[[], float], otherwise: Reading) -> Reading:
+    try:
+        return Reading(measure(), measured=True)
+    except Exception:  # whatever it is, the model answers all the same
+        return otherwise
+
+
+def _soon(measure: Callable[[], float]) -> float:
+    """Raises TimeoutError, or what `measure` raises."""
     future, run = promised(measure)
     threading.Thread(target=run, name="probe", daemon=True).start()
-    try:
-        return Reading(future.result(_EACH_S), measured=True)
-    except Exception:  # whatever it is, a person waits for the model
-        return otherwise
+    return future.result(_EACH_S)
 
 
 def _copy_speed() -> float:

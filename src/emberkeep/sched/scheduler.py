@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from time import monotonic
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from emberkeep.chat.prompt import Prompt
 from emberkeep.engine.base import Attention, Engine, ExpertTracking, Footprint, KvUnit, Outcome
@@ -237,6 +237,17 @@ class Scheduler:
         it returns True. It is given a function that says whether something waits now, and should return then.
         Raises as `submit` does."""
         self.call(lambda: self._gap_work.append(work))
+
+    def in_a_gap(self, action: Callable[[], T]) -> T:
+        """As `in_gaps`, once. Blocks until it is done. Raises what it raises, and Overloaded when the scheduler
+        ended before there was a gap."""
+        future, run = promised(action)
+        self.in_gaps(lambda _: run() is None)
+        both: tuple[Future[Any], ...] = future, self._running
+        wait(both, return_when=FIRST_COMPLETED)
+        if not future.done():
+            raise Overloaded(SHUTTING_DOWN)
+        return future.result()
 
     def stored_text(self, lineage: Lineage) -> StoredText:
         """What is stored of a lineage, by other processes too, for a prompt that is still text. Reads the
