@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -24,6 +25,7 @@ LONG = {
     "logit_bias": {str(token): -100 for token in ENDINGS},
 }
 """An answer that fills the context."""
+OF_THE_MACHINE = (" INFO memory of ", " INFO RAM is copied at ")
 LOOP_BOMB = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
@@ -33,12 +35,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return dense(path, template="{% for message in messages %}{{ message.content }}{% endfor %}")
 
 
-def last_words(server: ServerProcess) -> str:
-    """What a server that did not start said, which must be one sentence; the log may have told of its machine."""
+def last_words(server: ServerProcess, loading: str | None = None) -> str:
+    """What a server that did not start said, which must be one sentence, after the steps of `loading` a model if
+    it came so far; the log may have told of its machine."""
     assert server.exit_code() == 1
     said = [line for line in server.log.splitlines() if " INFO " not in line]
-    assert len(said) == 1, server.log
-    return said[0]
+    assert said, "it said nothing"
+    *steps, words = said
+    assert are_steps(steps, loading) if loading else not steps, server.log
+    return words
+
+
+def are_steps(lines: list[str], model: str) -> bool:
+    """Whether they tell how loading began and went on, nothing else, and nothing twice in a row."""
+    first, *later = f"Loading {model}", f"Checking {model}", f"Trying out {model}, once"
+    is_news = all(line != before for before, line in pairwise(lines))
+    return lines[:1] == [first] and {*lines} <= {first, *later} and is_news
 
 
 def frames(response: httpx.Response) -> Iterator[Json]:
@@ -59,12 +71,18 @@ def test_an_idle_server_stops_at_once_and_without_complaint(model: Path, tmp_pat
     with serve(model, tmp_path) as server:
         server.chat([user("hello")], max_tokens=4)
         server.stop()
-        *banner, asked = server.log.splitlines()
-        assert [" INFO " in line for line in banner] == [True] * 2 + [False] * 5, server.log
-        assert "POST /v1/chat/completions 200: " in asked
+        # What its machine is like is told once it was measured, which is when nothing is asked for a second.
+        lines = [line for line in server.log.splitlines() if not any(told in line for told in OF_THE_MACHINE)]
+        steps, banner, asked = lines[:-6], lines[-6:-1], lines[-1]
+        assert are_steps(steps, "tiny"), server.log
+        assert [line.split()[0] for line in banner] == ["Emberkeep", "page", "model", "data", "stop"], server.log
+        assert " INFO " in asked and "POST /v1/chat/completions 200: " in asked
 
 
-def test_a_stopping_server_finishes_its_answers_and_takes_no_new_ones(model: Path, tmp_path: Path) -> None:
+def test_a_stopping_server_finishes_its_answers_and_takes_no_new_ones(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMBERKEEP_DRAIN_S", "3600")  # a busy machine is no reason to cut it off
     with serve(model, tmp_path) as server:
         completions = f"{server.url}/v1/chat/completions"
         with server.http.stream("POST", completions, json={"messages": [user("hello")], **LONG}) as response:
@@ -139,18 +157,18 @@ def test_a_model_file_that_is_cut_off_is_refused(model: Path, tmp_path: Path, ke
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(data[: int(len(data) * kept) if 0 < kept < 1 else int(kept)])
     with serve(broken, tmp_path) as server:
-        assert "broken.gguf" in last_words(server)
+        assert "broken.gguf" in last_words(server, loading="broken")
 
 
 def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "letter.gguf").write_text("Dear reader, " * 1000)
     with serve(tmp_path / "letter.gguf", tmp_path) as server:
-        assert "letter.gguf" in last_words(server)
+        assert "letter.gguf" in last_words(server, loading="letter")
 
 
 def test_a_template_that_is_no_template_is_refused(tmp_path: Path) -> None:
     with serve(dense(tmp_path / "odd.gguf", template="{% for %}"), tmp_path) as server:
-        assert "template" in last_words(server)
+        assert "template" in last_words(server, loading="odd")
 
 
 def test_a_template_that_never_ends_costs_its_own_requests_only(tmp_path: Path) -> None:
