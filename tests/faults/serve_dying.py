@@ -10,7 +10,7 @@ from emberkeep.cli import main as cli
 from emberkeep.config import Config
 from emberkeep.engine.base import Rows
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.server import lifecycle
+from emberkeep.runtime import served_models
 from helpers.fake_backend import fake_backend
 
 LONG = 1000
@@ -32,5 +32,5 @@ def open_backend(config: Config) -> Backend:
 
 
 if __name__ == "__main__":
-    lifecycle.begin_models = lambda config, *_: Models(open_backend(config))  # type: ignore[attr-defined]
+    served_models.begin_models = lambda config, *_: Models(open_backend(config))
     cli.main()

@@ -49,7 +49,9 @@ def test_health_is_503_and_says_why_to_those_who_may_know(tmp_path: Path, api_ke
 
 @pytest.mark.slow
 def test_the_process_ends_with_a_sentence_and_every_client_is_told(tmp_path: Path) -> None:
-    arguments = ("serve", "--port", "0", "--data-dir", str(tmp_path), "--parallel", "2")
+    # Nothing but the engine that dies can answer: there is no model.
+    model = str(tmp_path / "none.gguf")
+    arguments = ("serve", "--port", "0", "--data-dir", str(tmp_path), "--parallel", "2", "--model", model)
     with ServerProcess(str(_SERVER), *arguments) as server, ThreadPoolExecutor() as pool:
         url = f"{server.url}/v1/chat/completions"
         assert server.http.post(url, json=_SHORT).status_code == 200
