@@ -24,6 +24,7 @@ from emberkeep.runtime import open_memory as open_file
 from emberkeep.types import Message, SavedConversation, ToolCall
 from helpers.kept_chats import open_emberkeep
 from helpers.scripted_backend import ScriptedBackend, answer
+from helpers.several_models import install
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("data_dir")]
 
@@ -272,8 +273,9 @@ def test_the_saved_system_message_gives_way_to_another_one(backend: ScriptedBack
 
 
 def test_a_conversation_goes_on_with_its_model(
-    backend: ScriptedBackend, loaded: list[Config], gone: set[str]
+    backend: ScriptedBackend, loaded: list[Config], gone: set[str], data_dir: Path
 ) -> None:
+    install(data_dir, "mine", "other")
     ok("mine", input="one\n")
     assert "another model" not in ok("--continue", input="two\n").stderr
     assert "was with mine; it goes on with another model" in ok("other", "--continue", input="three\n").stderr
@@ -314,6 +316,7 @@ def test_a_user_who_comes_back_sees_what_was_said_last(
 
 
 def test_saved_conversations_are_listed_the_latest_first(backend: ScriptedBackend, data_dir: Path) -> None:
+    install(data_dir, "mine")
     assert "`emberkeep chat` begins one" in ok("--list").stdout
     ok(input="What is the tallest ship?\n")
     ok("mine", input="Who is at sea?\nAnd where?\n")
