@@ -86,6 +86,7 @@ NO_SCHEMA_SAYS = re.compile(
             "Nothing rests",
             # which fields go together
             "leave one of them out",
+            "does not go with raw and suffix",
             "is the model's own here",
             "must equal user_id",
             "name different users",
