@@ -7,6 +7,7 @@ CPUs have kernels of their own for, small enough to be written and run within a 
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -27,7 +28,6 @@ from emberkeep.engine.embedding import TokenInput
 from emberkeep.engine.facts import Facts
 from emberkeep.engine.llamacpp.context import LlamaSettings, open_context
 from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingEngine, LlamaEmbeddingSettings
-from emberkeep.engine.llamacpp.engine import LlamaEngine
 from emberkeep.engine.llamacpp.facts import facts_about, file_name
 from emberkeep.engine.llamacpp.kv_state import BatchBuffer
 from emberkeep.engine.llamacpp.learning import StateFacts
@@ -285,8 +285,13 @@ def _run_specimen() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "specimen.gguf"
         write_specimen(model)
+        loaded = LlamaModel(model)
         for flash in (True, False):
-            _evaluate(LlamaModel(model), _SHAPES, flash=flash)
+            settings = replace(_settings(max(_SHAPES)), flash=flash)
+            for rows, scores in _decode(loaded, settings, _SHAPES):
+                if not np.isfinite(scores).all():
+                    raise EngineError(f"computed no numbers in a batch of {rows} tokens")
+        loaded.close()
 
 
 def _run_model(path: Path, ways: Sequence[str], facts: Facts | None) -> Iterator[str]:
@@ -298,16 +303,21 @@ def _run_model(path: Path, ways: Sequence[str], facts: Facts | None) -> Iterator
         with_flash = how != _NO_FLASH
         # What an engine learns of it when it is opened, as one with both kinds of attention does.
         StateFacts(facts, model, settings, both=not with_flash).learned()
-        _decode(model, replace(settings, flash=with_flash), shapes)
+        list(_decode(model, replace(settings, flash=with_flash), shapes))
         yield how
     model.close()
 
 
-def _decode(model: LlamaModel, settings: LlamaSettings, shapes: Iterable[int]) -> None:
+def _decode(
+    model: LlamaModel, settings: LlamaSettings, shapes: Iterable[int]
+) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+    """Batches of so many rows, and the scores behind the last of each."""
     context, batch = open_context(model, settings, None), BatchBuffer(settings.batch)
     try:
         for rows in shapes:
             batch.decode(context, Rows(0, 0, _tokens(rows, model), outputs=1))
+            scores = (ctypes.c_float * model.vocab.size).from_address(llama().llama_get_logits_ith(context, -1))
+            yield rows, np.frombuffer(scores, np.float32).copy()
             llama().llama_memory_clear(llama().llama_get_memory(context), True)
     finally:
         llama().llama_free(context)
@@ -325,18 +335,6 @@ def _run_embedding(path: Path, pooling: Pooling) -> None:
     engine = LlamaEmbeddingEngine(_load(path, may_rewrite=True), settings, "trial")
     engine.embed([TokenInput((0,)), TokenInput((0, 1))])
     engine.close()
-
-
-def _evaluate(model: LlamaModel, shapes: Sequence[int], *, flash: bool) -> None:
-    engine = LlamaEngine(model, replace(_settings(max(shapes)), flash=flash), "trial")
-    try:
-        for rows in shapes:
-            engine.evaluate([Rows(0, 0, _tokens(rows, model), outputs=1)])
-            if not np.isfinite(engine.logits(0)).all():
-                raise EngineError(f"computed no numbers in a batch of {rows} tokens")
-            engine.trim(0, 0)
-    finally:
-        engine.close()
 
 
 def _settings(rows: int) -> LlamaSettings:
