@@ -12,7 +12,7 @@ import anthropic
 import pydantic
 import pytest
 
-from helpers.serve_command import serve
+from helpers.serve_command import STEADY, serve
 from helpers.server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ RULES = " ".join(f"Rule {number}: answer in one short and friendly sentence." fo
 
 @pytest.fixture(scope="module")
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with serve(smollm2, tmp_path_factory.mktemp("data")) as server:
+    with serve(smollm2, tmp_path_factory.mktemp("data"), *STEADY) as server:
         yield server
 
 
@@ -48,6 +48,7 @@ def prompt_of(usage: Any) -> int:
 
 
 def test_a_streamed_message_is_the_message_in_pieces(client: anthropic.Anthropic) -> None:
+    client.messages.create(**GREEDY)
     whole = client.messages.create(**GREEDY)
     with client.messages.stream(**GREEDY) as stream:
         pieces = list(stream.text_stream)
@@ -66,6 +67,7 @@ def test_the_asynchronous_client_gets_the_same(server: ServerProcess, client: an
         ):
             return await stream.get_final_text()
 
+    client.messages.create(**GREEDY)
     assert asyncio.run(ask()) == text_of(client.messages.create(**GREEDY))
 
 
@@ -103,6 +105,7 @@ def test_a_stream_begins_with_what_is_read(client: anthropic.Anthropic) -> None:
 
 
 def test_a_stop_sequence_ends_a_message_and_is_named(client: anthropic.Anthropic) -> None:
+    client.messages.create(**GREEDY)
     full = text_of(client.messages.create(**GREEDY))
     word = full.split()[3]
     message = client.messages.create(**GREEDY, stop_sequences=["never", word])

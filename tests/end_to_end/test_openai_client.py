@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from helpers.serve_command import serve, user
+from helpers.serve_command import STEADY, serve, user
 from helpers.server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
@@ -52,7 +52,7 @@ ASK_WEATHER: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with serve(smollm2, tmp_path_factory.mktemp("data")) as server:
+    with serve(smollm2, tmp_path_factory.mktemp("data"), *STEADY) as server:
         yield server
 
 
@@ -66,6 +66,7 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
 
 
 def test_a_streamed_answer_is_the_answer_in_pieces(client: openai.OpenAI) -> None:
+    client.chat.completions.create(**GREEDY)
     whole = client.chat.completions.create(**GREEDY)
     chunks = list(client.chat.completions.create(**GREEDY, stream=True, stream_options={"include_usage": True}))
     text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
@@ -85,6 +86,7 @@ def test_usage_adds_up_and_tells_what_was_reused(client: openai.OpenAI) -> None:
 
 
 def test_an_answer_ends_before_a_stop_string(client: openai.OpenAI) -> None:
+    client.chat.completions.create(**GREEDY)
     full = client.chat.completions.create(**GREEDY).choices[0].message.content
     assert full is not None
     word = full.split()[4]
@@ -170,6 +172,7 @@ def test_a_demanded_tool_call_comes_with_arguments_that_fit(
 
 def test_a_streamed_tool_call_is_the_same_call(client: openai.OpenAI) -> None:
     demand = {**ASK_WEATHER, "tool_choice": "required", "parallel_tool_calls": False}
+    client.chat.completions.create(**demand)
     (whole,) = client.chat.completions.create(**demand).choices[0].message.tool_calls or []
     chunks = list(client.chat.completions.create(**demand, stream=True))
     deltas = [call for chunk in chunks for choice in chunk.choices for call in choice.delta.tool_calls or ()]

@@ -12,7 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from helpers.serve_command import RULES, serve
+from helpers.serve_command import RULES, STEADY, serve
 from helpers.server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ WEATHER: Any = {
 
 @pytest.fixture(scope="module")
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with serve(smollm2, tmp_path_factory.mktemp("data")) as server:
+    with serve(smollm2, tmp_path_factory.mktemp("data"), *STEADY) as server:
         yield server
 
 
@@ -56,6 +56,7 @@ def evaluated(response: Any) -> int:
 
 
 def test_a_streamed_response_is_the_response_in_pieces(client: openai.OpenAI) -> None:
+    client.responses.create(input=ASK, **GREEDY)
     whole = client.responses.create(input=ASK, **GREEDY)
     assert whole.status == "incomplete" and whole.incomplete_details is not None
     assert whole.incomplete_details.reason == "max_output_tokens"
