@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import queue
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from emberkeep.engine.base import Rows
 from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings
 from emberkeep.engine.llamacpp import early_load as module
-from emberkeep.engine.llamacpp.early_load import EarlyLoad, begin, begun
+from emberkeep.engine.llamacpp.early_load import EarlyLoad, Tell, begin, begun
 from emberkeep.file_digests import FileVersion
 from helpers import tiny_gguf
 
@@ -25,12 +27,11 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _nothing_stays() -> Iterator[None]:
     yield
-    module.wait()
     module._begun.clear()
 
 
 def begin_with(path: Path) -> EarlyLoad:
-    begin(path, [FileVersion.of(path)])
+    begin(path, [FileVersion.of(path)], lambda tell: True)
     early = begun(path)
     assert early is not None
     return early
@@ -53,7 +54,7 @@ def test_they_compute_what_weights_compute_that_are_loaded_when_asked_for(path: 
 
 def test_of_a_file_that_was_replaced_since_the_new_one_is_loaded(path: Path, tmp_path: Path) -> None:
     early = begin_with(path)
-    early.wait()
+    early._thread.join()
     os.utime(tiny_gguf.dense(tmp_path / "other.gguf", seed=1), ns=(0, path.stat().st_mtime_ns))
     (tmp_path / "other.gguf").replace(path)
     replaced = scores(LlamaModel(path, early=early))
@@ -63,15 +64,44 @@ def test_of_a_file_that_was_replaced_since_the_new_one_is_loaded(path: Path, tmp
 
 def test_weights_that_cannot_be_loaded_are_loaded_again_and_then_it_is_said(path: Path) -> None:
     early = begin_with(path)
-    early.wait()
-    broken = EarlyLoad(path.parent / "absent.gguf", [])
-    broken.wait()
+    early._thread.join()
+    broken = EarlyLoad(path.parent / "absent.gguf", [], lambda tell: True)
+    broken._thread.join()
     assert broken.take(lambda fraction: None) is None
     assert scores(LlamaModel(path, early=broken)) == scores(LlamaModel(path, early=early))
 
 
 def test_they_are_handed_out_once_and_for_their_file_only(path: Path) -> None:
-    begin(path, [FileVersion.of(path)])
+    begin(path, [FileVersion.of(path)], lambda tell: True)
     assert begun(path.parent / "other.gguf") is None
     assert begun(path) is not None
     assert begun(path) is None
+
+
+def test_who_waits_is_told_how_far_it_is_also_what_was_told_before(path: Path) -> None:
+    half, goes_on, told = threading.Event(), threading.Event(), queue.Queue[tuple[str, int, int | None]]()
+
+    def prove(tell: Tell) -> bool:
+        tell("Checking mine", 1, 2)
+        half.set()
+        goes_on.wait(30)
+        tell("Checking mine", 2, 2)
+        return False
+
+    early = EarlyLoad(path, [FileVersion.of(path)], prove)
+    assert half.wait(30)
+    waiting = threading.Thread(target=early.proved, args=(lambda *step: told.put(step),))
+    waiting.start()
+    assert told.get(timeout=30) == ("Checking mine", 1, 2)
+    goes_on.set()
+    assert told.get(timeout=30) == ("Checking mine", 2, 2)
+    waiting.join(30)
+    assert early.take(lambda fraction: None) is None  # what does not work is not loaded
+
+
+def test_what_nobody_needs_any_more_is_not_loaded(path: Path) -> None:
+    goes_on = threading.Event()
+    early = EarlyLoad(path, [FileVersion.of(path)], lambda tell: goes_on.wait(30))
+    early.wait()  # not for what is tried
+    goes_on.set()
+    assert early.take(lambda fraction: None) is None

@@ -178,7 +178,7 @@ def test_what_a_trial_learns_the_start_after_it_need_not_learn(
     """The child remembers it where the parent looks for it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = model_file("dense")
-    done = trial._try_all(60, library_in_use().path, path, "writes", "no flash", about="of this test")
+    done = trial._try_all(60, library_in_use().path, path, ["writes", "no flash"], lambda: "of this test")
     assert done == (["writes", "no flash"], None)
     monkeypatch.setattr(learning, "_try_layout", lambda *_: pytest.fail("it was learned again"))
     model = LlamaModel(path)

@@ -1,40 +1,46 @@
-"""A start loads early only what an earlier start has shown to work."""
+"""A start checks, tries out and loads before anybody asks for it what llama.cpp alone loads."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from emberkeep.config import Config
-from emberkeep.engine.llamacpp import early_load
+from emberkeep.engine.llamacpp import choose_known_library, early_load, trial
+from emberkeep.engine.llamacpp.shared_library import library_in_use
 from emberkeep.errors import EmberkeepError
-from emberkeep.models.digest import model_digest
+from emberkeep.models.digest import known_digest
 from emberkeep.models.early_load import loaded_early
 from emberkeep.models.library import ModelLibrary
 from helpers import tiny_gguf
 
+Prove = Callable[[early_load.Tell], bool]
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    path = tiny_gguf.dense(tmp_path / "mine.gguf")
-    model_digest(path, ModelLibrary(tmp_path / "models").digests)
-    return Config(data_dir=tmp_path, model=str(path))
+    return Config(data_dir=tmp_path, model=str(tiny_gguf.dense(tmp_path / "mine.gguf", seed=4711)))
 
 
 @pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Of which files a load was begun, where everything is known to work."""
-    paths: list[Path] = []
-    monkeypatch.setattr("emberkeep.engine.llamacpp.choose_known_library", lambda choice, digest: True)
-    monkeypatch.setattr(early_load, "begin", lambda path, versions: not paths.append(path))
-    return paths
+def begun(monkeypatch: pytest.MonkeyPatch) -> dict[Path, Prove]:
+    """How it is found out whether they work, for each file of which a load was begun."""
+    proving: dict[Path, Prove] = {}
+    monkeypatch.setattr(early_load, "begin", lambda path, versions, prove: proving.update({path: prove}))
+    return proving
 
 
-def test_a_model_that_was_seen_to_work_is_begun(config: Config, begun: list[Path]) -> None:
+@pytest.fixture
+def no_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "cache_folder", lambda: tmp_path / "cache")
+
+
+def test_a_load_is_begun(config: Config, begun: dict[Path, Prove]) -> None:
     with loaded_early(config):
-        assert begun == [Path(config.model or "")]
+        assert list(begun) == [Path(config.model or "")]
 
 
 @pytest.mark.parametrize(
@@ -48,29 +54,68 @@ def test_a_model_that_was_seen_to_work_is_begun(config: Config, begun: list[Path
         {"model": "./absent.gguf"},
     ],
 )
-def test_another_one_is_not(config: Config, begun: list[Path], change: dict[str, object]) -> None:
+def test_another_one_is_not(config: Config, begun: dict[Path, Prove], change: dict[str, object]) -> None:
     with loaded_early(replace(config, **change)):
-        assert begun == []
+        assert not begun
 
 
-def test_neither_is_one_whose_digest_is_not_known(config: Config, begun: list[Path], tmp_path: Path) -> None:
-    tiny_gguf.dense(tmp_path / "mine.gguf", seed=1)
-    with loaded_early(config):
-        assert begun == []
-
-
-def test_nor_one_that_no_start_has_tried_with_this_library(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_verdicts")
+def test_the_first_start_tries_the_library_while_it_reads_the_weights_and_the_second_tries_nothing(
+    config: Config, begun: dict[Path, Prove], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tiny_gguf.dense(tmp_path / "mine.gguf", seed=4711)  # of no other test
-    model_digest(path, ModelLibrary(tmp_path / "models").digests)
-    monkeypatch.setattr(early_load, "begin", lambda *_: pytest.fail("it was begun"))
+    path, told = Path(config.model or ""), list[str]()
     with loaded_early(config):
-        pass
+        assert begun[path](lambda step, done, total: told.append(step))
+    assert list(dict.fromkeys(told)) == [
+        "Trying out mine, once",
+        "Checking mine",
+    ]  # the child runs while it checks
+    digest = known_digest(path, ModelLibrary(config.data_dir / "models").digests)
+    assert digest is not None and choose_known_library("auto", digest)
+    assert trial.survives_without_flash(path, digest)
+    monkeypatch.setattr(trial, "_try_all", lambda *_: pytest.fail("it was tried again"))
+    told.clear()
+    with loaded_early(config):
+        assert begun[path](lambda step, done, total: told.append(step))
+    assert told == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_verdicts")
+def test_weights_of_another_folder_that_work_are_not_tried_again(
+    config: Config, begun: dict[Path, Prove], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(config.model or "")
+    with loaded_early(config):
+        assert begun[path](lambda *_: None)
+    monkeypatch.setattr(trial, "_try_all", lambda *_: pytest.fail("it was tried again"))
+    with loaded_early(replace(config, data_dir=tmp_path / "another")):
+        assert begun[path](lambda *_: None)
+
+
+@pytest.mark.usefixtures("no_verdicts")
+def test_what_ends_the_trial_is_not_loaded(
+    config: Config, begun: dict[Path, Prove], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "_try_all", lambda *_: (["library"], "was ended by SIGSEGV"))
+    path = Path(config.model or "")
+    with loaded_early(config):
+        assert not begun[path](lambda *_: None)
+    assert trial._verdict(None, library_in_use()).exists()
+
+
+def test_neither_is_a_model_that_embeds_which_is_tried_otherwise(
+    config: Config, begun: dict[Path, Prove], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("emberkeep.models.early_load.embedding_gguf", lambda header: object())
+    monkeypatch.setattr("emberkeep.engine.llamacpp.try_together", lambda *_: pytest.fail("it was tried"))
+    with loaded_early(config):
+        assert not begun[Path(config.model or "")](lambda *_: None)
 
 
 def test_a_start_that_fails_waits_for_it(
-    config: Config, begun: list[Path], monkeypatch: pytest.MonkeyPatch
+    config: Config, begun: dict[Path, Prove], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[bool] = []
     monkeypatch.setattr(early_load, "wait", lambda: waited.append(True))

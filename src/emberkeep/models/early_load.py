@@ -1,23 +1,30 @@
-"""The weights of the model that a server starts with are loaded while most of the server is imported."""
+"""What a server starts with is checked, tried out and loaded while most of the server is imported."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from emberkeep.config import Config
 from emberkeep.errors import EmberkeepError
-from emberkeep.models.digest import file_versions, known_digest
-from emberkeep.models.library import ModelLibrary
+from emberkeep.models.digest import file_versions, known_digest, model_digest
+from emberkeep.models.embedding import embedding_gguf
+from emberkeep.models.gguf import read_header
+from emberkeep.models.library import ModelFile, ModelLibrary
 from emberkeep.models.remotes import Remotes
+
+if TYPE_CHECKING:
+    from emberkeep.engine.llamacpp.early_load import Tell
 
 
 @contextmanager
 def loaded_early(config: Config) -> Generator[None, None, None]:
     """Begin to load before the block, once llama.cpp's engine is imported; a block that fails waits until it ends.
 
-    Does nothing where no start has shown yet that these weights can be loaded here, and where they are not simply
-    loaded by llama.cpp into RAM.
+    Does nothing where weights are not simply loaded by llama.cpp into RAM.
     """
     has_begun = False
     with suppress(EmberkeepError, OSError):
@@ -44,14 +51,30 @@ def _begin(config: Config) -> bool:
     model = library.resolve(config.local_model)
     if model.is_folder:
         return False
-    versions = file_versions(model.path)  # before the digest, so that the weights are never newer
-    digest = known_digest(model.path, library.digests)
-    if digest is None:
-        return False
-    from emberkeep.engine.llamacpp import choose_known_library
     from emberkeep.engine.llamacpp.early_load import begin
 
-    if not choose_known_library(config.llama_library, digest):
-        return False
-    begin(model.path, versions)
+    begin(model.path, file_versions(model.path), partial(_works, config, model, library.digests))
     return True
+
+
+def _works(config: Config, model: ModelFile, digests: Path, tell: Tell) -> bool:
+    """Whether the first library that may be used and the weights work here, found out if no start has yet."""
+    from emberkeep.engine.llamacpp import choose_known_library
+
+    try:
+        writes = embedding_gguf(read_header(model.path)) is None
+        return writes and choose_known_library(config.llama_library, try_out(config, model, digests, tell))
+    except (EmberkeepError, OSError):
+        return False
+
+
+def try_out(config: Config, model: ModelFile, digests: Path, tell: Tell) -> str:
+    """The digest of a model that writes. It was tried out with the first library that may be used, whatever came
+    of that. Blocks. Raises ModelNotFound, ModelBroken and OSError."""
+    from emberkeep.engine.llamacpp import try_together
+
+    find_digest = partial(model_digest, model.path, digests, partial(tell, f"Checking {model.id}"))
+    known = known_digest(model.path, digests)
+    told = partial(tell, f"Trying out {model.id}, once", 0, None)
+    try_together(config.llama_library, model.path, known, find_digest, told)
+    return find_digest()

@@ -25,6 +25,7 @@ from emberkeep.errors import ConfigError, EngineError, ModelBroken, Overloaded, 
 from emberkeep.kv.store import KvStore
 from emberkeep.models.adapter import check_adapter
 from emberkeep.models.digest import file_versions, model_digest, weights_digest
+from emberkeep.models.early_load import try_out
 from emberkeep.models.gguf import read_header
 from emberkeep.models.library import ModelFile, ModelLibrary
 from emberkeep.models.parts import part_files
@@ -279,7 +280,6 @@ def _open_llamacpp(model: ModelFile, config: Config, digests: Path, *, report: R
         facts_about,
         name_workers,
         prove_model,
-        try_together,
         tune,
     )
     from emberkeep.engine.llamacpp.early_load import begun
@@ -290,8 +290,10 @@ def _open_llamacpp(model: ModelFile, config: Config, digests: Path, *, report: R
     shape = profile(header)
     adapter_headers = [check_adapter(lora.path, header) for lora in config.lora]
     context = _context(config, shape.context_length)
-    digest = model_digest(model.path, digests, partial(report, f"Checking {model.id}"))
-    try_together(config.llama_library, model.path, digest, lambda: report(f"Trying out {model.id}, once", 0, None))
+    early = begun(model.path)
+    if early is not None:
+        early.proved(report)
+    digest = try_out(config, model, digests, report)
     choose_library(config.llama_library)
     prove_model(model.path, digest)
     facts, size = facts_about(digest), sum(part.stat().st_size for part in part_files(model.path))
@@ -325,7 +327,7 @@ def _open_llamacpp(model: ModelFile, config: Config, digests: Path, *, report: R
             locks=config.mlock,
             report=tell,
             facts=facts,
-            early=begun(model.path),
+            early=early,
         )
 
     is_planned = config.gpu_layers is None

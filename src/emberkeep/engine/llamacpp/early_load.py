@@ -7,7 +7,7 @@ is met again, and said, by who loads them then.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from emberkeep.config import resident_ram
@@ -15,6 +15,9 @@ from emberkeep.engine.llamacpp.c_api import Handle
 from emberkeep.engine.llamacpp.model import ON_CPU, PlacementParams, Report, gpus, load_weights
 from emberkeep.engine.llamacpp.shared_library import llama, silent, start_backend
 from emberkeep.file_digests import FileVersion
+
+Tell = Callable[[str, int, int | None], None]
+"""Told of the step that is done now how much is done, of how much."""
 
 _WATCHED = 1 << 30
 """Bytes of weights from which on it is told how far they are. Each word from llama.cpp to Python waits for what is
@@ -24,16 +27,30 @@ being imported: a small model, with 1,400 lines of log and 270 steps, took four 
 class EarlyLoad:
     """Has begun when it is made."""
 
-    def __init__(self, path: Path, versions: Sequence[FileVersion]) -> None:
-        """`versions`: of all files of the model, as they were before anything else was asked about them."""
+    def __init__(self, path: Path, versions: Sequence[FileVersion], prove: Callable[[Tell], bool]) -> None:
+        """`versions`: of all files of the model, as they were before anything else was asked about them. `prove`:
+        chooses the library, and finds out whether it and the weights work here; another thread calls it first."""
         self.path = path
         self.resident_before = resident_ram() or 0
         self._versions = versions
         self._size = sum(version.size for version in versions)
+        self._prove = prove
+        self._is_proved = threading.Event()
+        self._latest: tuple[str, int, int | None] | None = None
+        self._tell: Tell = lambda step, done, total: None
         self._report: Report = lambda fraction: None
         self._handle: Handle | None = None
-        self._thread = threading.Thread(target=self._load, name="early load", daemon=True)
+        self._loading = threading.Lock()
+        self._is_needless = False
+        self._thread = threading.Thread(target=self._run, name="early load", daemon=True)
         self._thread.start()
+
+    def proved(self, tell: Tell) -> None:
+        """Blocks until what has to be known before loading is known, and tells how far that is."""
+        self._tell = tell
+        if self._latest is not None:
+            tell(*self._latest)
+        self._is_proved.wait()
 
     def take(self, report: Report) -> Handle | None:
         """The weights, for good; None where they are not those of the file any more. Blocks until they are there,
@@ -47,13 +64,29 @@ class EarlyLoad:
         return handle
 
     def wait(self) -> None:
-        self._thread.join()
+        """Until nothing is loaded, and nothing will be."""
+        self._is_needless = True
+        with self._loading:
+            pass
 
     def _is_the_same(self) -> bool:
         try:
             return all(FileVersion.of(Path(version.path)) == version for version in self._versions)
         except OSError:
             return False
+
+    def _run(self) -> None:
+        try:
+            works = self._prove(self._told)
+        finally:
+            self._is_proved.set()
+        with self._loading:
+            if works and not self._is_needless:
+                self._load()
+
+    def _told(self, step: str, done: int, total: int | None) -> None:
+        self._latest = step, done, total
+        self._tell(step, done, total)
 
     def _load(self) -> None:
         start_backend()  # a GPU's takes a third of a second
@@ -67,10 +100,9 @@ class EarlyLoad:
 _begun: list[EarlyLoad] = []
 
 
-def begin(path: Path, versions: Sequence[FileVersion]) -> None:
-    """With the library in use, which works here, as do the weights. Where there are GPUs only llama.cpp itself is
-    brought up."""
-    _begun.append(EarlyLoad(path, versions))
+def begin(path: Path, versions: Sequence[FileVersion], prove: Callable[[Tell], bool]) -> None:
+    """Where there are GPUs only llama.cpp itself is brought up."""
+    _begun.append(EarlyLoad(path, versions, prove))
 
 
 def begun(path: Path) -> EarlyLoad | None:

@@ -31,7 +31,7 @@ from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingEngine, Lla
 from emberkeep.engine.llamacpp.facts import facts_about, file_name
 from emberkeep.engine.llamacpp.kv_state import BatchBuffer
 from emberkeep.engine.llamacpp.learning import StateFacts
-from emberkeep.engine.llamacpp.model import LlamaModel
+from emberkeep.engine.llamacpp.model import LlamaModel, gpus
 from emberkeep.engine.llamacpp.shared_library import (
     NATIVE,
     LibraryFile,
@@ -102,29 +102,39 @@ def choose_known_library(choice: str, weights_digest: str, verdicts: Path | None
 def try_together(
     choice: str,
     path: Path,
-    weights_digest: str,
+    known_digest: str | None,
+    find_digest: Callable[[], str],
     tell: Callable[[], None] = lambda: None,
     verdicts: Path | None = None,
 ) -> None:
     """Try a library and a model in one child, which takes a third of the time, where several trials are due, and
     call `tell` before.
 
-    Never raises: what fails is tried again by itself, by the function that explains it.
+    `known_digest`: of the weights; where it is None the library is tried while `find_digest` reads them. Never
+    raises: what fails is tried again by itself, by the function that explains it.
     """
     try:
         library = candidates(choice)[0]
-        due = {
-            _LIBRARY: _verdict(verdicts, library),
-            _WRITES: _verdict(verdicts, library, weights_digest),
-            _NO_FLASH: _verdict(verdicts, library, weights_digest, _NO_FLASH),
-        }
-        due = {how: verdict for how, verdict in due.items() if not verdict.exists()}
-        if len(due) > 1 and not _is_known_to_fail(due.get(_NO_FLASH)):
+        due = [_LIBRARY] if not _verdict(verdicts, library).exists() else []
+        if known_digest is None and not due:
+            known_digest = find_digest()
+        of_model = _of_model(verdicts, library, known_digest) if known_digest is not None else {}
+        due += [how for how in (_WRITES, _NO_FLASH) if how not in of_model or not of_model[how].exists()]
+        if len(due) > 1 and not _is_known_to_fail(of_model.get(_NO_FLASH)):
             tell()
-            for how in _try_all(_MODEL_S, library.path, path, *due, about=weights_digest)[0]:
-                _remember(due[how], path.name)
-    except EngineError as error:
+            passed, _ = _try_all(_MODEL_S, library.path, path, due, find_digest)
+            proven = {_LIBRARY: _verdict(verdicts, library), **_of_model(verdicts, library, find_digest())}
+            for how in passed:
+                _remember(proven[how], path.name)
+    except (EngineError, ModelError) as error:
         log.debug("%s", error)
+
+
+def _of_model(verdicts: Path | None, library: LibraryFile, weights_digest: str) -> dict[str, Path]:
+    return {
+        _WRITES: _verdict(verdicts, library, weights_digest),
+        _NO_FLASH: _verdict(verdicts, library, weights_digest, _NO_FLASH),
+    }
 
 
 def _is_known_to_fail(verdict: Path | None) -> bool:
@@ -213,62 +223,58 @@ def _remember(verdict: Path, what: str) -> None:
 
 def _try(seconds: float, library: Path, model: Path, how: str) -> str | None:
     """What became of a process that ran it; None if all went well. Raises EngineError where that says nothing."""
-    return _try_all(seconds, library, model, how)[1]
+    return _try_all(seconds, library, model, [how])[1]
 
 
 def _try_all(
-    seconds: float, library: Path, model: Path, *ways: str, about: str = ""
+    seconds: float, library: Path, model: Path, ways: Sequence[str], about: Callable[[], str] = str
 ) -> tuple[list[str], str | None]:
     """Those of `ways` that went well, one after the other, and what became of the process then. What it learns of
-    the model is remembered as facts `about` it, where that is not empty."""
+    the model is remembered as facts about what `about` gives, unless that is empty; it is called meanwhile."""
     # -P: the folder that a command was started in is no place to import from.
-    program = [
-        sys.executable,
-        "-P",
-        "-c",
-        f"from {__name__} import main; main()",
-        str(library),
-        str(model),
-        about,
-        *ways,
-    ]
+    program = [sys.executable, "-P", "-c", f"from {__name__} import main; main()", str(library), str(model), *ways]
     # Two threads find what threads get wrong; more would only wait for each other.
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    pipe = subprocess.PIPE
     try:
-        done = subprocess.run(
-            with_default_signals(program), env=environment, capture_output=True, timeout=seconds, check=False
+        process = subprocess.Popen(
+            with_default_signals(program), env=environment, stdin=pipe, stdout=pipe, stderr=pipe
         )
-    except subprocess.TimeoutExpired:
-        raise EngineError(f"llama.cpp could not be tried within {seconds:.0f} s: try again.") from None
     except OSError as error:
         raise EngineError(f"llama.cpp could not be tried ({error.strerror}): try again.") from error
-    passed = done.stdout.decode().splitlines()
-    if done.returncode == 0:
+    with process:
+        try:
+            printed, complaint = process.communicate(f"{about()}\n".encode(), seconds)
+        except subprocess.TimeoutExpired:
+            raise EngineError(f"llama.cpp could not be tried within {seconds:.0f} s: try again.") from None
+        finally:
+            process.kill()
+    passed = printed.decode().splitlines()
+    if process.returncode == 0:
         return passed, None
-    if -done.returncode in _TRAPS:
-        return passed, f"was ended by {signal.Signals(-done.returncode).name}"
-    lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
-    said = lines[-1].rstrip(".") if lines else f"status {done.returncode}"
-    if done.returncode == _REFUSED:
+    if -process.returncode in _TRAPS:
+        return passed, f"was ended by {signal.Signals(-process.returncode).name}"
+    lines = complaint.decode("utf-8", "replace").strip().splitlines()
+    said = lines[-1].rstrip(".") if lines else f"status {process.returncode}"
+    if process.returncode == _REFUSED:
         return passed, f"failed ({said})"
     raise EngineError(f"llama.cpp could not be tried ({said}): try again.")
 
 
 def main() -> None:
-    """The child's: its arguments are the path of a library, that of a model, the digest of its weights if what is
-    learned is to be remembered, and what is tried of them. It prints what went well."""
-    library, model, about, *ways = sys.argv[1:]
+    """The child's: its arguments are the path of a library, that of a model, and what is tried of them. It prints
+    what went well. The digest of the weights, if what is learned is to be remembered, comes on stdin."""
+    library, model, *ways = sys.argv[1:]
     try:
         use_library(candidates(library)[0])
-        facts = facts_about(about) if about else None
-        for how in _run(Path(model), ways, facts):
+        for how in _run(Path(model), ways):
             print(how, flush=True)
     except (EngineError, ModelError) as error:
         print(error, file=sys.stderr)
         sys.exit(_REFUSED)
 
 
-def _run(model: Path, ways: Sequence[str], facts: Facts | None) -> Iterator[str]:
+def _run(model: Path, ways: Sequence[str]) -> Iterator[str]:
     """Those that went well, as they do."""
     for how in ways:
         if how == _LIBRARY:
@@ -278,7 +284,8 @@ def _run(model: Path, ways: Sequence[str], facts: Facts | None) -> Iterator[str]
             _run_embedding(model, Pooling(how.removeprefix(_POOLS)))
             yield how
     if of_weights := [how for how in ways if how in (_WRITES, _NO_FLASH)]:
-        yield from _run_model(model, of_weights, facts)
+        about = sys.stdin.readline().strip()
+        yield from _run_model(model, of_weights, facts_about(about) if about else None)
 
 
 def _run_specimen() -> None:
@@ -299,10 +306,12 @@ def _run_model(path: Path, ways: Sequence[str], facts: Facts | None) -> Iterator
     model = _load(path, facts=facts)
     shapes = (1, 2) if path.stat().st_size < total_ram() // 2 else ()
     settings = _settings(2)
-    for how in ways:
+    has_gpus = bool(gpus())
+    for how in ways[:1] if has_gpus else ways:  # layers on a GPU need flash attention
         with_flash = how != _NO_FLASH
-        # What an engine learns of it when it is opened, as one with both kinds of attention does.
-        StateFacts(facts, model, settings, both=not with_flash).learned()
+        if not has_gpus:
+            # What an engine learns of it when it is opened, as one with both kinds of attention does.
+            StateFacts(facts, model, settings, both=not with_flash).learned()
         list(_decode(model, replace(settings, flash=with_flash), shapes))
         yield how
     model.close()
