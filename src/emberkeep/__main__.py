@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 
 from emberkeep import __version__
@@ -22,6 +23,8 @@ def main() -> None:
     if name == "serve":
         # What is imported stays, and looking through it for garbage takes time. The server enables it.
         gc.disable()
+        # Nobody else sees what is asked: pydantic looks through every installed package for such plugins.
+        os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     # Not before: the process may have been started anew.
     from emberkeep.cli.main import main as command
 

@@ -53,10 +53,13 @@ def _ensure(model: str, config: Config, reporter: Reporter | None) -> None:
 
 
 def _ensure_llamacpp(config: Config, reporter: Reporter | None) -> None:
+    from emberkeep.engine.llamacpp import is_installed
+
+    if config.engine == "hf" or is_installed(config.llama_library):
+        return
     from emberkeep.models.llama_library import ensure_llama_library
 
-    if config.engine != "hf":
-        ensure_llama_library(config.llama_library, reporter)
+    ensure_llama_library(config.llama_library, reporter)
 
 
 def _pullable(model: str, config: Config) -> str | None:
