@@ -88,8 +88,8 @@ def until_warm(backend: LocalBackend, prefixes: Sequence[Request]) -> None:
             warmer._changed.notify_all()
         return done.wait(0.05)
 
-    warmer.sweep = swept  # type: ignore[method-assign]
     warmer.keep_warm(prefixes)
+    warmer.sweep = swept  # type: ignore[method-assign]  # not before: a sweep without them would be taken for theirs
     assert eventually(is_swept)
     settle(backend)
 

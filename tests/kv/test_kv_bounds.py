@@ -21,6 +21,7 @@ from helpers.kv_building import (
     only_on_disk,
     prompt,
     put,
+    reopened,
 )
 
 
@@ -156,4 +157,49 @@ def test_what_is_just_being_written_when_it_is_removed_goes_with_its_writer(tmp_
     store.flush()
     assert chunk_files(tmp_path) == [] and store._ledger.disk_bytes == 0
     check_ledger(store)
+    store.close()
+
+
+@pytest.fixture
+def writing(tmp_path, monkeypatch):
+    """A store, an entry whose files are in their places without the store knowing it, and what lets it know."""
+    store = new_store(tmp_path)
+    is_written, goes_on = Event(), Event()
+    complete_store = store._disk.complete_store
+
+    def complete_late(*args):
+        is_written.set()
+        goes_on.wait(10)
+        complete_store(*args)
+
+    monkeypatch.setattr(store._disk, "complete_store", complete_late)
+    entry = store.turn_ended(label(0), put(store, LONG))
+    assert is_written.wait(10)
+    yield store, entry, goes_on
+    goes_on.set()
+    store.close()
+
+
+def test_what_is_removed_while_it_is_written_is_not_found_again_as_if_another_process_had_written_it(
+    writing, tmp_path
+):
+    store, entry, goes_on = writing
+    store.catalogue.remove(entry.id)
+    store.refresh()
+    assert load(store, LONG) == 0
+    goes_on.set()
+    store.flush()
+    assert load(store, LONG) == 0 and chunk_files(tmp_path) == []
+    check_ledger(store)
+
+
+def test_what_is_computed_again_after_that_is_written_again(writing, tmp_path):
+    store, entry, goes_on = writing
+    store.catalogue.remove(entry.id)
+    put(store, LONG)
+    goes_on.set()
+    store.flush()
+    check_ledger(store)
+    store = reopened(store, tmp_path)
+    assert load(store, LONG) == 1000
     store.close()

@@ -50,11 +50,11 @@ def rig(tmp_path: Path, engine: LateEngine):
 
 
 def assert_bytes_are_right(rig: Rig) -> None:
-    """Of everything that is exact."""
+    """Of everything that is exact. A turn lets go of the tail before it in RAM, if that is written by then."""
     for chunk in chunks_of(rig.store):
         if chunk.lineage != MARKED:
             expected = exported(whole(chunk), chunk.start, chunk.start + len(chunk.tokens))
-            assert chunk.payload is not None and bytes(chunk.payload) == bytes(expected)
+            assert chunk.on_disk if chunk.payload is None else bytes(chunk.payload) == bytes(expected)
 
 
 def whole(chunk: Chunk) -> np.ndarray:

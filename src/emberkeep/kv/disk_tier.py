@@ -205,7 +205,7 @@ class DiskTier:
         Raises OSError.
         """
         self._forgetter.notice()
-        return self._owner.transact(lambda ledger: ledger.is_wanted(key))
+        return self._owner.transact(lambda ledger: ledger.admit_file(key))
 
     def complete_store(self, sizes: Mapping[ChunkKey, int], replaced: list[Chunk]) -> None:
         """Enter what was written; what is not wanted any more is removed again, and so are tails inside it."""

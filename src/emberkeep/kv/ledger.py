@@ -80,6 +80,8 @@ class Ledger:
         self.to_remove_bytes = 0
         self.unwritten: set[ChunkKey] = set()
         """In RAM only, because they were not worth writing when their turn came."""
+        self.arriving: set[ChunkKey] = set()
+        """Files that come into their places just now: other lookups may see them before `enter_files` does."""
         self.deletions = 0
         """Chunks that left, but for tails that are inside others: files may have traces of them."""
         self._content: ContentIndex | None = None
@@ -186,20 +188,26 @@ class Ledger:
         if chunk in self.tree:
             self.unwritten.add(chunk.key)
 
-    def is_wanted(self, key: ChunkKey) -> bool:
-        """Whether a file that is written should come into its place."""
-        return self.tree.get(key) is not None and key not in self.to_remove
+    def admit_file(self, key: ChunkKey) -> bool:
+        """Whether a file that is written is to come into its place."""
+        is_wanted = self.tree.get(key) is not None and key not in self.to_remove
+        if is_wanted:
+            self.arriving.add(key)
+        return is_wanted
 
     def enter_files(self, sizes: Mapping[ChunkKey, int]) -> None:
-        """Enter the files that were written; those of chunks that have gone meanwhile are to be removed."""
+        """Enter the files that were written; those of chunks that have gone meanwhile are to be removed, even if the
+        chunk is here again."""
         self.writes.spend(sum(sizes.values()))
         for key, size in sizes.items():
             self.unwritten.discard(key)
-            if chunk := self.tree.get(key):
+            chunk = self.tree.get(key)
+            if chunk is not None and key in self.arriving:
                 self.enter_file(chunk, size)
                 self.entries.changes.used[key] = chunk
             else:
                 self.discard_file(key, size)
+        self.arriving.clear()
 
     def enter_file(self, chunk: Chunk, size: int) -> None:
         if not chunk.on_disk:
@@ -494,6 +502,9 @@ class Ledger:
                 self._content.remove(victim)
             if victim.on_disk:
                 self.disk.take(victim, victim.bytes)
+            elif victim.key in self.arriving:
+                self.arriving.remove(victim.key)
+                self.discard_file(victim.key, 0)
             self.unwritten.discard(victim.key)
             self.entries.forget_chunk(victim)
         return gone
