@@ -196,8 +196,8 @@ class Ledger:
         return is_wanted
 
     def enter_files(self, sizes: Mapping[ChunkKey, int]) -> None:
-        """Enter the files that were written; those of chunks that have gone meanwhile are to be removed, even if the
-        chunk is here again."""
+        """Enter the files that were written; those of chunks that went meanwhile are to be removed, even if one is
+        here again."""
         self.writes.spend(sum(sizes.values()))
         for key, size in sizes.items():
             self.unwritten.discard(key)
