@@ -30,8 +30,12 @@ def _nothing_stays() -> Iterator[None]:
     module._begun.clear()
 
 
+def works(tell: Tell) -> tuple[str | None, bool]:
+    return "digest", True
+
+
 def begin_with(path: Path) -> EarlyLoad:
-    begin(path, [FileVersion.of(path)], lambda tell: True)
+    begin(path, [FileVersion.of(path)], works)
     early = begun(path)
     assert early is not None
     return early
@@ -65,14 +69,14 @@ def test_of_a_file_that_was_replaced_since_the_new_one_is_loaded(path: Path, tmp
 def test_weights_that_cannot_be_loaded_are_loaded_again_and_then_it_is_said(path: Path) -> None:
     early = begin_with(path)
     early._thread.join()
-    broken = EarlyLoad(path.parent / "absent.gguf", [], lambda tell: True)
+    broken = EarlyLoad(path.parent / "absent.gguf", [], works)
     broken._thread.join()
     assert broken.take(lambda fraction: None) is None
     assert scores(LlamaModel(path, early=broken)) == scores(LlamaModel(path, early=early))
 
 
 def test_they_are_handed_out_once_and_for_their_file_only(path: Path) -> None:
-    begin(path, [FileVersion.of(path)], lambda tell: True)
+    begin(path, [FileVersion.of(path)], works)
     assert begun(path.parent / "other.gguf") is None
     assert begun(path) is not None
     assert begun(path) is None
@@ -81,12 +85,12 @@ def test_they_are_handed_out_once_and_for_their_file_only(path: Path) -> None:
 def test_who_waits_is_told_how_far_it_is_also_what_was_told_before(path: Path) -> None:
     half, goes_on, told = threading.Event(), threading.Event(), queue.Queue[tuple[str, int, int | None]]()
 
-    def prove(tell: Tell) -> bool:
+    def prove(tell: Tell) -> tuple[str | None, bool]:
         tell("Checking mine", 1, 2)
         half.set()
         goes_on.wait(30)
         tell("Checking mine", 2, 2)
-        return False
+        return "digest", False
 
     early = EarlyLoad(path, [FileVersion.of(path)], prove)
     assert half.wait(30)
@@ -99,9 +103,26 @@ def test_who_waits_is_told_how_far_it_is_also_what_was_told_before(path: Path) -
     assert early.take(lambda fraction: None) is None  # what does not work is not loaded
 
 
+def test_the_digest_is_that_of_the_file_that_is_there(path: Path, tmp_path: Path) -> None:
+    early = begin_with(path)
+    assert early.proved(lambda *step: None) == "digest"
+    tiny_gguf.dense(tmp_path / "other.gguf", seed=1).replace(path)
+    assert early.proved(lambda *step: None) is None
+
+
+def test_weights_that_were_replaced_while_others_were_tried_out_are_not_loaded(path: Path, tmp_path: Path) -> None:
+    def prove(tell: Tell) -> tuple[str | None, bool]:
+        tiny_gguf.dense(tmp_path / "other.gguf", seed=1).replace(path)
+        return "digest", True
+
+    early = EarlyLoad(path, [FileVersion.of(path)], prove)
+    early._thread.join()
+    assert early._handle is None
+
+
 def test_what_nobody_needs_any_more_is_not_loaded(path: Path) -> None:
     goes_on = threading.Event()
-    early = EarlyLoad(path, [FileVersion.of(path)], lambda tell: goes_on.wait(30))
+    early = EarlyLoad(path, [FileVersion.of(path)], lambda tell: ("digest", goes_on.wait(30)))
     early.wait()  # not for what is tried
     goes_on.set()
     assert early.take(lambda fraction: None) is None

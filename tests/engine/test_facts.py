@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -184,3 +186,11 @@ def test_what_a_trial_learns_the_start_after_it_need_not_learn(
     model = LlamaModel(path)
     assert StateFacts(facts_about("of this test"), model, SETTINGS, both=True).learned().other is not None
     model.close()
+
+
+@pytest.mark.slow
+def test_a_trial_whose_start_has_ended_loads_nothing(model_file) -> None:
+    library, path = str(library_in_use().path), str(model_file("dense"))
+    program = [sys.executable, "-c", f"from {trial.__name__} import main; main()", library, path, "writes"]
+    done = subprocess.run(program, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 1 and not done.stdout

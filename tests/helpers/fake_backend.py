@@ -24,5 +24,6 @@ def fake_backend(
 
 def settle(backend: LocalBackend) -> None:
     """Wait until no turn is being closed any more, which happens a moment after its answer."""
-    while backend.scheduler.stats()["active"]:
-        backend.scheduler.call(lambda: None).result()
+    # Between two steps: within one a turn is no longer active and not stored yet.
+    while backend.scheduler.call(lambda: backend.scheduler.stats()["active"]).result():
+        pass

@@ -11,7 +11,6 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -95,8 +94,8 @@ def main(model: str, folder: str) -> dict[str, list[str]]:
 
 def _settle(backend: LocalBackend) -> None:
     """Wait until the end of the turn is stored."""
-    while backend.scheduler.stats()["active"]:
-        time.sleep(0.01)
+    while backend.scheduler.call(lambda: backend.scheduler.stats()["active"]).result():
+        pass
     backend.scheduler.store.flush()
 
 

@@ -160,36 +160,64 @@ def test_what_is_just_being_written_when_it_is_removed_goes_with_its_writer(tmp_
     store.close()
 
 
-@pytest.fixture
-def writing(tmp_path, monkeypatch):
-    """A store, an entry whose files are in their places without the store knowing it, and what lets it know."""
+@pytest.fixture(params=["before the rename", "before the row", "before the store knows"])
+def writing(request, tmp_path, monkeypatch):
+    """A store, an entry whose files come into their places, and what lets them come."""
     store = new_store(tmp_path)
-    is_written, goes_on = Event(), Event()
-    complete_store = store._disk.complete_store
+    is_reached, goes_on = Event(), Event()
+    files = store._disk.files
+    held = {
+        "before the rename": (files, "_publish"),
+        "before the row": (files.index, "add"),
+        "before the store knows": (store._disk, "complete_store"),
+    }
+    owner, name = held[request.param]
+    action = getattr(owner, name)
 
-    def complete_late(*args):
-        is_written.set()
+    def act_late(*args):
+        is_reached.set()
         goes_on.wait(10)
-        complete_store(*args)
+        return action(*args)
 
-    monkeypatch.setattr(store._disk, "complete_store", complete_late)
+    monkeypatch.setattr(owner, name, act_late)
     entry = store.turn_ended(label(0), put(store, LONG))
-    assert is_written.wait(10)
+    assert is_reached.wait(10)
     yield store, entry, goes_on
     goes_on.set()
     store.close()
 
 
+@pytest.fixture
+def looking(monkeypatch):
+    """Another lookup, as soon as the files and their rows are there, and before the store is told."""
+    looks = []
+
+    def look(store):
+        complete_store = store._disk.complete_store
+
+        def complete_then(*args):
+            store.refresh()
+            looks.append(load(store, LONG))
+            complete_store(*args)
+
+        monkeypatch.setattr(store._disk, "complete_store", complete_then)
+        return looks
+
+    return look
+
+
 def test_what_is_removed_while_it_is_written_is_not_found_again_as_if_another_process_had_written_it(
-    writing, tmp_path
+    writing, looking, tmp_path
 ):
     store, entry, goes_on = writing
+    looks = looking(store)
     store.catalogue.remove(entry.id)
     store.refresh()
     assert load(store, LONG) == 0
     goes_on.set()
     store.flush()
-    assert load(store, LONG) == 0 and chunk_files(tmp_path) == []
+    assert not any(looks) and load(store, LONG) == 0
+    assert chunk_files(tmp_path) == [] and store._ledger.disk_bytes == 0 and chunks_of(store) == []
     check_ledger(store)
 
 

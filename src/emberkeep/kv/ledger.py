@@ -81,7 +81,9 @@ class Ledger:
         self.unwritten: set[ChunkKey] = set()
         """In RAM only, because they were not worth writing when their turn came."""
         self.arriving: set[ChunkKey] = set()
-        """Files that come into their places just now: other lookups may see them before `enter_files` does."""
+        """Files that come into their places just now: others see them before `enter_files` does."""
+        self.unwelcome: set[ChunkKey] = set()
+        """Files of chunks that went while they came."""
         self.deletions = 0
         """Chunks that left, but for tails that are inside others: files may have traces of them."""
         self._content: ContentIndex | None = None
@@ -208,6 +210,7 @@ class Ledger:
             else:
                 self.discard_file(key, size)
         self.arriving.clear()
+        self.unwelcome.clear()
 
     def enter_file(self, chunk: Chunk, size: int) -> None:
         if not chunk.on_disk:
@@ -223,7 +226,7 @@ class Ledger:
         todo = list(rows)[::-1]  # the oldest is taken first: parents come before their children
         while todo:
             row = todo.pop()
-            if row.key in known or row.key in self.to_remove:
+            if row.key in known or row.key in self.to_remove or row.key in self.unwelcome:
                 continue
             owner = Lineage.parse(row.namespace).owner
             parent = self.tree.root(owner) if row.parent == ROOT else known.get(row.parent)
@@ -504,7 +507,7 @@ class Ledger:
                 self.disk.take(victim, victim.bytes)
             elif victim.key in self.arriving:
                 self.arriving.remove(victim.key)
-                self.discard_file(victim.key, 0)
+                self.unwelcome.add(victim.key)
             self.unwritten.discard(victim.key)
             self.entries.forget_chunk(victim)
         return gone

@@ -53,19 +53,21 @@ def _begin(config: Config) -> bool:
         return False
     from emberkeep.engine.llamacpp.early_load import begin
 
-    begin(model.path, file_versions(model.path), partial(_works, config, model, library.digests))
+    begin(model.path, file_versions(model.path), partial(_prove, config, model, library.digests))
     return True
 
 
-def _works(config: Config, model: ModelFile, digests: Path, tell: Tell) -> bool:
-    """Whether the first library that may be used and the weights work here, found out if no start has yet."""
+def _prove(config: Config, model: ModelFile, digests: Path, tell: Tell) -> tuple[str | None, bool]:
     from emberkeep.engine.llamacpp import choose_known_library
 
+    digest: str | None = None
     try:
-        writes = embedding_gguf(read_header(model.path)) is None
-        return writes and choose_known_library(config.llama_library, try_out(config, model, digests, tell))
+        if embedding_gguf(read_header(model.path)) is not None:
+            return None, False  # it is tried otherwise
+        digest = try_out(config, model, digests, tell)
+        return digest, choose_known_library(config.llama_library, digest)
     except (EmberkeepError, OSError):
-        return False
+        return digest, False
 
 
 def try_out(config: Config, model: ModelFile, digests: Path, tell: Tell) -> str:
@@ -73,8 +75,12 @@ def try_out(config: Config, model: ModelFile, digests: Path, tell: Tell) -> str:
     of that. Blocks. Raises ModelNotFound, ModelBroken and OSError."""
     from emberkeep.engine.llamacpp import try_together
 
-    find_digest = partial(model_digest, model.path, digests, partial(tell, f"Checking {model.id}"))
-    known = known_digest(model.path, digests)
-    told = partial(tell, f"Trying out {model.id}, once", 0, None)
-    try_together(config.llama_library, model.path, known, find_digest, told)
-    return find_digest()
+    before = file_versions(model.path)
+    return try_together(
+        config.llama_library,
+        model.path,
+        known_digest(model.path, digests),
+        partial(model_digest, model.path, digests, partial(tell, f"Checking {model.id}")),
+        lambda: file_versions(model.path) == before,
+        partial(tell, f"Trying out {model.id}, once", 0, None),
+    )

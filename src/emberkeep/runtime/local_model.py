@@ -291,9 +291,9 @@ def _open_llamacpp(model: ModelFile, config: Config, digests: Path, *, report: R
     adapter_headers = [check_adapter(lora.path, header) for lora in config.lora]
     context = _context(config, shape.context_length)
     early = begun(model.path)
-    if early is not None:
-        early.proved(report)
-    digest = try_out(config, model, digests, report)
+    digest = early.proved(report) if early is not None else None
+    if digest is None:
+        digest = try_out(config, model, digests, report)
     choose_library(config.llama_library)
     prove_model(model.path, digest)
     facts, size = facts_about(digest), sum(part.stat().st_size for part in part_files(model.path))

@@ -19,6 +19,10 @@ from emberkeep.file_digests import FileVersion
 Tell = Callable[[str, int, int | None], None]
 """Told of the step that is done now how much is done, of how much."""
 
+Prove = Callable[[Tell], tuple[str | None, bool]]
+"""Chooses the library, and tries it and the weights out where no start has. Gives their digest, None where that
+could not be found out, and whether they work here."""
+
 _WATCHED = 1 << 30
 """Bytes of weights from which on it is told how far they are. Each word from llama.cpp to Python waits for what is
 being imported: a small model, with 1,400 lines of log and 270 steps, took four times as long to load."""
@@ -27,15 +31,17 @@ being imported: a small model, with 1,400 lines of log and 270 steps, took four 
 class EarlyLoad:
     """Has begun when it is made."""
 
-    def __init__(self, path: Path, versions: Sequence[FileVersion], prove: Callable[[Tell], bool]) -> None:
-        """`versions`: of all files of the model, as they were before anything else was asked about them. `prove`:
-        chooses the library, and finds out whether it and the weights work here; another thread calls it first."""
+    def __init__(self, path: Path, versions: Sequence[FileVersion], prove: Prove) -> None:
+        """`versions`: of all files of the model, as they were before anything else was asked about them. `prove`
+        is called first, by another thread."""
         self.path = path
         self.resident_before = resident_ram() or 0
         self._versions = versions
         self._size = sum(version.size for version in versions)
         self._prove = prove
         self._is_proved = threading.Event()
+        self._digest: str | None = None
+        self.is_claimed = False
         self._latest: tuple[str, int, int | None] | None = None
         self._tell: Tell = lambda step, done, total: None
         self._report: Report = lambda fraction: None
@@ -45,12 +51,14 @@ class EarlyLoad:
         self._thread = threading.Thread(target=self._run, name="early load", daemon=True)
         self._thread.start()
 
-    def proved(self, tell: Tell) -> None:
-        """Blocks until what has to be known before loading is known, and tells how far that is."""
+    def proved(self, tell: Tell) -> str | None:
+        """The digest of the weights, which were tried out; None where it has to be found, or is another by now.
+        Blocks until it is known, and tells how far that is."""
         self._tell = tell
         if self._latest is not None:
             tell(*self._latest)
         self._is_proved.wait()
+        return self._digest if self._is_the_same() else None
 
     def take(self, report: Report) -> Handle | None:
         """The weights, for good; None where they are not those of the file any more. Blocks until they are there,
@@ -76,12 +84,13 @@ class EarlyLoad:
             return False
 
     def _run(self) -> None:
+        works = False
         try:
-            works = self._prove(self._told)
+            self._digest, works = self._prove(self._told)
         finally:
             self._is_proved.set()
         with self._loading:
-            if works and not self._is_needless:
+            if works and not self._is_needless and self._is_the_same():
                 self._load()
 
     def _told(self, step: str, done: int, total: int | None) -> None:
@@ -100,17 +109,21 @@ class EarlyLoad:
 _begun: list[EarlyLoad] = []
 
 
-def begin(path: Path, versions: Sequence[FileVersion], prove: Callable[[Tell], bool]) -> None:
+def begin(path: Path, versions: Sequence[FileVersion], prove: Prove) -> None:
     """Where there are GPUs only llama.cpp itself is brought up."""
     _begun.append(EarlyLoad(path, versions, prove))
 
 
 def begun(path: Path) -> EarlyLoad | None:
     """What has begun to be loaded of `path`, once."""
-    return next((_begun.pop(at) for at, early in enumerate(_begun) if early.path == path), None)
+    for early in _begun:
+        if early.path == path and not early.is_claimed:
+            early.is_claimed = True
+            return early
+    return None
 
 
 def wait() -> None:
-    """Until nothing is being loaded that nobody took: a process that ends meanwhile may crash."""
+    """Until nothing is being loaded any more: a process that ends meanwhile may crash."""
     for early in _begun:
         early.wait()

@@ -104,30 +104,42 @@ def try_together(
     path: Path,
     known_digest: str | None,
     find_digest: Callable[[], str],
+    is_same: Callable[[], bool],
     tell: Callable[[], None] = lambda: None,
     verdicts: Path | None = None,
-) -> None:
+) -> str:
     """Try a library and a model in one child, which takes a third of the time, where several trials are due, and
-    call `tell` before.
+    call `tell` meanwhile. Gives the digest of the weights: `known_digest`, or what `find_digest` finds while the
+    library is tried. Nothing is remembered unless `is_same` says that they did not change.
 
-    `known_digest`: of the weights; where it is None the library is tried while `find_digest` reads them. Never
-    raises: what fails is tried again by itself, by the function that explains it.
+    Raises only as these do: what fails is tried again by itself, by the function that explains it.
     """
+    digests = [] if known_digest is None else [known_digest]
+
+    def digest() -> str:
+        if not digests:
+            digests.append(find_digest())
+        return digests[0]
+
+    def about() -> str:
+        tell()
+        found = digest()
+        tell()  # reading them is done; the child goes on
+        return found
+
     try:
         library = candidates(choice)[0]
         due = [_LIBRARY] if not _verdict(verdicts, library).exists() else []
-        if known_digest is None and not due:
-            known_digest = find_digest()
-        of_model = _of_model(verdicts, library, known_digest) if known_digest is not None else {}
+        of_model = {} if due and not digests else _of_model(verdicts, library, digest())
         due += [how for how in (_WRITES, _NO_FLASH) if how not in of_model or not of_model[how].exists()]
         if len(due) > 1 and not _is_known_to_fail(of_model.get(_NO_FLASH)):
-            tell()
-            passed, _ = _try_all(_MODEL_S, library.path, path, due, find_digest)
-            proven = {_LIBRARY: _verdict(verdicts, library), **_of_model(verdicts, library, find_digest())}
-            for how in passed:
+            passed, _ = _try_all(_MODEL_S, library.path, path, due, about)
+            proven = {_LIBRARY: _verdict(verdicts, library), **_of_model(verdicts, library, digest())}
+            for how in passed if is_same() else ():
                 _remember(proven[how], path.name)
-    except (EngineError, ModelError) as error:
+    except EngineError as error:
         log.debug("%s", error)
+    return digest()
 
 
 def _of_model(verdicts: Path | None, library: LibraryFile, weights_digest: str) -> dict[str, Path]:
@@ -284,7 +296,10 @@ def _run(model: Path, ways: Sequence[str]) -> Iterator[str]:
             _run_embedding(model, Pooling(how.removeprefix(_POOLS)))
             yield how
     if of_weights := [how for how in ways if how in (_WRITES, _NO_FLASH)]:
-        about = sys.stdin.readline().strip()
+        told = sys.stdin.readline()
+        if not told:
+            sys.exit("nobody waits for it")
+        about = told.strip()
         yield from _run_model(model, of_weights, facts_about(about) if about else None)
 
 
