@@ -87,6 +87,7 @@ NO_SCHEMA_SAYS = re.compile(
             # which fields go together
             "leave one of them out",
             "does not go with raw and suffix",
+            "best_of: give n or more",
             "is the model's own here",
             "must equal user_id",
             "name different users",
