@@ -441,6 +441,8 @@ class Improving(SmallEngine):
     def rest(self):
         self.rested.set()
 
+    can_improve = True
+
     def improve(self, is_wanted):
         self.held.append(self.stats()["pool"]["used_blocks"])
         self.improved.set()

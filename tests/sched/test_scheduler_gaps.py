@@ -29,6 +29,8 @@ class Improving(FakeEngine):
         self.improved = threading.Event()
         self.error: Exception | None = None
 
+    can_improve = True
+
     def improve(self, is_wanted: Callable[[], bool]) -> bool:
         self.calls += 1
         if self.error is not None:
@@ -165,3 +167,14 @@ def test_who_waits_for_a_gap_is_told_when_there_will_be_none(
         opened.scheduler.close()
         with pytest.raises(Overloaded):
             waiting.result(PATIENCE)
+
+
+def test_an_engine_that_is_as_quick_as_it_can_be_keeps_its_conversation(rig: tuple[Rig, Improving]) -> None:
+    opened, engine = rig
+    engine.can_improve = False
+    answer(opened)
+    ran = threading.Event()
+    opened.scheduler.in_gaps(lambda is_wanted: ran.set() is None, empties=False)
+    assert ran.wait(PATIENCE)
+    assert engine.calls == 0
+    assert opened.scheduler.call(lambda: len(opened.scheduler._slots.idle)).result(PATIENCE) == 1

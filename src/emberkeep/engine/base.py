@@ -307,6 +307,10 @@ class Engine(Protocol):
     def rest(self) -> None:
         """Give back memory that no sequence uses: nothing has run for a while. Sequences keep their state."""
 
+    @property
+    def can_improve(self) -> bool:
+        """Whether `improve` has anything to do."""
+
     def improve(self, is_wanted: Callable[[], bool]) -> bool:
         """Do what only makes later steps quicker, while nothing runs and no sequence has state; soon after
         `is_wanted` says that something waits it returns False, and goes on when it is called again. True: all is

@@ -362,6 +362,8 @@ class FakeEngine:
     def rest(self) -> None:
         pass
 
+    can_improve = False
+
     def improve(self, is_wanted: Callable[[], bool]) -> bool:
         return True
 

@@ -142,7 +142,7 @@ def open_local(config: Config, parts: Parts | None = None, report: Report = tell
         details={**opened.details, **({"draft_model": draft.name} if draft else {})},
     )
     backend = assemble(config, opened.engine, opened.template, card, thread, draft, parts)
-    backend.scheduler.in_gaps(lambda _: _start(partial(_measure, config, opened, backend)))
+    backend.scheduler.in_gaps(lambda _: _start(partial(_measure, config, opened, backend)), empties=False)
     if opened.states is not None:
         backend.embed_with(make_embedder(config, card.id, opened.states, backend.scheduler.call))
     return backend
@@ -159,10 +159,16 @@ def _measure(config: Config, opened: _Opened, backend: LocalBackend) -> None:
     backend.machine = probe(
         config.data_dir,
         engine.footprint,
-        partial(there, lambda: step_seconds(engine)),
+        partial(_step_seconds, engine, there),
         DeviceProbe(partial(there, device.load_speed), partial(there, device.read_speed)) if device else None,
     )
     log_plan(engine.footprint, backend.machine)
+
+
+def _step_seconds(engine: Engine, there: Callable[[Callable[[], float]], float]) -> float:
+    """`there`: calls it in a gap, when the engine holds nothing."""
+    known = engine.step_seconds(1, 0, 1)
+    return known if known is not None else there(lambda: step_seconds(engine))
 
 
 @dataclass(frozen=True, slots=True)

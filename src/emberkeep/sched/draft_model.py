@@ -295,7 +295,7 @@ class DraftModel:
 
     def improve(self, is_wanted: Callable[[], bool]) -> bool:
         """See `Engine`: what is idle is given up for it, which the store has as well."""
-        if self.reason:
+        if self.reason or not self._engine.can_improve:
             return True
         self._slots.clear_the_way(None)
         return not self._slots.active and self._engine.improve(is_wanted)

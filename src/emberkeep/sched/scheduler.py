@@ -165,7 +165,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._when_idle: deque[WhenIdle] = deque()
         """No sequence is started while something is in here."""
-        self._gap_work: deque[GapWork] = deque([engine.improve])
+        self._gap_work: deque[GapWork] = deque([self._improve])
         self._is_resting = False
         """The engine has rested since something ran or was given up."""
         self._slots = Slots(engine, settings.tracked)
@@ -232,11 +232,16 @@ class Scheduler:
         self._inbox.enter(WhenIdle(run, future))
         return future
 
-    def in_gaps(self, work: GapWork) -> None:
-        """Call `work` on the engine's thread when nothing has run for a second and the engine holds nothing, until
-        it returns True. It is given a function that says whether something waits now, and should return then.
-        Raises as `submit` does."""
-        self.call(lambda: self._gap_work.append(work))
+    def in_gaps(self, work: GapWork, *, empties: bool = True) -> None:
+        """Call `work` on the engine's thread when nothing has run for a second, until it returns True; with
+        `empties` the engine holds nothing then. It is given a function that says whether something waits now, and
+        should return then. Raises as `submit` does."""
+
+        def in_empty_engine(is_wanted: Callable[[], bool]) -> bool:
+            self._slots.clear_the_way(None)
+            return work(is_wanted)
+
+        self.call(lambda: self._gap_work.append(in_empty_engine if empties else work))
 
     def in_a_gap(self, action: Callable[[], T]) -> T:
         """As `in_gaps`, once. Blocks until it is done. Raises what it raises, and Overloaded when the scheduler
@@ -705,7 +710,6 @@ class Scheduler:
 
     def _work_in_gap(self) -> None:
         """Never raises: it only makes later work quicker."""
-        self._slots.clear_the_way(None)
         work = self._gap_work.popleft()
         try:
             is_done = work(lambda: not self._inbox.is_empty)
@@ -714,6 +718,12 @@ class Scheduler:
             return
         if not is_done:
             self._gap_work.append(work)
+
+    def _improve(self, is_wanted: Callable[[], bool]) -> bool:
+        if not self._engine.can_improve:
+            return True  # and the next turn finds what it wants where it was
+        self._slots.clear_the_way(None)
+        return self._engine.improve(is_wanted)
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, Sequence):

@@ -492,6 +492,10 @@ class HfEngine:
 
     # ── in gaps ──
 
+    @property
+    def can_improve(self) -> bool:
+        return bool(self._chores)
+
     @torch.no_grad()
     def improve(self, is_wanted: Callable[[], bool]) -> bool:
         steps = IdleSteps(self, is_wanted)

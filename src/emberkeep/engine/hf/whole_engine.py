@@ -180,6 +180,8 @@ class HfWholeEngine:
     def rest(self) -> None:
         pass
 
+    can_improve = False
+
     def improve(self, is_wanted: Callable[[], bool]) -> bool:
         return True
 

@@ -556,6 +556,10 @@ class LlamaEngine:
 
         return reopen
 
+    @property
+    def can_improve(self) -> bool:
+        return not self._is_settled or self._tuning.measure is not None
+
     def improve(self, is_wanted: Callable[[], bool]) -> bool:
         if not self._is_settled:
             self._take_a_step()
