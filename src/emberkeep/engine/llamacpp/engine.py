@@ -84,6 +84,9 @@ FIRST_CELLS = 2048
 """Of a context that grows: it has more when they are needed."""
 _GRAIN = 256
 """llama.cpp rounds the number of cells up to a multiple of it."""
+_TIMES_LOST = 4
+"""Attention changes when so many times was lost what changing costs: prompt and answer of a short turn, each quicker
+in another way, would else pay for a change each."""
 _MOVED_PER_S = 1 << 30
 """Bytes of state that are taken out of one context and put into another, about."""
 
@@ -227,7 +230,7 @@ class LlamaEngine:
             return self._evaluate_first(batch)
         for rows in batch:
             self._require(rows.sequence, end=rows.start)
-        if self._switch.is_due(batch, self._cells.used, self._changing_seconds()):
+        if self._switch.is_due(batch, self._cells.used, _TIMES_LOST * self._changing_seconds()):
             self._change_attention()
         filler = self._filler(batch)
         is_done = filler is not None and self._decode_filled(batch, filler)
