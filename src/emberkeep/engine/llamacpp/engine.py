@@ -85,8 +85,8 @@ FIRST_CELLS = 2048
 _GRAIN = 256
 """llama.cpp rounds the number of cells up to a multiple of it."""
 _TIMES_LOST = 4
-"""Attention changes when so many times was lost what changing costs: prompt and answer of a short turn, each quicker
-in another way, would else pay for a change each."""
+"""So many times must be lost what changing attention costs: prompt and answer of a short turn, each quicker in
+another way, would else pay for a change each."""
 _MOVED_PER_S = 1 << 30
 """Bytes of state that are taken out of one context and put into another, about."""
 
