@@ -7,7 +7,6 @@ Where both are possible the engine goes from one to the other as work demands (`
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -130,8 +129,8 @@ class Results:
             except Interrupted:
                 return None
 
-        # What was measured on a busy machine is measured again when it is not, and what is less counts.
-        is_enough = len(known) == len(ways) and (all(each.is_whole for each in known.values()) or not _is_quiet())
+        # What was measured beside other programs is measured again at the next start, and what is less counts.
+        is_enough = len(known) == len(ways) and all(each.is_whole for each in known.values())
         return self._tuning(ways, reason, known, None if is_enough or self._is_small else measure)
 
     def _tuning(
@@ -163,11 +162,3 @@ class Results:
         for way, new in found.items():
             self._subject.remember(way, new, self._folder)
         return found
-
-
-def _is_quiet() -> bool:
-    """Whether nothing else has computed for a minute."""
-    try:
-        return os.getloadavg()[0] < available_cores() / 4
-    except OSError:
-        return True
