@@ -65,13 +65,12 @@ def test_the_first_start_tries_the_library_while_it_reads_the_weights_and_the_se
 ) -> None:
     path, told = Path(config.model or ""), list[str]()
     with loaded_early(config):
-        assert begun[path](lambda step, done, total: told.append(step))
-    assert list(dict.fromkeys(told)) == [
-        "Trying out mine, once",
-        "Checking mine",
-    ]  # the child runs while it checks
-    digest = known_digest(path, ModelLibrary(config.data_dir / "models").digests)
-    assert digest is not None and choose_known_library("auto", digest)
+        digest, works = begun[path](lambda step, done, total: told.append(step))
+    assert digest == known_digest(path, ModelLibrary(config.data_dir / "models").digests)
+    assert digest is not None and works and choose_known_library("auto", digest)
+    trying, *checking, going_on = told  # the child runs while it checks, and then goes on
+    assert trying == going_on == "Trying out mine, once"
+    assert set(checking) == {"Checking mine"}
     assert trial.survives_without_flash(path, digest)
     monkeypatch.setattr(trial, "_try_all", lambda *_: pytest.fail("it was tried again"))
     told.clear()

@@ -4,7 +4,7 @@ On a CPU neither way is always the quicker one. With flash attention a step has 
 the cells of other sequences; but fewer than 64 rows are taken one by one. Without, rows are taken together from 8
 on, over all cells in use: a turn or a draft deep in a single conversation takes a third of the time, and a token
 of each of eight conversations twice as much. So a context is opened the other way when the time that was lost,
-step by step, exceeds what that costs: whatever comes, little more is lost than must be.
+step by step, exceeds some times what that costs: whatever comes, not much more is lost than must be.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class FlashSwitch:
         return known
 
     def is_due(self, batch: Sequence[Rows], cells: int, seconds: float) -> bool:
-        """Whether to change before this step, with so many `cells` in use and if changing takes that long."""
+        """Whether to change before this step, with so many `cells` in use, where that is worth `seconds`."""
         if not self.has_choice or len(self._tables) < 2:
             return False
         rows = depths = 0
