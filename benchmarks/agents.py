@@ -20,7 +20,7 @@ from emberkeep.bench.server_process import peer_version
 from emberkeep.bench.sessions import Session, read_sessions
 from emberkeep.bench.sides import OURS, PEER, OwnSide, PeerSide, Side
 from emberkeep.bench.stage import ModelPlace
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 _BUNDLED = Path(__file__).parent / "sessions"
 _HEADER = "x-anthropic-billing-header: cc_version=2.1.37.{version:03x}; cc_entrypoint=cli; cch={cch:05x};\n"

@@ -22,24 +22,19 @@ from emberkeep.bench.figures import Series, series
 from emberkeep.bench.report import BenchResult, Row, Table, Value
 from emberkeep.bench.stage import Stage
 from emberkeep.chat.prompt import prompt_of_ids
-from emberkeep.config import Config, slice_tokens
+from emberkeep.config.settings import Config, slice_tokens
 from emberkeep.engine.base import Exported, Outcome, Payload
-from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, one_core_each
+from emberkeep.engine.llamacpp.context import LlamaSettings, one_core_each
+from emberkeep.engine.llamacpp.engine import LlamaEngine
+from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.kv.store import CHUNK_TOKENS
-from emberkeep.runtime import open_store
+from emberkeep.runtime.parts import open_store
 from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
 from emberkeep.sched.sequence import Sequence as Sequence_
-from emberkeep.types import (
-    EXACT,
-    EXACT_BITS,
-    Lineage,
-    Request,
-    Sampling,
-    TokenLogprob,
-    private_namespace,
-)
+from emberkeep.types.events import TokenLogprob
+from emberkeep.types.request import EXACT, EXACT_BITS, Lineage, Request, Sampling, private_namespace
 
 Logits = npt.NDArray[np.float32]
 

@@ -26,7 +26,8 @@ from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
 from emberkeep.sched.sequence import Ending
 from emberkeep.sched.sequence import Sequence as Sequence_
-from emberkeep.types import EntryKind, Label, Request, Sampling
+from emberkeep.types.cache import EntryKind, Label
+from emberkeep.types.request import Request, Sampling
 
 _CONTEXT = 4096
 _PRINTABLE = (32, 127)

@@ -19,7 +19,7 @@ from emberkeep.bench.report import BenchResult, Row, Table
 from emberkeep.bench.server_process import ServerProcess
 from emberkeep.bench.stage import Stage
 from emberkeep.errors import EmberkeepError
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 _SPARE = 128
 """Tokens of a chat template."""

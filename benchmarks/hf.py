@@ -15,9 +15,9 @@ from emberkeep.backend.local import LocalBackend
 from emberkeep.bench.model_under_test import ModelUnderTest, open_under_test
 from emberkeep.bench.stage import ModelPlace
 from emberkeep.bench.words import Words
-from emberkeep.config import Config
-from emberkeep.engine.hf import HfSource
+from emberkeep.config.settings import Config
 from emberkeep.engine.hf.baseline import PlainModel
+from emberkeep.engine.hf.model_loader import HfSource
 
 T = TypeVar("T")
 

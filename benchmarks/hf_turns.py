@@ -16,7 +16,7 @@ from emberkeep.bench.report import BenchResult, Row, Table
 from emberkeep.bench.stage import ModelPlace
 from emberkeep.bench.turns import Workload
 from emberkeep.engine.hf.baseline import PlainModel
-from emberkeep.types import Message, Request, Sampling
+from emberkeep.types.request import Message, Request, Sampling
 
 _ROOM = 128
 """For what the template writes around messages."""

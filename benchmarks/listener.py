@@ -9,7 +9,7 @@ from time import perf_counter
 
 from emberkeep.errors import EmberkeepError
 from emberkeep.sched.sequence import Ending
-from emberkeep.types import Progress, TokenLogprob
+from emberkeep.types.events import Progress, TokenLogprob
 
 
 @dataclass(eq=False, slots=True)

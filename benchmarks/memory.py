@@ -15,7 +15,7 @@ from emberkeep.bench.report import BenchResult, Row, Table, Value
 from emberkeep.bench.stage import Folder
 from emberkeep.bench.words import COMMON
 from emberkeep.memory.memory import Memory
-from emberkeep.types import Turn
+from emberkeep.types.memory import Turn
 
 _VOCABULARY = 200_000
 _SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in ("a", "e", "i", "o", "u", "an", "er", "il", "on", "ar")]

@@ -22,12 +22,13 @@ from emberkeep.bench.figures import Series, overhead, series
 from emberkeep.bench.http_client import is_settled
 from emberkeep.bench.report import BenchResult, Row, Table
 from emberkeep.bench.stage import Stage
-from emberkeep.config import Config, slice_tokens
+from emberkeep.config.settings import Config, slice_tokens
 from emberkeep.engine.base import Engine, Outcome, Rows
-from emberkeep.engine.llamacpp import LlamaEngine, LlamaSettings, one_core_each
-from emberkeep.runtime import assemble
+from emberkeep.engine.llamacpp.context import LlamaSettings, one_core_each
+from emberkeep.engine.llamacpp.engine import LlamaEngine
+from emberkeep.runtime.local_model import assemble
 from emberkeep.sched.engine_thread import EngineThread
-from emberkeep.types import Request, Sampling
+from emberkeep.types.request import Request, Sampling
 
 _POLL_S = 0.002
 _ROOM = 64

@@ -18,7 +18,7 @@ from emberkeep.bench.model_under_test import Reply
 from emberkeep.bench.report import BenchResult, Row, Table, Value
 from emberkeep.bench.stage import ModelPlace
 from emberkeep.library.verify_report import CANDIDATES, f1, kl
-from emberkeep.types import Approximation, Message, Repair, Request, Sampling
+from emberkeep.types.request import Approximation, Message, Repair, Request, Sampling
 
 _BETWEEN = 2
 """Tokens between two passages."""

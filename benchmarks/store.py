@@ -19,7 +19,7 @@ from emberkeep.kv.chunkfile import Description
 from emberkeep.kv.store import CHUNK_TOKENS, Budgets, KvStore
 from emberkeep.kv.tree import ROOT, Made, chunk_key
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import EXACT
+from emberkeep.types.request import EXACT
 
 _FINGERPRINT = hashlib.sha256(b"bench store").digest()
 _PAYLOAD = memoryview(bytes(256))

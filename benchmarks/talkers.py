@@ -12,9 +12,10 @@ from urllib.parse import urlencode
 from emberkeep.bench.http_client import Client, Messages, chat_body, is_settled, parse_stream
 from emberkeep.bench.server_process import ServerProcess
 from emberkeep.bench.stage import Stage
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.library.emberkeep import Emberkeep
-from emberkeep.types import EntryKind, Eviction
+from emberkeep.types.cache import EntryKind
+from emberkeep.types.events import Eviction
 
 _POLL_S = 0.01
 _EVERYTHING = 1 << 30

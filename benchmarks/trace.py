@@ -21,7 +21,7 @@ from emberkeep.bench.trace_file import BLOCK, Visit, read_trace
 from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.policy import LOW_WATER
 from emberkeep.kv.tree import Chunk, ChunkKey, path_to
-from emberkeep.types import EXACT
+from emberkeep.types.request import EXACT
 
 _NEVER = 1 << 62
 

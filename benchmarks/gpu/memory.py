@@ -16,7 +16,7 @@ from emberkeep.errors import TooLarge
 from emberkeep.kv.store import CHUNK_TOKENS
 from emberkeep.sched.admission import Admission, open_admission
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import Admitted
+from emberkeep.types.events import Admitted
 
 _GB = 1e9
 _SHORTEST = 32

@@ -15,9 +15,10 @@ from benchmarks.gpu.workload import Workload
 from benchmarks.listener import Listener
 from emberkeep.chat.prompt import prompt_of_ids
 from emberkeep.engine.base import Engine, Outcome, Rows
-from emberkeep.engine.hf import HfEngine, HfSettings
 from emberkeep.engine.hf.baseline import Shape, random_model
 from emberkeep.engine.hf.device import DeviceLimits
+from emberkeep.engine.hf.engine import HfEngine
+from emberkeep.engine.hf.model_loader import HfSettings
 from emberkeep.errors import EngineError
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.sched.engine_thread import EngineThread
@@ -25,7 +26,8 @@ from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
 from emberkeep.sched.sequence import Sequence as Sequence_
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import LookupRecord, Request, Sampling
+from emberkeep.types.events import LookupRecord
+from emberkeep.types.request import Request, Sampling
 
 T = TypeVar("T")
 
@@ -118,7 +120,9 @@ def improved(engine: HfEngine) -> HfEngine:
 def _open_llamacpp(plan: Workload, shape: Shape) -> tuple[Engine, int]:
     """Everything on the GPU, if there is one."""
     from benchmarks.gpu.random_gguf import write_random_gguf
-    from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, Placement
+    from emberkeep.engine.llamacpp.context import LlamaSettings
+    from emberkeep.engine.llamacpp.engine import LlamaEngine
+    from emberkeep.engine.llamacpp.model import LlamaModel, Placement
 
     settings = LlamaSettings(plan.longest, _CONTEXTS * plan.longest, _SEQUENCES, max(plan.slice, _SEQUENCES))
     with TemporaryDirectory() as folder:

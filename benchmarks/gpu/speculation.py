@@ -11,8 +11,9 @@ from benchmarks.listener import Listener
 from emberkeep.bench.figures import ratios, series
 from emberkeep.bench.report import Row, Table
 from emberkeep.chat.prompt import prompt_of_ids
-from emberkeep.engine.hf import HfEngine, HfSettings
 from emberkeep.engine.hf.baseline import Shape, random_pair
+from emberkeep.engine.hf.engine import HfEngine
+from emberkeep.engine.hf.model_loader import HfSettings
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.sched.draft_model import LoadedDraft
 from emberkeep.sched.engine_thread import EngineThread
@@ -20,7 +21,7 @@ from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
 from emberkeep.sched.sequence import Ending, Sequence
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import Request, Sampling
+from emberkeep.types.request import Request, Sampling
 
 _PARALLEL = 8
 _STORED = 4 << 30

@@ -18,15 +18,17 @@ from benchmarks.gpu.workload import Workload
 from emberkeep.bench.figures import ratios, series
 from emberkeep.bench.report import Row, Table
 from emberkeep.engine.base import Engine, Logits
-from emberkeep.engine.hf import HfEngine, HfSettings, Placing
 from emberkeep.engine.hf.baseline import Shape, random_int4_model
 from emberkeep.engine.hf.device import DeviceLimits
+from emberkeep.engine.hf.engine import HfEngine
+from emberkeep.engine.hf.model_loader import HfSettings
+from emberkeep.engine.hf.residency import Placing
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.sched.draft_model import LoadedDraft
 from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import Residency
+from emberkeep.types.models import Residency
 
 _GB = 1e9
 _CONTEXT, _PROMPT, _SEQUENCES, _SLICE = 2048, 256, 4, 512

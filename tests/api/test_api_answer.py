@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.api.answer import ChatFrames, Envelope, TextFrames, detail_json
-from emberkeep.types import Event, Loading, ReasoningDelta, TextDelta
+from emberkeep.types.events import Event, Loading, ReasoningDelta, TextDelta
 from helpers.scripted_server import COMPLETED
 
 ENVELOPE = Envelope("id", 5, 'mo"del', "fp", None)

@@ -11,7 +11,7 @@ from emberkeep.api.anthropic import CountBody, MessagesBody, user_of_metadata
 from emberkeep.api.anthropic_blocks import pack_reasoning, signature_of, unpack_reasoning
 from emberkeep.api.request import parse_body
 from emberkeep.errors import InvalidField
-from emberkeep.types import (
+from emberkeep.types.request import (
     Breakpoint,
     Image,
     JsonFormat,

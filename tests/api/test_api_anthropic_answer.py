@@ -12,7 +12,7 @@ from emberkeep.api.answer import Answer
 from emberkeep.api.anthropic_answer import MessageEnvelope, MessageFrames, message_json, usage_json
 from emberkeep.api.anthropic_blocks import pack_reasoning, signature_of
 from emberkeep.api.errors import Failure
-from emberkeep.types import (
+from emberkeep.types.events import (
     Accepted,
     CallEnded,
     CallStarted,
@@ -26,11 +26,11 @@ from emberkeep.types import (
     ReasoningDelta,
     TextDelta,
     Timings,
-    ToolCall,
     ToolCallDelta,
     ToolOutcome,
     Usage,
 )
+from emberkeep.types.request import ToolCall
 
 ENVELOPE = MessageEnvelope("msg_1", "tiny", None, max_tokens=16)
 USAGE = Usage(prompt_tokens=100, completion_tokens=16, cached_tokens=40, reasoning_tokens=3, marked=Marked(90, 60))

@@ -10,7 +10,7 @@ import pytest
 from emberkeep.api.anthropic import MessagesBody
 from emberkeep.api.anthropic_answer import MessageEnvelope, MessageFrames
 from emberkeep.api.request import parse_body
-from emberkeep.types import (
+from emberkeep.types.events import (
     Accepted,
     Completed,
     Event,

@@ -13,7 +13,7 @@ from emberkeep.api.ollama import GenerateBody, OllamaChatBody
 from emberkeep.api.request import CompletionBody, validate
 from emberkeep.api.responses import ResponseBody
 from emberkeep.errors import InvalidField
-from emberkeep.types import AnswerFormat, ChoiceFormat, GrammarFormat, JsonFormat, Recall, Request
+from emberkeep.types.request import AnswerFormat, ChoiceFormat, GrammarFormat, JsonFormat, Recall, Request
 
 HELLO = [{"role": "user", "content": "Hi"}]
 SCHEMA = {"type": "object"}

@@ -10,22 +10,16 @@ from emberkeep.api.ollama import EmbedBody, EmbeddingsBody, GenerateBody, Ollama
 from emberkeep.api.ollama_answer import GenerateEnvelope, OllamaEnvelope, OllamaFrames, timestamp
 from emberkeep.api.request import USUAL_COMPLETION, validate
 from emberkeep.errors import InvalidField
-from emberkeep.types import (
+from emberkeep.types.events import (
     Event,
     Finished,
     FinishReason,
-    Image,
-    Infill,
-    JsonFormat,
-    Message,
     ReasoningDelta,
-    ReasoningFormat,
-    Request,
     TextDelta,
     TokenLogprob,
-    ToolCall,
     ToolCallDelta,
 )
+from emberkeep.types.request import Image, Infill, JsonFormat, Message, ReasoningFormat, Request, ToolCall
 from helpers.scripted_server import COMPLETED
 
 HELLO = {"role": "user", "content": "why is the sky blue?"}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from emberkeep.api.messages import ChatBody
 from emberkeep.api.request import parse_body
 from emberkeep.errors import InvalidField
-from emberkeep.types import (
+from emberkeep.types.request import (
     SHARED,
     Breakpoint,
     ChoiceFormat,

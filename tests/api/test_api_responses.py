@@ -10,7 +10,7 @@ from emberkeep.api.request import validate
 from emberkeep.api.responses import ResponseBody, response_head
 from emberkeep.api.responses_items import Called
 from emberkeep.errors import InvalidField
-from emberkeep.types import JsonFormat, Message, Request, Tool, ToolChoice, Ttl
+from emberkeep.types.request import JsonFormat, Message, Request, Tool, ToolChoice, Ttl
 
 WEATHER = {
     "type": "function",

@@ -21,7 +21,7 @@ from emberkeep.api.responses_items import (
     unseal,
 )
 from emberkeep.errors import InvalidField
-from emberkeep.types import Breakpoint, Image, Json, Message, ToolCall, Ttl
+from emberkeep.types.request import Breakpoint, Image, Json, Message, ToolCall, Ttl
 
 CALL = {"type": "function_call", "call_id": "call_1", "name": "get_weather", "arguments": '{"city":"Oslo"}'}
 RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "rain"}

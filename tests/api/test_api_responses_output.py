@@ -16,7 +16,7 @@ from emberkeep.api.request import validate
 from emberkeep.api.responses import ResponseBody, response_head
 from emberkeep.api.responses_items import unseal
 from emberkeep.api.responses_output import Output, ResponseFrames
-from emberkeep.types import (
+from emberkeep.types.events import (
     Accepted,
     CallEnded,
     Event,
@@ -25,10 +25,10 @@ from emberkeep.types import (
     ReasoningDelta,
     TextDelta,
     TokenLogprob,
-    ToolCall,
     ToolCallDelta,
     ToolOutcome,
 )
+from emberkeep.types.request import ToolCall
 from helpers.scripted_server import COMPLETED
 
 ID = "resp_" + "0" * 32

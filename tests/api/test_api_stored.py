@@ -9,7 +9,9 @@ import pytest
 
 from emberkeep.api.answer import lookup_json
 from emberkeep.api.stored import entry_from_json, entry_json, lookup_from_json
-from emberkeep.types import CacheEntry, Divergence, EntryKind, LookupRecord, MissReason, Repair, Ttl
+from emberkeep.types.cache import CacheEntry, EntryKind
+from emberkeep.types.events import Divergence, LookupRecord, MissReason
+from emberkeep.types.request import Repair, Ttl
 
 ENTRY = CacheEntry(
     id="c-1",

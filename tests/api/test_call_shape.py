@@ -13,21 +13,17 @@ from emberkeep.api.custom_tools import custom_input
 from emberkeep.api.messages import ChatBody
 from emberkeep.api.request import parse_body
 from emberkeep.errors import InvalidField
-from emberkeep.types import (
+from emberkeep.types.events import (
     Completed,
     Event,
     Finished,
     FinishReason,
     LookupRecord,
-    Message,
-    Request,
     Timings,
-    Tool,
-    ToolCall,
     ToolCallDelta,
-    ToolChoice,
     Usage,
 )
+from emberkeep.types.request import Message, Request, Tool, ToolCall, ToolChoice
 
 ENVELOPE = Envelope("id", 1, "m", "fp", None)
 HELLO = [{"role": "user", "content": "hi"}]

@@ -12,21 +12,12 @@ import pytest
 from emberkeep.api.answer import usage_json
 from emberkeep.api.messages import ChatBody
 from emberkeep.backend.local import LocalBackend
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.types import (
-    Breakpoint,
-    Completed,
-    EntryKind,
-    Marked,
-    Message,
-    Progress,
-    Request,
-    Sampling,
-    Tool,
-    Ttl,
-)
+from emberkeep.types.cache import EntryKind
+from emberkeep.types.events import Completed, Marked, Progress
+from emberkeep.types.request import Breakpoint, Message, Request, Sampling, Tool, Ttl
 from helpers.events import end_of, read_events
 from helpers.fake_backend import fake_backend, settle
 from helpers.waiting import eventually

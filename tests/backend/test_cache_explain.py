@@ -11,11 +11,12 @@ import pytest
 
 from emberkeep.backend.local import LocalBackend
 from emberkeep.chat.template import IsolatedTemplate
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import Overloaded
-from emberkeep.types import Completed, Message, MissReason, Request, Sampling, Tool, private_namespace
+from emberkeep.types.events import Completed, MissReason
+from emberkeep.types.request import Message, Request, Sampling, Tool, private_namespace
 from helpers.events import end_of, read_events
 from helpers.fake_backend import fake_backend, settle
 

@@ -20,7 +20,9 @@ from emberkeep.backend.capabilities import (
 )
 from emberkeep.backend.remote.backend import RemoteBackend
 from emberkeep.errors import NoSuchEntry, RequestError
-from emberkeep.types import Message, Removed, Request, SpeculationStats
+from emberkeep.types.cache import Removed
+from emberkeep.types.request import Message, Request
+from emberkeep.types.speculation import SpeculationStats
 from helpers.remote_model import ScriptedProvider, remote
 from helpers.scripted_backend import ScriptedBackend
 

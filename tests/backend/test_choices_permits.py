@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from emberkeep.backend.choices import Permit, Permits
 from emberkeep.backend.local import LocalBackend
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import InvalidField, Overloaded, RateLimited
-from emberkeep.types import Completed, Request, Sampling
+from emberkeep.types.events import Completed
+from emberkeep.types.request import Request, Sampling
 from helpers.fake_backend import fake_backend
 from helpers.scheduling import Gate
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from emberkeep.backend.local import LocalBackend
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import InvalidField, RequestError
-from emberkeep.types import Image, Message, Request, Sampling
+from emberkeep.types.request import Image, Message, Request, Sampling
 from helpers.events import end_of, read_events, text_of
 from helpers.fake_backend import fake_backend, settle
 

@@ -9,7 +9,7 @@ import pytest
 
 from emberkeep.backend.deadline import with_deadline
 from emberkeep.errors import DeadlineExceeded
-from emberkeep.types import Event, TextDelta
+from emberkeep.types.events import Event, TextDelta
 
 
 async def _slowly(seconds: float) -> AsyncIterator[Event]:

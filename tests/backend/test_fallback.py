@@ -10,7 +10,8 @@ import pytest
 
 from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.errors import EmberkeepError, EngineError, ModelNotFound, RemoteDown, RequestError
-from emberkeep.types import Completed, Message, Request, TextDelta
+from emberkeep.types.events import Completed, TextDelta
+from emberkeep.types.request import Message, Request
 from helpers.events import read_events, text_of
 from helpers.remote_model import ScriptedProvider, Step, remote, said
 

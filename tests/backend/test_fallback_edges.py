@@ -11,7 +11,8 @@ import pytest
 
 from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.errors import ConfigError, ContextExceeded, EmberkeepError, EngineError, RemoteDown, RequestError
-from emberkeep.types import Completed, Event, Message, Request, TextDelta
+from emberkeep.types.events import Completed, Event, TextDelta
+from emberkeep.types.request import Message, Request
 from helpers.events import text_of
 from helpers.scripted_backend import ScriptedBackend, Step, answer
 

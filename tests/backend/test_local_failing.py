@@ -11,11 +11,12 @@ import pytest
 from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.backend.local import LocalBackend
 from emberkeep.chat.output import TextStream
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.base import Rows
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError, EngineError, StepFailed
-from emberkeep.types import Request, Sampling, TextDelta
+from emberkeep.types.events import TextDelta
+from emberkeep.types.request import Request, Sampling
 from helpers.fake_backend import fake_backend
 from helpers.scheduling import PATIENCE, Gate
 

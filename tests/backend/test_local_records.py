@@ -9,7 +9,8 @@ import pytest
 
 from emberkeep.backend.local import ForgottenUsers, RecentLookups
 from emberkeep.kv.forgotten import of_user
-from emberkeep.types import Divergence, LookupRecord, MissReason, Request, private_namespace
+from emberkeep.types.events import Divergence, LookupRecord, MissReason
+from emberkeep.types.request import Request, private_namespace
 
 ANN, BOB = (Request(user=user, namespace=private_namespace(user)) for user in ("ann", "bob"))
 

@@ -12,10 +12,11 @@ from time import sleep
 import pytest
 
 from emberkeep.backend.local import LocalBackend
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.base import KvUnit, Rows
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.types import Completed, LookupRecord, Message, Request, Sampling, Source, private_namespace
+from emberkeep.types.events import Completed, LookupRecord, Source
+from emberkeep.types.request import Message, Request, Sampling, private_namespace
 from helpers.events import end_of, read_events, text_of
 from helpers.fake_backend import fake_backend, settle
 from helpers.valkey_server import ValkeyServer, running_valkey

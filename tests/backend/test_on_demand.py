@@ -13,7 +13,9 @@ import pytest
 
 from emberkeep.backend import on_demand
 from emberkeep.errors import DeadlineExceeded, EngineError, ModelError, Overloaded
-from emberkeep.types import Completed, Loading, Message, ModelState, Request
+from emberkeep.types.events import Completed, Loading
+from emberkeep.types.models import ModelState
+from emberkeep.types.request import Message, Request
 from helpers.events import text_of
 from helpers.on_demand_models import Loadable, ask, pool_of, until
 

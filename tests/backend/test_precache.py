@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from emberkeep.backend.local import LocalBackend
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.types import SHARED, Completed, Lineage, Message, Request, Sampling, Tool, Ttl, private_namespace
+from emberkeep.types.events import Completed
+from emberkeep.types.request import SHARED, Lineage, Message, Request, Sampling, Tool, Ttl, private_namespace
 from helpers.events import end_of, read_events
 from helpers.fake_backend import fake_backend, settle
 from helpers.scheduling import Unmeasured

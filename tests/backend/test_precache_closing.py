@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.types import Request
+from emberkeep.types.request import Request
 from helpers.fake_backend import fake_backend
 from helpers.scheduling import PATIENCE, Gate
 

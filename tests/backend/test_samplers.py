@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from emberkeep.backend.samplers import SamplerSource
 from emberkeep.engine.fake import FakeVocab
-from emberkeep.types import Request, Sampling
+from emberkeep.types.request import Request, Sampling
 
 VOCAB = FakeVocab()
 

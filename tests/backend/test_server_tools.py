@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from emberkeep.errors import DeadlineExceeded, InvalidField, RateLimited
-from emberkeep.types import CallEnded, CallStarted, FinishReason, Message, Request, TextDelta, ToolChoice
+from emberkeep.types.events import CallEnded, CallStarted, FinishReason, TextDelta
+from emberkeep.types.request import Message, Request, ToolChoice
 from helpers.conversing import FERRY, GREEDY, Client, Harbour, ScriptedEngine
 
 CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'

@@ -13,28 +13,22 @@ from emberkeep.backend.server_tools import ServerTools
 from emberkeep.errors import ContextExceeded, InvalidField, MemoryFailed
 from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Policy, Sessions
-from emberkeep.types import (
+from emberkeep.types.events import (
     Completed,
     Event,
     Eviction,
     Finished,
     FinishReason,
     Fit,
-    JsonFormat,
     LookupRecord,
-    Message,
     MissReason,
-    Recall,
-    Request,
     TextDelta,
     Timings,
-    Tool,
-    ToolCall,
     ToolCallDelta,
-    ToolChoice,
     ToolEvent,
     Usage,
 )
+from emberkeep.types.request import JsonFormat, Message, Recall, Request, Tool, ToolCall, ToolChoice
 from helpers.conversing import FERRY, SEARCH_CALL, Client, Harbour, ScriptedEngine, line
 from helpers.remembering import PLENTY, turn
 

@@ -12,7 +12,7 @@ import pytest
 
 from emberkeep.backend.tool_loop import CallHistory, Gate, ToolLoop
 from emberkeep.errors import ContextExceeded
-from emberkeep.types import (
+from emberkeep.types.events import (
     CallEnded,
     Caller,
     CallStarted,
@@ -22,15 +22,13 @@ from emberkeep.types import (
     Finished,
     FinishReason,
     LookupRecord,
-    Message,
-    Request,
     TextDelta,
     Timings,
-    ToolCall,
     ToolCallDelta,
     ToolOutcome,
     Usage,
 )
+from emberkeep.types.request import Message, Request, ToolCall
 from helpers.events import text_of
 
 ASK = Request(messages=(Message("user", "How deep is the harbour?"),))

@@ -11,21 +11,12 @@ import pytest
 
 from emberkeep.backend.local import LocalBackend
 from emberkeep.chat.messages import Place
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.session.volatility import Volatility
-from emberkeep.types import (
-    Completed,
-    HygieneAction,
-    HygieneRule,
-    Message,
-    MissReason,
-    Request,
-    Sampling,
-    Tool,
-    private_namespace,
-)
-from emberkeep.types.hygiene import TIMESTAMPS, TOOL_ORDER
+from emberkeep.types.events import Completed, MissReason
+from emberkeep.types.hygiene import TIMESTAMPS, TOOL_ORDER, HygieneAction, HygieneRule
+from emberkeep.types.request import Message, Request, Sampling, Tool, private_namespace
 from helpers.conversing import TEMPLATE
 from helpers.events import end_of, read_events
 from helpers.fake_backend import fake_backend, settle

@@ -16,10 +16,10 @@ from emberkeep.bench.figures import Series
 from emberkeep.bench.questions import own_questions
 from emberkeep.bench.stage import open_place
 from emberkeep.cli.bench import app
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.library.results import Choice, Collector, Result
 from emberkeep.library.verify_report import VerifyReport
-from emberkeep.types import LookupRecord, TokenLogprob, Usage
+from emberkeep.types.events import LookupRecord, TokenLogprob, Usage
 from helpers import tiny_gguf
 
 pytestmark = pytest.mark.slow

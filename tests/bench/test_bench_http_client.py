@@ -13,7 +13,7 @@ from emberkeep.backend.base import ModelCard
 from emberkeep.bench.http_client import Client, Exchange, completion_tokens, has_text, is_settled, parse_stream
 from emberkeep.errors import EmberkeepError, EngineError
 from emberkeep.server.openai import new_envelope
-from emberkeep.types import (
+from emberkeep.types.events import (
     Completed,
     Event,
     Finished,

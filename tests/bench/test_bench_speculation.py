@@ -27,7 +27,7 @@ from emberkeep.bench.stage import Stage
 from emberkeep.bench.tasks import KINDS
 from emberkeep.bench.words import Words
 from emberkeep.errors import EmberkeepError
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from helpers import scripted_llama_server
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.bits import Workload, before_difference, kl, run
 from emberkeep.bench.stage import open_stage
-from emberkeep.engine.llamacpp import LlamaEngine
+from emberkeep.engine.llamacpp.engine import LlamaEngine
 from helpers import tiny_gguf
 
 pytestmark = pytest.mark.slow

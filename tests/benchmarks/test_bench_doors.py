@@ -13,7 +13,7 @@ from benchmarks.__main__ import PARTS, USERS, PartsFlags
 from benchmarks.doors import DOORS, Door, model_ms
 from emberkeep.backend.models import Models
 from emberkeep.cli.bench import Needs
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.server.app import create_app
 from helpers.fake_backend import fake_backend
 

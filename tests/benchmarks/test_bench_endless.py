@@ -18,7 +18,7 @@ from emberkeep.bench.report import BenchResult
 from emberkeep.bench.stage import Stage
 from emberkeep.bench.words import COMMON, Words
 from emberkeep.errors import EmberkeepError
-from emberkeep.types import Eviction
+from emberkeep.types.events import Eviction
 from helpers import tiny_gguf
 from helpers.commands import run_module
 

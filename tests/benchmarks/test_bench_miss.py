@@ -13,7 +13,8 @@ from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
 from emberkeep.sched.sequence import Ending, Sequence
-from emberkeep.types import Progress, Request, Sampling, TokenLogprob
+from emberkeep.types.events import Progress, TokenLogprob
+from emberkeep.types.request import Request, Sampling
 from helpers.engines import RecordingEngine
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from helpers.cache_server import Served, served
 from helpers.chromium import chromium
 from helpers.scripted_server import Running, ScriptedBackend, running

@@ -12,7 +12,7 @@ import pytest
 from emberkeep.bench.figures import series
 from emberkeep.bench.kept_results import keep_result
 from emberkeep.bench.report import BenchResult, Row, Table
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from helpers.page_view import open_view, who_is_shut_out
 from helpers.scripted_server import ScriptedBackend, running
 

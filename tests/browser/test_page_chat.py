@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from helpers.scripted_server import HANG, Running, ScriptedBackend, running, says
 
 if TYPE_CHECKING:

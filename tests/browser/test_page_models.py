@@ -12,14 +12,14 @@ import pytest
 
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.local import LocalBackend
-from emberkeep.config import Config
 from emberkeep.config.kinds import Alias
+from emberkeep.config.settings import Config
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.remotes import Remotes
 from emberkeep.runtime import served_models
 from emberkeep.runtime.parts import Parts
 from emberkeep.runtime.served_models import open_models
-from emberkeep.types import RemoteModel
+from emberkeep.types.models import RemoteModel
 from helpers.gguf_builders import tiny_llama
 from helpers.hub_repo_server import ServedRepo, serving_repo
 from helpers.page_view import open_view, who_is_shut_out

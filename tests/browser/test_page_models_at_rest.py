@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.runtime.served_models import open_models
 from helpers.several_models import install, load_fake_engines, serving, with_memory_for_one
 

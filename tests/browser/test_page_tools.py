@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from emberkeep.types import Image
+from emberkeep.types.request import Image
 from helpers.asking_server import asking_server
 from helpers.conversing import ScriptedEngine
 from helpers.scripted_server import Running, ScriptedBackend, says

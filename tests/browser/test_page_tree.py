@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from emberkeep.kv.store import KvStore
-from emberkeep.types import EntryKind, Json, Label, Lineage, private_namespace
+from emberkeep.types.cache import EntryKind, Label
+from emberkeep.types.request import Json, Lineage, private_namespace
 from helpers.cache_server import SYSTEM, Served, served, user
 
 if TYPE_CHECKING:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.types import Vocab
+from emberkeep.types.models import Vocab
 
 
 @pytest.fixture(scope="session")
 def real_vocab(smollm2: Path) -> Iterator[Vocab]:
     """The default model's vocabulary."""
-    from emberkeep.engine.llamacpp import LlamaModel
+    from emberkeep.engine.llamacpp.model import LlamaModel
 
     model = LlamaModel(smollm2)
     yield model.vocab

@@ -8,7 +8,7 @@ import pytest
 from emberkeep.chat.messages import canonical_tools
 from emberkeep.chat.template import CHATML, ChatTemplate
 from emberkeep.errors import TemplateFailed
-from emberkeep.types import Message, Tool, ToolCall
+from emberkeep.types.request import Message, Tool, ToolCall
 
 LLAMA3 = """{{- bos_token }}
 {%- for m in messages %}

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.chat.dialects.table import REASONING
-from emberkeep.types import Tool
+from emberkeep.types.request import Tool
 from helpers.answers import Answer, read_text
 from helpers.byte_vocab import TinyVocab
 from helpers.chance import examples

@@ -8,7 +8,8 @@ import pytest
 from emberkeep.chat.dialects.reader import Tape
 from emberkeep.chat.dialects.table import MARKED_DIALECTS, REASONING, STRAY_ENDS, tag_dialects
 from emberkeep.chat.output import OutputOptions, TextStream, hidden_tokens
-from emberkeep.types import Event, Tool, ToolCallDelta
+from emberkeep.types.events import Event, ToolCallDelta
+from emberkeep.types.request import Tool
 from helpers.answers import Answer, read_text
 from helpers.byte_vocab import TinyVocab
 

@@ -10,7 +10,9 @@ from emberkeep.chat.dialects.table import REASONING
 from emberkeep.chat.grammar import Grammars, Matcher
 from emberkeep.chat.output import OutputOptions, TextStream
 from emberkeep.errors import InvalidField
-from emberkeep.types import (
+from emberkeep.types.events import ToolCallDelta
+from emberkeep.types.models import Vocab
+from emberkeep.types.request import (
     AnswerFormat,
     ChoiceFormat,
     GrammarFormat,
@@ -18,9 +20,7 @@ from emberkeep.types import (
     RegexFormat,
     Request,
     Tool,
-    ToolCallDelta,
     ToolChoice,
-    Vocab,
 )
 from helpers.byte_vocab import TinyVocab
 from helpers.masked_walk import allowed, walk

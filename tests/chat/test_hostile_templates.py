@@ -15,11 +15,11 @@ from emberkeep.backend.base import ModelCard
 from emberkeep.chat import template
 from emberkeep.chat.sandbox import JinjaTemplate
 from emberkeep.chat.template import ChatTemplate
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import ModelBroken, TemplateFailed
-from emberkeep.runtime import assemble
-from emberkeep.types import Message
+from emberkeep.runtime.local_model import assemble
+from emberkeep.types.request import Message
 from helpers.heartbeat import Heartbeat
 from helpers.hostile_templates import OPENED, RENDERED, when_told
 

@@ -4,7 +4,7 @@ import pytest
 
 from emberkeep.chat import line_limit
 from emberkeep.chat.line_limit import LineLimit
-from emberkeep.types import Request
+from emberkeep.types.request import Request
 
 
 def test_most_requests_have_none() -> None:

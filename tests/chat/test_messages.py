@@ -9,7 +9,7 @@ import pytest
 from emberkeep.chat.messages import cache_keys, head_of, message_ends, place_of, stable_head
 from emberkeep.chat.prompt import label_of
 from emberkeep.chat.template import ChatTemplate
-from emberkeep.types import Message, Request, Tool
+from emberkeep.types.request import Message, Request, Tool
 
 TOOLS_TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n"

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from emberkeep.chat.messages import leaving_turns
-from emberkeep.types import Message, ToolCall
+from emberkeep.types.request import Message, ToolCall
 
 SYSTEM = Message("system", "Be brief.")
 

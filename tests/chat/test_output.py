@@ -9,17 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.chat.output import OutputOptions, TextStream, open_reasoning
-from emberkeep.types import (
-    Event,
-    Message,
-    ReasoningDelta,
-    ReasoningFormat,
-    Request,
-    TextDelta,
-    TokenLogprob,
-    Tool,
-    ToolChoice,
-)
+from emberkeep.types.events import Event, ReasoningDelta, TextDelta, TokenLogprob
+from emberkeep.types.request import Message, ReasoningFormat, Request, Tool, ToolChoice
 from helpers.answers import Answer
 from helpers.byte_vocab import TinyVocab
 from helpers.events import text_of

@@ -22,7 +22,7 @@ from emberkeep.chat import template
 from emberkeep.chat.sandbox import JinjaTemplate
 from emberkeep.chat.template import MOST_WORKERS, ChatTemplate, IsolatedTemplate
 from emberkeep.errors import Overloaded, TemplateFailed
-from emberkeep.types import Message
+from emberkeep.types.request import Message
 from helpers.waiting import eventually
 
 pytestmark = pytest.mark.slow

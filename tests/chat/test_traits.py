@@ -8,7 +8,7 @@ from emberkeep.chat.grammar import Grammars
 from emberkeep.chat.messages import later_systems_in_users
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.chat.traits import TAGGED_JSON, CallWriting
-from emberkeep.types import Message, Request, Tool, ToolChoice
+from emberkeep.types.request import Message, Request, Tool, ToolChoice
 from helpers.answers import read_text
 from helpers.byte_vocab import TinyVocab
 from helpers.chance import seed, times

@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 
 from emberkeep.cli.cache import ROWS, app
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import NoSuchEntry
 from emberkeep.library.emberkeep import Emberkeep
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from helpers.commands import Commands
 from helpers.kept_chats import asking, keep, let_time_pass, open_emberkeep
 

@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from emberkeep.cli.cache import app
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError, NoSuchEntry
 from emberkeep.server.presence import announce
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from helpers.commands import Commands
 from helpers.kept_chats import WAIT_S, asking, keep, serving
 

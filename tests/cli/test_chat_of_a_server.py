@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from emberkeep.cli import chat
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError, InvalidField, ModelNotFound
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.server.presence import announce
-from emberkeep.types import (
+from emberkeep.types.events import (
     Completed,
     Eviction,
     Finished,

@@ -9,7 +9,7 @@ import pytest
 from emberkeep.cli.main import app
 from emberkeep.errors import RequestError
 from emberkeep.library.emberkeep import Emberkeep
-from emberkeep.types import Message, Request
+from emberkeep.types.request import Message, Request
 from helpers.scripted_backend import ScriptedBackend, answer
 
 

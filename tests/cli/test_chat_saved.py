@@ -16,12 +16,13 @@ from typer.testing import CliRunner, Result
 
 from emberkeep.cli.chat_history import ChatHistory, Journal
 from emberkeep.cli.main import app
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError, MemoryFailed, MemoryOff, ModelNotFound, NoSuchEntry
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.user_memory import UserMemory, open_memory
-from emberkeep.runtime import open_memory as open_file
-from emberkeep.types import Message, SavedConversation, ToolCall
+from emberkeep.runtime.memory import open_memory as open_file
+from emberkeep.types.memory import SavedConversation
+from emberkeep.types.request import Message, ToolCall
 from helpers.kept_chats import open_emberkeep
 from helpers.scripted_backend import ScriptedBackend, answer
 from helpers.several_models import install

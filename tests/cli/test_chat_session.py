@@ -15,7 +15,8 @@ from emberkeep.cli.console import printable
 from emberkeep.errors import ContextExceeded
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.options import Options
-from emberkeep.types import Completed, Eviction, FinishReason, Fit, Message, ReasoningDelta, Request, TextDelta
+from emberkeep.types.events import Completed, Eviction, FinishReason, Fit, ReasoningDelta, TextDelta
+from emberkeep.types.request import Message, Request
 from helpers.scripted_backend import FOREVER, ScriptedBackend, Step, answer
 
 

@@ -21,7 +21,8 @@ from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.cli import chat
 from emberkeep.cli.chat_history import ChatHistory, Journal, recap, with_its_model, write_messages
 from emberkeep.cli.chat_session import ChatSession, Terminal, call_line
-from emberkeep.config import Config, McpServer
+from emberkeep.config.settings import Config
+from emberkeep.config.tables import McpServer
 from emberkeep.errors import RemoteDown
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.tool_session import ToolSession
@@ -30,20 +31,18 @@ from emberkeep.mcp import client
 from emberkeep.memory.memory import Memory
 from emberkeep.tools.function import Answered, ToolFunction, as_tool
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
-from emberkeep.types import (
+from emberkeep.types.events import (
     Completed,
     Finished,
     FinishReason,
     LookupRecord,
-    Message,
-    Request,
-    SavedConversation,
     TextDelta,
     Timings,
-    ToolCall,
     ToolCallDelta,
     Usage,
 )
+from emberkeep.types.memory import SavedConversation
+from emberkeep.types.request import Message, Request, ToolCall
 from helpers.scripted_backend import ScriptedBackend, Step, answer
 from helpers.tool_calls import depth, sink
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from emberkeep.cli.flags import with_settings
 from emberkeep.cli.main import COMMANDS, app
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import ConfigError
 
 

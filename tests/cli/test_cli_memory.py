@@ -15,12 +15,13 @@ from rich.console import Console
 from emberkeep.cli.chat_history import ChatHistory, Journal
 from emberkeep.cli.chat_session import ChatSession, Terminal
 from emberkeep.cli.memory import app
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import InvalidField, MemoryFailed, MemoryOff, NoSuchEntry
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.user_memory import open_memory
-from emberkeep.runtime import open_memory as open_file
-from emberkeep.types import Json, Message, ToolUse, Turn, private_namespace
+from emberkeep.runtime.memory import open_memory as open_file
+from emberkeep.types.memory import ToolUse, Turn
+from emberkeep.types.request import Json, Message, private_namespace
 from helpers.commands import Commands
 from helpers.scripted_backend import ScriptedBackend, answer
 

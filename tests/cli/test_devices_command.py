@@ -12,9 +12,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from emberkeep.cli.main import app
-from emberkeep.config import total_ram
-from emberkeep.engine import llamacpp
+from emberkeep.config.machine import total_ram
 from emberkeep.engine.devices import Device
+from emberkeep.engine.llamacpp import model as llama_model
+from emberkeep.engine.llamacpp import shared_library
 
 pytestmark = pytest.mark.slow
 
@@ -37,9 +38,9 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that llama.cpp sees through Vulkan, and torch through CUDA."""
     from emberkeep.engine.hf import device
 
-    gpu = llamacpp.Gpu(1, VULKAN.name, VULKAN.description, 3 << 30, 4 << 30)
-    monkeypatch.setattr(llamacpp, "gpus", lambda: [gpu])
-    monkeypatch.setattr(llamacpp, "seen_devices", lambda: [VULKAN])
+    gpu = llama_model.Gpu(1, VULKAN.name, VULKAN.description, 3 << 30, 4 << 30)
+    monkeypatch.setattr(llama_model, "gpus", lambda: [gpu])
+    monkeypatch.setattr(llama_model, "seen_devices", lambda: [VULKAN])
     monkeypatch.setattr(device, "seen_devices", lambda: [CUDA])
     monkeypatch.setattr(device, "choose_device", lambda name: "cpu" if name == "cpu" else "cuda:0")
 
@@ -81,7 +82,7 @@ def test_a_device_that_is_not_here_is_told_and_the_rest_too(data_dir: Path) -> N
 
 def test_neither_torch_nor_llamacpp_has_to_be_here(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberkeep.engine.extras.find_spec", lambda name: None)
-    monkeypatch.setattr(llamacpp, "is_installed", lambda choice: False)
+    monkeypatch.setattr(shared_library, "is_installed", lambda choice: False)
     told = _json()
     assert told["used_for"] == {"gguf": [], "hf": []}
     assert [note.partition(":")[0] for note in told["notes"]] == [

@@ -11,11 +11,15 @@ from typer.testing import CliRunner
 from emberkeep.cli import doctor
 from emberkeep.cli.doctor import CHECKS, Finding, Level, examine
 from emberkeep.cli.main import app
-from emberkeep.config import Config, LoraFile, McpServer, total_ram
-from emberkeep.engine import llamacpp
+from emberkeep.config.kinds import LoraFile
+from emberkeep.config.machine import total_ram
+from emberkeep.config.settings import Config
+from emberkeep.config.tables import McpServer
 from emberkeep.engine.devices import Device
+from emberkeep.engine.llamacpp import model as llama_model
+from emberkeep.engine.llamacpp.tuning import Subject
 from emberkeep.models.digest import model_digest
-from emberkeep.types import RemoteModel
+from emberkeep.types.models import RemoteModel
 from helpers import tiny_gguf, tiny_hf
 
 pytestmark = pytest.mark.slow
@@ -52,7 +56,7 @@ def test_adapters_are_checked_against_the_model(tmp_path: Path) -> None:
 
 def test_gpus_are_told_or_that_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the CPU computes" in findings(tmp_path)["gpu"].text
-    monkeypatch.setattr(llamacpp, "seen_devices", lambda: [Device("CUDA", "CUDA0", "A card", 3 << 30, 4 << 30)])
+    monkeypatch.setattr(llama_model, "seen_devices", lambda: [Device("CUDA", "CUDA0", "A card", 3 << 30, 4 << 30)])
     assert findings(tmp_path)["gpu"].text == "CUDA0 (A card), 3.0 GiB free"
 
 
@@ -89,7 +93,7 @@ def test_flash_attention_is_told_as_it_was_asked_for_or_measured(
     assert "unless measuring says otherwise" in findings(tmp_path, model=str(model))["attention"].text
     model_digest(model, tmp_path / "data" / "models" / ".digests")
     assert "unless measuring says otherwise" in findings(tmp_path, model=str(model))["attention"].text
-    monkeypatch.setattr(llamacpp.Subject, "is_measured", lambda subject: True)
+    monkeypatch.setattr(Subject, "is_measured", lambda subject: True)
     assert "whichever is quicker" in findings(tmp_path, model=str(model))["attention"].text
 
 
@@ -131,7 +135,7 @@ def test_a_library_that_does_not_load_is_explained(tmp_path: Path) -> None:
 
 
 def test_a_library_that_is_not_here_yet_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emberkeep.engine.llamacpp.is_installed", lambda choice: False)
+    monkeypatch.setattr("emberkeep.engine.llamacpp.shared_library.is_installed", lambda choice: False)
     found = findings(tmp_path)["llama.cpp"]
     assert found.level is Level.WARN
     assert "`emberkeep serve` fetches it" in found.text

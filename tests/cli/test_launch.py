@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from emberkeep.cli import launch, running_server
 from emberkeep.cli.clients import CLIENTS, Service
 from emberkeep.cli.main import app
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError, ModelNotFound
 from emberkeep.server.presence import announce
 from helpers.scripted_server import ScriptedBackend, running

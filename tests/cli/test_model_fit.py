@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from emberkeep.cli.model_fit import Speeds, explain_plan, explain_ram, fits
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.hf.residency import LayerBytes, Placing, plan_host, plan_residency
 from emberkeep.models.layer_sizes import layer_sizes
 from emberkeep.models.library import ModelFile
-from emberkeep.types import Residency
+from emberkeep.types.models import Residency
 
 GIB = 1 << 30
 LAYERS = [LayerBytes(GIB // 4, 3 * GIB // 4)] * 16
@@ -71,7 +71,7 @@ def test_sizes_are_told_by_headers_as_they_are_in_memory(tmp_path, family):
 
 @pytest.mark.slow
 def test_four_bits_are_told_by_headers_as_they_are_in_memory(tmp_path):
-    from emberkeep.engine.hf import HfSource, load_model
+    from emberkeep.engine.hf.model_loader import HfSource, load_model
     from helpers import tiny_hf
     from helpers.awq import quantise
 

@@ -9,12 +9,12 @@ from typer.testing import CliRunner, Result
 
 from emberkeep.cli.doctor import CHECKS, Level
 from emberkeep.cli.main import app
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import ConfigError, StoreFailed
 from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.remote_link import RemoteLink
 from emberkeep.kv.store import Budgets, KvStore
-from emberkeep.types import private_namespace
+from emberkeep.types.request import private_namespace
 from helpers.kv_building import FINGERPRINT, LONG, put
 from helpers.valkey_server import ValkeyServer, running_valkey
 

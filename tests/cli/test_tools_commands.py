@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from emberkeep.cli.main import app as whole_app
 from emberkeep.cli.tools import app
 from emberkeep.errors import ConfigError, EmberkeepError
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from helpers.commands import Commands
 
 commands = Commands(app)

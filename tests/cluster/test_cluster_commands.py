@@ -7,7 +7,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from emberkeep.engine.fake import CHATML
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from helpers import tiny_gguf
 from helpers.commands import run_module
 from helpers.server_process import ServerProcess

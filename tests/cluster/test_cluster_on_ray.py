@@ -21,11 +21,12 @@ import pytest
 from emberkeep.bench.cluster_model import Machine, Outcome, RemoteSettings, simulate
 from emberkeep.bench.trace_file import BLOCK, Visit
 from emberkeep.cli.cache_stores import closed_folders, open_stores
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.kv.remote_link import RemoteLink
 from emberkeep.routing import new_routing
 from emberkeep.server.presence import announce
-from emberkeep.types import Json, RemoteModel
+from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import Json
 from helpers.chromium import chromium
 from helpers.cluster_models import slow_models
 from helpers.kv_building import CHUNK_BYTES

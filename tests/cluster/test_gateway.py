@@ -14,7 +14,7 @@ from emberkeep.cluster.keys import Asked, conversation_key
 from emberkeep.cluster.replica_answer import Part, Whole
 from emberkeep.errors import Overloaded, RateLimited
 from emberkeep.routing import RouteKeys
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from emberkeep.cluster.keys import BLOCK_BYTES, Asked, Route, conversation_key, forgotten_user, route_of
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 LONG = "The tide comes in twice a day, and the ships wait for it. " * 60
 

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from emberkeep.cluster.replica_answer import Whole
 from emberkeep.cluster.scatter import Merge, merge_for, merged
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 
 def told(replica: str, value: Json, status: int = 200) -> Whole:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from emberkeep.cluster.slots import config_of_replica, forget_rest, take_slot
-from emberkeep.config import Config, ttls
+from emberkeep.config.settings import Config, ttls
 from emberkeep.errors import StoreFailed
 from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.library.stores import ClosedStore, store_folders
 from emberkeep.memory.memory import Memory
-from emberkeep.types import private_namespace
+from emberkeep.types.request import private_namespace
 from helpers.kv_building import FINGERPRINT, LONG, put
 
 

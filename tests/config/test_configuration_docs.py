@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.cli.main import COMMANDS
-from emberkeep.config import FIELDS, Config, accepts, default_of, help_for, public_values
-from emberkeep.config.settings import is_harmless
+from emberkeep.config.settings import FIELDS, Config, accepts, default_of, help_for, is_harmless, public_values
 
 pytestmark = pytest.mark.slow
 

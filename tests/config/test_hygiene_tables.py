@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config import load_config, public_values
+from emberkeep.config.settings import public_values
+from emberkeep.config.sources import load_config
 from emberkeep.errors import ConfigError
-from emberkeep.types import HygieneAction, HygieneRule, HygieneWhere
 from emberkeep.types.hygiene import (
     BILLING_HEADER,
     BUILT_IN,
     LONGEST_LINE,
     TIMESTAMPS,
     TOOL_ORDER,
+    HygieneAction,
+    HygieneRule,
+    HygieneWhere,
     check_pattern,
     rules_in_use,
 )

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config import McpServer, load_config, public_values
+from emberkeep.config.settings import public_values
+from emberkeep.config.sources import load_config
+from emberkeep.config.tables import McpServer
 from emberkeep.errors import ConfigError
 
 

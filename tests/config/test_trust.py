@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config import FIELDS, LoadedConfig, default_of, load_config
-from emberkeep.config.sources import read_config_file
+from emberkeep.config.settings import FIELDS, default_of
+from emberkeep.config.sources import LoadedConfig, load_config, read_config_file
 from emberkeep.config.trust import trust, withdraw
 from emberkeep.errors import ConfigError
 from emberkeep.library.emberkeep import Emberkeep

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config import WarmPrefix, load_config
+from emberkeep.config.sources import load_config
+from emberkeep.config.tables import WarmPrefix
 from emberkeep.errors import ConfigError
 from emberkeep.library.declared_prefixes import declared_prefixes
-from emberkeep.types import SHARED, Message, Ttl
+from emberkeep.types.request import SHARED, Message, Ttl
 
 
 def prefixes(*given: object, cwd: Path) -> tuple[WarmPrefix, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config import Config, default_of, public_values
+from emberkeep.config.settings import Config, default_of, public_values
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

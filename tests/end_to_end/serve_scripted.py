@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from emberkeep.backend.models import Models
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import Server
 from emberkeep.server.lifecycle import banner, bind, run_until_stopped

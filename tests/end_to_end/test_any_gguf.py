@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from helpers import tiny_gguf
 from helpers.serve_command import serve, system, user
 from helpers.server_process import Reply, ServerProcess

@@ -18,20 +18,12 @@ import openai
 import pytest
 
 from emberkeep.bench.http_client import is_settled
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.results import Result
-from emberkeep.types import (
-    EntryKind,
-    FinishReason,
-    JsonFormat,
-    Message,
-    MissReason,
-    Progress,
-    Request,
-    Sampling,
-    private_namespace,
-)
+from emberkeep.types.cache import EntryKind
+from emberkeep.types.events import FinishReason, MissReason, Progress
+from emberkeep.types.request import JsonFormat, Message, Request, Sampling, private_namespace
 from helpers import tiny_gguf
 from helpers.serve_command import assistant, serve, system, user
 from helpers.server_process import ServerProcess

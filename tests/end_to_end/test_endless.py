@@ -11,7 +11,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from helpers.commands import emberkeep
 from helpers.serve_command import assistant, serve, system, user
 from helpers.server_process import ServerProcess

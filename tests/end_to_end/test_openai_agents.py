@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from emberkeep.backend.local import LocalBackend
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from helpers.conversing import TEMPLATE, ScriptedEngine
 from helpers.fake_backend import fake_backend
 from helpers.scripted_server import running

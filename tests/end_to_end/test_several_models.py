@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from emberkeep.cli.main import app
-from emberkeep.config import Config
-from emberkeep.types import Json
+from emberkeep.config.settings import Config
+from emberkeep.types.request import Json
 from helpers.commands import Commands
 from helpers.serve_command import serve
 from helpers.server_process import ServerProcess

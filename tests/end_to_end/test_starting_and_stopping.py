@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from helpers.serve_command import serve, user
 from helpers.server_process import ServerProcess
 from helpers.tiny_gguf import ENDINGS, dense

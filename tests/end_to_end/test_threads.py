@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.llamacpp.context import available_cores
 from emberkeep.library.emberkeep import Emberkeep
 from helpers.serve_command import RULES, assistant, system, user

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from emberkeep.server.lifecycle import bind
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from helpers.commands import emberkeep
 from helpers.serve_command import RULES, assistant, serve, system, user
 from helpers.server_process import ServerProcess

@@ -8,8 +8,9 @@ from itertools import product
 
 import pytest
 
-from emberkeep.engine.llamacpp import Adapter, LlamaEngine, LlamaModel, LlamaSettings
-from emberkeep.engine.llamacpp.context import NOT_TUNED, Tuning
+from emberkeep.engine.llamacpp.context import NOT_TUNED, LlamaSettings, Tuning
+from emberkeep.engine.llamacpp.engine import LlamaEngine
+from emberkeep.engine.llamacpp.model import Adapter, LlamaModel
 from emberkeep.engine.step_table import StepTable
 from helpers import tiny_gguf
 from helpers.engines import KINDS, always, evaluate
@@ -76,7 +77,7 @@ def hf_model(tmp_path_factory):
 
     @functools.cache
     def load(family: str):
-        from emberkeep.engine.hf import HfSource, load_model
+        from emberkeep.engine.hf.model_loader import HfSource, load_model
         from helpers import tiny_hf
 
         folder = tiny_hf.write(tmp_path_factory.mktemp(family), family)
@@ -94,8 +95,8 @@ def open_hf(hf_model):
         family: str = "llama", *, cells: int = 1024, sequences: int = 8, batch: int = 256, digest: str = "digest"
     ):
         # Here: most tests that could have one are about other engines, and torch takes seconds to import.
-        from emberkeep.engine.hf import HfSettings
-        from emberkeep.engine.hf import open_engine as open_
+        from emberkeep.engine.hf.engine import open_engine as open_
+        from emberkeep.engine.hf.model_loader import HfSettings
 
         settings = HfSettings(context=cells, cells=cells, sequences=sequences, batch=batch, threads=1)
         engines.append(open_(hf_model(family), settings, digest))

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from emberkeep.engine.base import Outcome, Rows
-from emberkeep.engine.llamacpp import Adapter, LlamaEngine, context
+from emberkeep.engine.llamacpp import context
 from emberkeep.engine.llamacpp import engine as module
+from emberkeep.engine.llamacpp.engine import LlamaEngine
+from emberkeep.engine.llamacpp.model import Adapter
 from emberkeep.errors import EngineError
 from helpers import tiny_gguf
 from helpers.engines import KINDS, SNAPSHOT_KINDS, TOKENS, always, evaluate, exported, few_with_flash, same

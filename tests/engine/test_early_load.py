@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from emberkeep.engine.base import Rows
-from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings
 from emberkeep.engine.llamacpp import early_load as module
+from emberkeep.engine.llamacpp.context import LlamaSettings
 from emberkeep.engine.llamacpp.early_load import EarlyLoad, Tell, begin, begun
+from emberkeep.engine.llamacpp.engine import LlamaEngine
+from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.file_digests import FileVersion
 from helpers import tiny_gguf
 

@@ -10,11 +10,14 @@ import pytest
 
 from emberkeep.engine.base import Outcome, Rows
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, expert_counter
+from emberkeep.engine.llamacpp import expert_counter
+from emberkeep.engine.llamacpp.context import LlamaSettings
+from emberkeep.engine.llamacpp.engine import LlamaEngine
 from emberkeep.engine.llamacpp.expert_counter import ExpertCounter
+from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.errors import EngineError
-from emberkeep.types import LayerExperts
+from emberkeep.types.models import LayerExperts
 from helpers import tiny_gguf
 from helpers.scheduling import PATIENCE, Rig
 

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, facts, learning, trial, vocab
-from emberkeep.engine.llamacpp.context import Tuning
+from emberkeep.engine.llamacpp import facts, learning, trial, vocab
+from emberkeep.engine.llamacpp.context import LlamaSettings, Tuning
+from emberkeep.engine.llamacpp.engine import LlamaEngine
 from emberkeep.engine.llamacpp.facts import facts_about
 from emberkeep.engine.llamacpp.learning import Learned, StateFacts
+from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import library_in_use
 from emberkeep.errors import EngineError
 from helpers.engines import KINDS, evaluate

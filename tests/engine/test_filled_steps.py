@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from emberkeep.engine.base import Outcome, Rows
-from emberkeep.engine.llamacpp import LlamaEngine
+from emberkeep.engine.llamacpp.engine import LlamaEngine
 from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError
 from helpers.engines import RANGE_KINDS, SNAPSHOT_KINDS, TOKENS, evaluate, exported

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from emberkeep.engine.base import Engine, Outcome, Piece, Rows
-from emberkeep.engine.hf import HfEngine, HfSettings
+from emberkeep.engine.hf.engine import HfEngine
+from emberkeep.engine.hf.model_loader import HfSettings
 from emberkeep.errors import EngineError
-from emberkeep.types import AttentionTier
+from emberkeep.types.models import AttentionTier
 from helpers.engines import TOKENS, evaluate, exported
 
 pytestmark = pytest.mark.slow

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from emberkeep.engine.base import Piece, Rows
-from emberkeep.engine.hf import HfEngine, HfSettings, HfSource, Placing, load_model, open_engine
+from emberkeep.engine.hf.engine import HfEngine, open_engine
+from emberkeep.engine.hf.model_loader import HfSettings, HfSource, load_model
 from emberkeep.engine.hf.network import Network
+from emberkeep.engine.hf.residency import Placing
 from emberkeep.errors import EngineError
-from emberkeep.types import AttentionTier, Residency
+from emberkeep.types.models import AttentionTier, Residency
 from helpers import tiny_hf
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from emberkeep.engine.base import Outcome, Rows
-from emberkeep.engine.hf import HfEngine, HfSettings, HfSource, load_model
+from emberkeep.engine.hf.engine import HfEngine
+from emberkeep.engine.hf.model_loader import HfSettings, HfSource, load_model
 from emberkeep.engine.hf.pool import BLOCK
 from emberkeep.errors import EngineError
 from helpers import tiny_hf

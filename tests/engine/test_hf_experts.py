@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from emberkeep.engine.base import Outcome, Piece, Rows
-from emberkeep.engine.hf import HfSettings, HfSource, Placing, load_model
-from emberkeep.engine.hf import open_engine as open_hf_engine
+from emberkeep.engine.hf.engine import open_engine as open_hf_engine
+from emberkeep.engine.hf.model_loader import HfSettings, HfSource, load_model
+from emberkeep.engine.hf.residency import Placing
 from emberkeep.errors import EngineError
-from emberkeep.types import LayerExperts, Residency
+from emberkeep.types.models import LayerExperts, Residency
 from helpers import tiny_hf
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from emberkeep.engine.base import Engine, Outcome, Piece, Rows
-from emberkeep.engine.hf import HfEngine, HfSettings
+from emberkeep.engine.hf.engine import HfEngine
+from emberkeep.engine.hf.model_loader import HfSettings
 from emberkeep.errors import EngineError
 from helpers import tiny_hf
 from helpers.engines import TOKENS, evaluate, exported

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from emberkeep.config import cpu_facts
+from emberkeep.config.machine import cpu_facts
 from emberkeep.engine.base import Rows
-from emberkeep.engine.hf import HfEngine, HfSettings
+from emberkeep.engine.hf.engine import HfEngine
 from emberkeep.engine.hf.fingerprint import fingerprint
-from emberkeep.types import AttentionTier
+from emberkeep.engine.hf.model_loader import HfSettings
+from emberkeep.types.models import AttentionTier
 from helpers.engines import exported
 from helpers.scheduling import PATIENCE, Rig, text
 

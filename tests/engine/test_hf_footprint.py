@@ -23,7 +23,7 @@ from emberkeep.engine.hf.model_loader import HfSettings
 from emberkeep.engine.hf.pool import LayerShape, StreamShape
 from emberkeep.engine.hf.residency import LayerBytes, plan_residency
 from emberkeep.sched.admission import peak
-from emberkeep.types import Plan
+from emberkeep.types.events import Plan
 from helpers.engines import RecordingEngine, evaluate
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from emberkeep.engine.base import Rows
-from emberkeep.engine.hf import HfEngine, HfSettings
 from emberkeep.engine.hf import engine as engines
+from emberkeep.engine.hf.engine import HfEngine
+from emberkeep.engine.hf.model_loader import HfSettings
 from emberkeep.engine.hf.network import Network
 from emberkeep.engine.hf.own_steps import Reference
 from emberkeep.errors import EngineError

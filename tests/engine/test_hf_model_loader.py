@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from emberkeep.engine.hf import HfModel, HfSource, load_model
+from emberkeep.engine.hf.model_loader import HfModel, HfSource, load_model
 from emberkeep.errors import EngineError, ModelBroken
 from helpers import tiny_gguf, tiny_hf
 from helpers.engines import TOKENS, evaluate

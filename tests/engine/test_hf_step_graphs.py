@@ -20,9 +20,10 @@ pytest.importorskip("triton", reason="needs Triton")
 from transformers.models.llama import modeling_llama
 
 from emberkeep.engine.base import Rows
-from emberkeep.engine.hf import HfModel, cuda_graphs
+from emberkeep.engine.hf import cuda_graphs
 from emberkeep.engine.hf.cuda_graphs import StepBatch, StepGraphs, StepSize
 from emberkeep.engine.hf.fused_layers import fuse
+from emberkeep.engine.hf.model_loader import HfModel
 from emberkeep.engine.hf.network import Network, learn
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
 

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from emberkeep.chat.prompt import PromptTokenizer
 from emberkeep.engine.hf.model_loader import HfSource, load_model
 from emberkeep.engine.hf.vocab import HfVocab, repair_gguf_tokenizer
-from emberkeep.engine.llamacpp import LlamaModel
+from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.text_splitter import MAX_MATCH
 from emberkeep.errors import ModelBroken
 from emberkeep.models.gguf import read_header

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from emberkeep.engine.base import KvUnit, Outcome, Rows
-from emberkeep.engine.hf import HfEngine, HfWholeEngine
+from emberkeep.engine.hf.engine import HfEngine
+from emberkeep.engine.hf.whole_engine import HfWholeEngine
 from emberkeep.errors import EngineError
 from helpers import tiny_hf
 from helpers.chance import seed, times

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from emberkeep.engine.base import Outcome
-from emberkeep.engine.llamacpp import LlamaEngine
+from emberkeep.engine.llamacpp.engine import LlamaEngine
 from emberkeep.engine.llamacpp.kv_state import cell_count
 from emberkeep.errors import EngineError
 from helpers.chance import seed, times

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from emberkeep.engine.base import Outcome
-from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings
 from emberkeep.engine.llamacpp.c_api import TYPES
+from emberkeep.engine.llamacpp.context import LlamaSettings
+from emberkeep.engine.llamacpp.engine import LlamaEngine
+from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.reposition import dequantize
 from emberkeep.errors import EngineError
 from helpers import tiny_gguf
@@ -117,7 +119,9 @@ def test_heads_that_llama_cpp_would_die_of_moving_are_not_moved(tmp_path) -> Non
     script = (
         "import sys; from pathlib import Path\n"
         "from helpers import tiny_gguf\n"
-        "from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings\n"
+        "from emberkeep.engine.llamacpp.context import LlamaSettings\n"
+        "from emberkeep.engine.llamacpp.engine import LlamaEngine\n"
+        "from emberkeep.engine.llamacpp.model import LlamaModel\n"
         "tiny_gguf.HEAD, tiny_gguf.HEADS, tiny_gguf.KV_HEADS = 32, 2, 1\n"
         "path = tiny_gguf.dense(Path(sys.argv[1]))\n"
         "settings = LlamaSettings(context=256, cells=256, sequences=2, batch=64, threads=1, kv_type='q8_0')\n"

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 from emberkeep.engine.base import KvUnit, Outcome, Rows
-from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, system_info
+from emberkeep.engine.llamacpp.context import LlamaSettings
+from emberkeep.engine.llamacpp.engine import LlamaEngine
 from emberkeep.engine.llamacpp.kv_packing import _rows
+from emberkeep.engine.llamacpp.model import LlamaModel
+from emberkeep.engine.llamacpp.shared_library import system_info
 from emberkeep.errors import EngineError, ModelBroken, ModelNotFound
 from helpers import tiny_gguf
 from helpers.engines import KINDS, RANGE_KINDS, SNAPSHOT_KINDS, TOKENS, evaluate, exported

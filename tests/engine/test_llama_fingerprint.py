@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.base import Payload, Rows
-from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, context
-from emberkeep.engine.llamacpp.context import Tuning
-from emberkeep.engine.llamacpp.engine import WIDE_ROWS
+from emberkeep.engine.llamacpp import context
+from emberkeep.engine.llamacpp.context import LlamaSettings, Tuning
+from emberkeep.engine.llamacpp.engine import WIDE_ROWS, LlamaEngine
+from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import LibraryFile, digest, files, library_in_use
 from emberkeep.engine.llamacpp.step_timing import measure
 from emberkeep.engine.step_table import StepTable

@@ -5,16 +5,19 @@ from dataclasses import replace
 
 import pytest
 
-from emberkeep.config import total_ram
+from emberkeep.config.machine import total_ram
 from emberkeep.engine.base import Footprint
-from emberkeep.engine.llamacpp import Gpu, LlamaEngine, LlamaModel, LlamaSettings, footprint, step_timing
+from emberkeep.engine.llamacpp import footprint, step_timing
+from emberkeep.engine.llamacpp.context import LlamaSettings
+from emberkeep.engine.llamacpp.engine import LlamaEngine
 from emberkeep.engine.llamacpp.footprint import on_gpu
+from emberkeep.engine.llamacpp.model import Gpu, LlamaModel
 from emberkeep.engine.llamacpp.shared_library import Buffer, _on_log, take_buffers
 from emberkeep.engine.llamacpp.step_timing import measure
 from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import TooLarge
 from emberkeep.sched.admission import Admission, open_admission, peak
-from emberkeep.types import Plan
+from emberkeep.types.events import Plan
 from helpers.engines import KINDS, always, evaluate
 from helpers.tiny_gguf import EXPERTS_USED, HEADS, INNER, LAYERS, WIDTH
 

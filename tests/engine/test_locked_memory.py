@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from emberkeep.engine import locked_memory
-from emberkeep.engine.llamacpp import LlamaModel
+from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.locked_memory import Range, added, lock_weights, lockable, private_memory
 
 MIB = 1 << 20
@@ -25,7 +25,7 @@ only_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tell
 _LOADS_LOCKED = """
 import sys
 from pathlib import Path
-from emberkeep.engine.llamacpp import LlamaModel
+from emberkeep.engine.llamacpp.model import LlamaModel
 
 def locked():
     return int(Path("/proc/self/status").read_text().partition("VmLck:")[2].split()[0]) << 10

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from emberkeep.engine.llamacpp import Adapter, LlamaModel
+from emberkeep.engine.llamacpp.model import Adapter, LlamaModel
 from emberkeep.errors import EngineError
 from helpers import tiny_gguf
 from helpers.engines import NOISE, TOKENS, evaluate, exported

@@ -9,7 +9,7 @@ import pytest
 
 from emberkeep.engine.base import Engine, KvUnit, Outcome
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.engine.llamacpp import LlamaEngine
+from emberkeep.engine.llamacpp.engine import LlamaEngine
 from emberkeep.errors import EngineError
 from helpers.chance import seed, times
 from helpers.engines import KINDS, RANGE_KINDS, TOKENS, broken_payloads, evaluate, exported

@@ -9,7 +9,7 @@ from threading import get_ident
 
 import numpy as np
 
-from emberkeep.config import total_ram
+from emberkeep.config.machine import total_ram
 from emberkeep.engine.payload_memory import SLAB, PayloadMemory
 from helpers.waiting import eventually
 

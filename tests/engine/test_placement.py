@@ -6,19 +6,19 @@ import ctypes
 
 import pytest
 
-from emberkeep.engine.llamacpp import (
+from emberkeep.engine.llamacpp.c_api import defaults
+from emberkeep.engine.llamacpp.model import (
     ON_CPU,
     Gpu,
     LayerBytes,
     LlamaModel,
     ModelBytes,
     Placement,
+    PlacementParams,
     gpus,
     plan_placement,
     share_layers,
 )
-from emberkeep.engine.llamacpp.c_api import defaults
-from emberkeep.engine.llamacpp.model import PlacementParams
 from emberkeep.engine.llamacpp.shared_library import llama
 
 GIB = 1 << 30

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from emberkeep.engine.base import Engine, Outcome, Rows
-from emberkeep.engine.hf import HfEngine, HfModel, HfSettings, HfSource, load_model
-from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings
+from emberkeep.engine.hf.engine import HfEngine
+from emberkeep.engine.hf.model_loader import HfModel, HfSettings, HfSource, load_model
+from emberkeep.engine.llamacpp.context import LlamaSettings
+from emberkeep.engine.llamacpp.engine import LlamaEngine
+from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.models.gguf import read_header
-from emberkeep.types import TokenLogprob
+from emberkeep.types.events import TokenLogprob
 from helpers.engines import evaluate, exported
 from helpers.scheduling import Rig
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from emberkeep.engine.base import Outcome, Rows
-from emberkeep.engine.llamacpp import LlamaEngine
+from emberkeep.engine.llamacpp.engine import LlamaEngine
 from emberkeep.errors import EngineError
 from helpers.engines import NOISE, SNAPSHOT_KINDS, TOKENS, few_with_flash
 from helpers.kv_building import chunks_of

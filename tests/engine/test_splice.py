@@ -11,7 +11,9 @@ import pytest
 
 from emberkeep.engine.base import Engine, Outcome, Rows
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings
+from emberkeep.engine.llamacpp.context import LlamaSettings
+from emberkeep.engine.llamacpp.engine import LlamaEngine
+from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.errors import EngineError, StepFailed
 from helpers import tiny_gguf
 from helpers.chance import is_torture, seed, times
@@ -33,7 +35,8 @@ def opened(request, folder, *, layers: int):
             flash = request.param != "no flash"
             settings = LlamaSettings(context=cells, cells=cells, sequences=4, batch=64, threads=1, flash=flash)
             return LlamaEngine(LlamaModel(model), settings, "digest")
-        from emberkeep.engine.hf import HfEngine, HfSettings
+        from emberkeep.engine.hf.engine import HfEngine
+        from emberkeep.engine.hf.model_loader import HfSettings
 
         return HfEngine(model, HfSettings(cells, cells, sequences=4, batch=64, threads=1), "digest")
 
@@ -49,7 +52,7 @@ def opened(request, folder, *, layers: int):
 
 def written(kind: str, folder, layers: int):
     if kind == "hf":
-        from emberkeep.engine.hf import HfSource, load_model
+        from emberkeep.engine.hf.model_loader import HfSource, load_model
         from helpers import tiny_hf
 
         source = HfSource(tiny_hf.write(folder, layers=layers))

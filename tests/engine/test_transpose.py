@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from emberkeep.engine.base import Outcome
-from emberkeep.engine.llamacpp import LlamaEngine
+from emberkeep.engine.llamacpp.engine import LlamaEngine
 from emberkeep.engine.llamacpp.kv_state import HEAD_BYTES, Attention, Layout, cell_count
 from emberkeep.engine.llamacpp.transpose import Layouts, counterpart
 from emberkeep.errors import EngineError

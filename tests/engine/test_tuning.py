@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 
 from emberkeep.engine.base import Rows
-from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, Subject, step_timing, tuning
-from emberkeep.engine.llamacpp.tuning import Measured, batch_without_flash, measure
+from emberkeep.engine.llamacpp import step_timing, tuning
+from emberkeep.engine.llamacpp.context import LlamaSettings
+from emberkeep.engine.llamacpp.engine import LlamaEngine
+from emberkeep.engine.llamacpp.model import LlamaModel
+from emberkeep.engine.llamacpp.tuning import Measured, Subject, batch_without_flash, measure
 from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError
 from helpers.engines import KINDS, TOKENS

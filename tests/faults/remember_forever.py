@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from emberkeep.memory.memory import Memory
-from emberkeep.types import Note, NoteKind, Turn
+from emberkeep.types.memory import Note, NoteKind, Turn
 
 
 def main() -> None:

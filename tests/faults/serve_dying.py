@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from emberkeep.backend.base import Backend
 from emberkeep.backend.models import Models
 from emberkeep.cli import main as cli
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.base import Rows
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.runtime import served_models

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.kv.entries import Ghosts
-from emberkeep.types import Completed, Message, Request, Sampling, private_namespace
+from emberkeep.types.events import Completed
+from emberkeep.types.request import Message, Request, Sampling, private_namespace
 from helpers.chance import times
 from helpers.fake_backend import fake_backend
 from helpers.growth import descriptors, sizes_below, threads

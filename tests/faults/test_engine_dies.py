@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from emberkeep.backend.models import Models
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.server.app import create_app
 from helpers.fake_backend import fake_backend
 from helpers.server_process import ServerProcess

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from helpers.fake_reference import possible_prompts, said
 from helpers.server_process import ServerProcess
 from helpers.stored_chats import files_of, start

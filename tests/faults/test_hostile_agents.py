@@ -21,27 +21,24 @@ from emberkeep.chat.prompt import PromptBuilder, PromptTokenizer
 from emberkeep.chat.seams import SeamedTemplate
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.cli.console import complain
-from emberkeep.config import Config, public_values
+from emberkeep.config.settings import Config, public_values
 from emberkeep.config.tables import parse_servers
 from emberkeep.errors import ConfigError, EmberkeepError, RemoteError
 from emberkeep.models.remotes import Remotes
 from emberkeep.tools.json_tools import JsonTools
-from emberkeep.types import (
-    EXACT,
+from emberkeep.types.events import (
     CallEnded,
     Completed,
     Finished,
     FinishReason,
     LookupRecord,
-    Message,
-    RemoteModel,
-    Request,
     TextDelta,
     Timings,
-    Tool,
     ToolCallDelta,
     Usage,
 )
+from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import EXACT, Message, Request, Tool
 from helpers.conversing import Harbour, ScriptedEngine
 from helpers.events import read_events, text_of
 from helpers.raw_web_server import Loopback, answer, redirect

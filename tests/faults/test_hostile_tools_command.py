@@ -19,7 +19,8 @@ from emberkeep.tools.command_tool import CommandTool
 from emberkeep.tools.function import tools_of
 from emberkeep.tools.process import ProcessMark, ProcessTree
 from emberkeep.tools.toolbox import ToolBox, ToolLimits, ToolPolicy
-from emberkeep.types import Caller, ToolCall
+from emberkeep.types.events import Caller
+from emberkeep.types.request import ToolCall
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")]
 

@@ -13,7 +13,8 @@ import pytest
 
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
-from emberkeep.types import Message, Note, NoteKind
+from emberkeep.types.memory import Note, NoteKind
+from emberkeep.types.request import Message
 from helpers.chance import seed, times
 from helpers.remembering import PLENTY, turn
 

@@ -14,7 +14,8 @@ import pytest
 from emberkeep.kv import index
 from emberkeep.kv.entries import Ghosts
 from emberkeep.kv.store import KvStore
-from emberkeep.types import EXACT, EntryKind, Label, Lineage, private_namespace
+from emberkeep.types.cache import EntryKind, Label
+from emberkeep.types.request import EXACT, Lineage, private_namespace
 from helpers.chance import times
 from helpers.growth import descriptors, sizes_below, threads
 from helpers.kv_building import PIECES, check_ledger, new_store
@@ -65,7 +66,7 @@ def visit(store: KvStore, number: int) -> None:
 
 
 def _moving() -> Any:
-    from emberkeep.types import Approximation
+    from emberkeep.types.request import Approximation
 
     return Approximation()
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from emberkeep.chat.output import OutputOptions, TextStream
-from emberkeep.types import Event, ReasoningDelta, TextDelta, ToolCallDelta, Vocab
+from emberkeep.types.events import Event, ReasoningDelta, TextDelta, ToolCallDelta
+from emberkeep.types.models import Vocab
 
 
 @dataclass

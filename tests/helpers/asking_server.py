@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from helpers.conversing import Harbour, ScriptedEngine
 from helpers.scripted_server import Running, running
 

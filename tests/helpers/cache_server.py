@@ -15,11 +15,11 @@ from unittest.mock import patch
 import httpx
 
 from emberkeep.backend.local import LocalBackend
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.fake import CHATML, FakeEngine
 from emberkeep.kv.policy import StoreClock
 from emberkeep.kv.store import KvStore
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from helpers.fake_backend import fake_backend
 from helpers.scheduling import PATIENCE, Unmeasured
 from helpers.scripted_server import Running, running

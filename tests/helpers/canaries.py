@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from emberkeep.kv.store import CHUNK_TOKENS, KvStore
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import EntryKind, Label, Lineage, private_namespace
+from emberkeep.types.cache import EntryKind, Label
+from emberkeep.types.request import Lineage, private_namespace
 from helpers.kv_building import exported, prompt
 
 TOKENS = 420

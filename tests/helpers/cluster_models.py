@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from emberkeep.backend.models import Models
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.base import Rows
 from emberkeep.engine.fake import FakeEngine
 from helpers.fake_backend import fake_backend

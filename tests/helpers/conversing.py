@@ -13,28 +13,14 @@ from types import TracebackType
 import numpy as np
 import pytest
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.base import Logits
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.memory.memory import Memory
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence as Sequence_
-from emberkeep.types import (
-    Completed,
-    Event,
-    Eviction,
-    Finished,
-    FinishReason,
-    Json,
-    LookupRecord,
-    Message,
-    Request,
-    Sampling,
-    TextDelta,
-    Tool,
-    ToolCall,
-    private_namespace,
-)
+from emberkeep.types.events import Completed, Event, Eviction, Finished, FinishReason, LookupRecord, TextDelta
+from emberkeep.types.request import Json, Message, Request, Sampling, Tool, ToolCall, private_namespace
 from helpers.events import calls_of, text_of
 from helpers.fake_backend import fake_backend, settle
 

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-from emberkeep.types import CallEnded, Completed, Event, Finished, Request, TextDelta, ToolCall, ToolCallDelta
+from emberkeep.types.events import CallEnded, Completed, Event, Finished, TextDelta, ToolCallDelta
+from emberkeep.types.request import Request, ToolCall
 
 
 def read_events(backend: Any, request: Request) -> list[Event]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.local import LocalBackend
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.fake import CHATML, FakeEngine
-from emberkeep.runtime import assemble
+from emberkeep.runtime.local_model import assemble
 from emberkeep.runtime.parts import Parts
 
 

@@ -22,7 +22,9 @@ from emberkeep.errors import EngineError
 from emberkeep.kv.entries import EntryKind
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.sequence import Sequence as Sequence_
-from emberkeep.types import EXACT, Admitted, Approximation, Label, Lineage, Plan, Repair, Sampling, TokenLogprob
+from emberkeep.types.cache import Label
+from emberkeep.types.events import Admitted, Plan, TokenLogprob
+from emberkeep.types.request import EXACT, Approximation, Lineage, Repair, Sampling
 from helpers.kv_building import check_ledger
 from helpers.scheduling import GREEDY, Recorder, Rig, no_pins, prompt_of, reference, text
 from helpers.waiting import eventually

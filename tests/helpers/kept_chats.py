@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.server.presence import announce
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from helpers.fake_backend import fake_backend
 from helpers.scripted_server import running
 

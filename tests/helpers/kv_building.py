@@ -15,7 +15,7 @@ from emberkeep.kv.store import CHUNK_TOKENS, Budgets, KvStore
 from emberkeep.kv.transfers import FetchState
 from emberkeep.kv.tree import Chunk, Cursor, Made, Span
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import Lineage
+from emberkeep.types.request import Lineage
 
 FINGERPRINT = FakeEngine().fingerprint
 PIECES = FakeVocab().pieces

@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 from emberkeep.chat.grammar import Matcher
-from emberkeep.types import Vocab
+from emberkeep.types.models import Vocab
 
 
 def allowed(matcher: Matcher) -> list[int]:

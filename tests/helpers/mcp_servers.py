@@ -9,10 +9,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from emberkeep.config import McpServer
+from emberkeep.config.tables import McpServer
 from emberkeep.mcp.client import McpClients
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
-from emberkeep.types import Caller, Json, ToolCall, ToolOutcome
+from emberkeep.types.events import Caller, ToolOutcome
+from emberkeep.types.request import Json, ToolCall
 
 HOSTILE = Path(__file__).with_name("hostile_mcp_server.py")
 

@@ -10,7 +10,8 @@ from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.model_pool import Fits, ModelPool, Need
 from emberkeep.backend.on_demand import ModelSource, OnDemandBackend, Report
 from emberkeep.errors import EmberkeepError
-from emberkeep.types import Event, Request
+from emberkeep.types.events import Event
+from emberkeep.types.request import Request
 from helpers.fake_embedding import FakeEmbeddingEngine, embedding_backend
 from helpers.scripted_backend import ScriptedBackend, answer
 

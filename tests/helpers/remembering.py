@@ -8,7 +8,7 @@ from pathlib import Path
 
 from emberkeep.memory.database import rows
 from emberkeep.memory.memory import Memory
-from emberkeep.types import ToolUse, Turn
+from emberkeep.types.memory import ToolUse, Turn
 
 PLENTY = 1 << 40
 DAY_S = 86400.0

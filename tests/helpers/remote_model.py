@@ -17,19 +17,17 @@ from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Policy, Sessions
 from emberkeep.tools.host_tools import HostToolBox
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
-from emberkeep.types import (
+from emberkeep.types.events import (
     Completed,
     Event,
     Finished,
     FinishReason,
     LookupRecord,
-    Message,
-    Recall,
-    Request,
     TextDelta,
     Timings,
     Usage,
 )
+from emberkeep.types.request import Message, Recall, Request
 
 Step = Event | EmberkeepError | float
 """An event, an error to raise, or seconds to take."""

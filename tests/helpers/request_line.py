@@ -57,8 +57,8 @@ def main(model: str, folder: str) -> dict[str, list[str]]:
     threading.setprofile(calls.note)
     sys.setprofile(calls.note)
     from emberkeep.backend.models import Models
-    from emberkeep.config import Config
-    from emberkeep.runtime import open_backend
+    from emberkeep.config.settings import Config
+    from emberkeep.runtime.chain import open_backend
     from emberkeep.server.app import create_app
     from emberkeep.server.http_server import Server
     from emberkeep.server.lifecycle import run_until_stopped

@@ -26,17 +26,9 @@ from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
 from emberkeep.sched.sequence import Ending
 from emberkeep.sched.sequence import Sequence as Sequence_
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import (
-    EXACT,
-    Approximation,
-    Label,
-    Lineage,
-    LookupRecord,
-    Progress,
-    Request,
-    Sampling,
-    TokenLogprob,
-)
+from emberkeep.types.cache import Label
+from emberkeep.types.events import LookupRecord, Progress, TokenLogprob
+from emberkeep.types.request import EXACT, Approximation, Lineage, Request, Sampling
 from helpers.kv_building import chunks_of, lineage_of
 
 GREEDY = Sampling(temperature=0)

@@ -9,23 +9,20 @@ from typing import TYPE_CHECKING
 
 from emberkeep.backend.base import NO_ARGS, ModelCard, ModelTexts
 from emberkeep.errors import EmberkeepError
-from emberkeep.types import (
+from emberkeep.types.cache import Warmed
+from emberkeep.types.events import (
     Completed,
     Event,
     Finished,
     FinishReason,
-    Json,
     LookupRecord,
-    Message,
-    Request,
-    RequestRecord,
-    SpeculationStats,
     TextDelta,
     Timings,
-    Tool,
     Usage,
-    Warmed,
 )
+from emberkeep.types.request import Json, Message, Request, Tool
+from emberkeep.types.speculation import SpeculationStats
+from emberkeep.types.timeline import RequestRecord
 
 if TYPE_CHECKING:
     from emberkeep.backend.server_tools import ToolDesk

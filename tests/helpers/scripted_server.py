@@ -10,29 +10,26 @@ from typing import TYPE_CHECKING
 
 from emberkeep.backend.base import NO_ARGS, ModelCard, ModelTexts
 from emberkeep.backend.models import Models
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import Server
 from emberkeep.server.lifecycle import bind
 from emberkeep.server.limits import Limits
-from emberkeep.types import (
+from emberkeep.types.events import (
     Completed,
     Event,
     Finished,
     FinishReason,
-    Json,
     LookupRecord,
-    Message,
     MissReason,
-    Request,
-    RequestRecord,
-    SpeculationStats,
     TextDelta,
     Timings,
-    Tool,
     Usage,
 )
+from emberkeep.types.request import Json, Message, Request, Tool
+from emberkeep.types.speculation import SpeculationStats
+from emberkeep.types.timeline import RequestRecord
 
 if TYPE_CHECKING:
     from emberkeep.backend.server_tools import ToolDesk

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from helpers.server_process import ServerProcess
 
 RULES = "You are the careful secretary of a small harbour. " + " ".join(

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from emberkeep.backend.models import Models
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.base import Rows
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.server.app import create_app

@@ -13,7 +13,7 @@ from types import TracebackType
 
 import httpx
 
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from helpers import slowing
 from helpers.waiting import eventually
 

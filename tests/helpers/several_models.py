@@ -14,7 +14,7 @@ import pytest
 
 from emberkeep.backend.local import LocalBackend
 from emberkeep.backend.models import Models
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.pull import pull

@@ -11,21 +11,20 @@ from pydantic import Field
 from emberkeep.tools import as_tool, tool
 from emberkeep.tools.function import ToolFunction
 from emberkeep.tools.toolbox import ToolBox, ToolLimits, ToolPolicy
-from emberkeep.types import (
+from emberkeep.types.events import (
     Caller,
     Completed,
     Event,
     Finished,
     FinishReason,
-    Json,
     LookupRecord,
     TextDelta,
     Timings,
-    ToolCall,
     ToolCallDelta,
     ToolOutcome,
     Usage,
 )
+from emberkeep.types.request import Json, ToolCall
 
 ALL = ToolPolicy(asks=True)
 _COMPLETED = Completed(Usage(10, 5), Timings(predicted_n=5), LookupRecord())

@@ -8,7 +8,8 @@ import pytest
 
 from emberkeep.kv import chunkfile
 from emberkeep.kv.transfers import FetchState
-from emberkeep.types import EXACT, EntryKind, Label
+from emberkeep.types.cache import EntryKind, Label
+from emberkeep.types.request import EXACT
 from helpers.kv_building import (
     LONG,
     check_ledger,

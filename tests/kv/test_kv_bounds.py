@@ -9,7 +9,8 @@ import pytest
 
 from emberkeep.errors import StoreFailed
 from emberkeep.kv import chunkfile
-from emberkeep.types import EXACT, EntryKind, Label, private_namespace
+from emberkeep.types.cache import EntryKind, Label
+from emberkeep.types.request import EXACT, private_namespace
 from helpers.kv_building import (
     LONG,
     check_ledger,

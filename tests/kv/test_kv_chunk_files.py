@@ -9,7 +9,7 @@ import pytest
 from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.chunkfile import Damaged, Description, write
 from emberkeep.kv.tree import ROOT, Made, chunk_key, store_name
-from emberkeep.types import EXACT
+from emberkeep.types.request import EXACT
 from helpers.kv_building import FINGERPRINT, chunk_files, exported, load, new_store, prompt, put
 
 OTHER = bytes(32)

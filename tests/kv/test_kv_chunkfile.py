@@ -12,7 +12,7 @@ from emberkeep.kv import chunkfile
 from emberkeep.kv.chunkfile import Buffers, Damaged, Description, EndsEarly, read_file
 from emberkeep.kv.tree import ROOT, ChunkKey, Made, chunk_key, pack_fields, pack_spans
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import Lineage
+from emberkeep.types.request import Lineage
 from helpers.kv_building import FINGERPRINT, exported, ids, prompt
 
 TOKENS = prompt(20)

@@ -10,7 +10,9 @@ import pytest
 from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.policy import Keeping, StoreClock
 from emberkeep.kv.store import Budgets, KvStore
-from emberkeep.types import EXACT, SHARED, EntryKind, Label, Lineage, MissReason, Ttl, private_namespace
+from emberkeep.types.cache import EntryKind, Label
+from emberkeep.types.events import MissReason
+from emberkeep.types.request import EXACT, SHARED, Lineage, Ttl, private_namespace
 from helpers.kv_building import (
     CHUNK_BYTES,
     FINGERPRINT,

@@ -19,7 +19,9 @@ from emberkeep.kv.policy import Keeping, StoreClock
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import ChunkKey
 from emberkeep.kv.unused_stores import UnusedStores
-from emberkeep.types import EntryKind, Label, Lineage, MissReason, Ttl
+from emberkeep.types.cache import EntryKind, Label
+from emberkeep.types.events import MissReason
+from emberkeep.types.request import Lineage, Ttl
 from helpers.canaries import TOKENS, Canary, found_in
 from helpers.kv_building import (
     FINGERPRINT,

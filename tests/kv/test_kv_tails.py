@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from emberkeep.kv.transfers import FetchState
-from emberkeep.types import EXACT
+from emberkeep.types.request import EXACT
 from helpers.kv_building import (
     LONG,
     check_ledger,

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, RadixTree, Segment, chunk_key, descend, new_root, path_to
 from emberkeep.token_arrays import TokenArray, common_prefix
-from emberkeep.types import EXACT, SHARED, Lineage
+from emberkeep.types.request import EXACT, SHARED, Lineage
 from helpers.chance import examples
 from helpers.kv_building import ids
 

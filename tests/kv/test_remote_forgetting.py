@@ -15,7 +15,8 @@ from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.remote_link import FORGOTTEN, RemoteLink, RemoteSettings, Unreachable
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import EXACT, EntryKind, Label, Lineage, Ttl, private_namespace
+from emberkeep.types.cache import EntryKind, Label
+from emberkeep.types.request import EXACT, Lineage, Ttl, private_namespace
 from helpers.kv_building import FINGERPRINT, LONG, PLENTY, prompt, put
 from helpers.valkey_server import ValkeyServer, running_valkey
 from helpers.waiting import eventually

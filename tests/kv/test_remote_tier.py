@@ -11,7 +11,8 @@ import pytest
 from emberkeep.kv.remote_link import RemoteLink
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import EXACT, SHARED, EntryKind, Label, Lineage, Ttl, private_namespace
+from emberkeep.types.cache import EntryKind, Label
+from emberkeep.types.request import EXACT, SHARED, Lineage, Ttl, private_namespace
 from helpers.kv_building import FINGERPRINT, LONG, PLENTY, exported, prompt, put
 from helpers.valkey_server import ValkeyServer, running_valkey
 from helpers.waiting import eventually

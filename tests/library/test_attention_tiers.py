@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from emberkeep import Emberkeep
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine, FakeTiers
 from emberkeep.errors import RequestError
-from emberkeep.types import MissReason, Request
+from emberkeep.types.events import MissReason
+from emberkeep.types.request import Request
 from helpers.fake_backend import fake_backend
 
 STORY = "Once upon a time there was a harbour with seven ships. " * 10

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeVocab
 from emberkeep.errors import ConfigError, EngineError, ModelNotFound
 from emberkeep.library.emberkeep import Emberkeep

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config import DEFAULT_MODEL, Config
+from emberkeep.config.settings import DEFAULT_MODEL, Config
 from emberkeep.errors import EngineError, ModelNotFound
 from emberkeep.library.installation import ensure_model
 

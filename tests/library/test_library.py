@@ -15,21 +15,9 @@ from emberkeep.api.messages import ChatBody
 from emberkeep.api.request import parse_body
 from emberkeep.errors import ConfigError, EmberkeepError, InvalidField, Overloaded, RequestError
 from emberkeep.library.emberkeep import Emberkeep
-from emberkeep.types import (
-    Finished,
-    FinishReason,
-    JsonFormat,
-    Message,
-    ReasoningDelta,
-    Request,
-    SourceStats,
-    SpeculationStats,
-    TextDelta,
-    Tool,
-    ToolCall,
-    ToolCallDelta,
-    Ttl,
-)
+from emberkeep.types.events import Finished, FinishReason, ReasoningDelta, TextDelta, ToolCallDelta
+from emberkeep.types.request import JsonFormat, Message, Request, Tool, ToolCall, Ttl
+from emberkeep.types.speculation import SourceStats, SpeculationStats
 from helpers.scripted_backend import FOREVER, ScriptedBackend, Step, answer
 
 
@@ -428,7 +416,7 @@ def test_emberkeep_has_no_other_names() -> None:
 
 def test_a_program_may_end_in_the_middle_of_a_stream() -> None:
     program = (
-        "from emberkeep import Emberkeep; from emberkeep.types import TextDelta;"
+        "from emberkeep import Emberkeep; from emberkeep.types.events import TextDelta;"
         "from helpers.scripted_backend import FOREVER, ScriptedBackend;"
         "llm = Emberkeep(ScriptedBackend(lambda request: [TextDelta(0, 'first'), FOREVER]));"
         "stream = iter(llm.stream('hi')); print(next(stream))"

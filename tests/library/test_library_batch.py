@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from emberkeep import Emberkeep
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import ContextExceeded, EngineError, InvalidField, Overloaded, RateLimited
-from emberkeep.types import Event, Message, Request
+from emberkeep.types.events import Event
+from emberkeep.types.request import Message, Request
 from helpers.fake_backend import fake_backend
 from helpers.scripted_backend import ScriptedBackend, answer
 

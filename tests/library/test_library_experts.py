@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import RequestError
 from emberkeep.library.emberkeep import Emberkeep
 from helpers import tiny_gguf

@@ -13,7 +13,7 @@ from emberkeep import Emberkeep
 from emberkeep.api.llama_server import InfillBody, LlamaCompletionBody
 from emberkeep.api.messages import ChatBody
 from emberkeep.api.request import CompletionBody, validate
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import InvalidField
 from emberkeep.library.arguments import (
     _ChatCall,
@@ -24,7 +24,8 @@ from emberkeep.library.arguments import (
     prompt_request,
 )
 from emberkeep.library.options import HTTP_NAMES, ChatOptions, PrefixOptions, PromptOptions
-from emberkeep.types import Finished, FinishReason, Progress, Request, TextDelta, TokenLogprob
+from emberkeep.types.events import Finished, FinishReason, Progress, TextDelta, TokenLogprob
+from emberkeep.types.request import Request
 from helpers.fake_backend import fake_backend
 from helpers.scripted_backend import ScriptedBackend, answer
 

@@ -9,12 +9,8 @@ import pytest
 
 from emberkeep import Emberkeep, tool
 from emberkeep.errors import ConfigError, InvalidField
-from emberkeep.types import (
-    CallEnded,
-    FinishReason,
-    Message,
-    ToolCall,
-)
+from emberkeep.types.events import CallEnded, FinishReason
+from emberkeep.types.request import Message, ToolCall
 from helpers.scripted_backend import ScriptedBackend, Step, answer
 from helpers.tool_calls import calling
 

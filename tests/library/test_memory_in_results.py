@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from emberkeep.library.emberkeep import Emberkeep
-from emberkeep.types import Completed, Eviction, Fit
+from emberkeep.types.events import Completed, Eviction, Fit
 from helpers.scripted_backend import ScriptedBackend, answer
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError, InvalidField, MemoryFailed, MemoryOff
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.user_memory import UserMemory, open_memory, write_lines
 from emberkeep.memory.memory import Memory
-from emberkeep.types import Message, Recall, ToolUse, Turn, private_namespace
+from emberkeep.types.memory import ToolUse, Turn
+from emberkeep.types.request import Message, Recall, private_namespace
 from helpers.scripted_backend import ScriptedBackend, answer
 
 KEY = "sk-proj-Abcd1234Efgh5678Ijkl9012Mnop3456Qrst7890Uvwx"

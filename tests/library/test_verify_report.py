@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep import Emberkeep
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import ContextExceeded, InvalidField
 from emberkeep.library.verify_report import f1, kl
-from emberkeep.types import Approximation, Repair, TokenLogprob
+from emberkeep.types.events import TokenLogprob
+from emberkeep.types.request import Approximation, Repair
 from helpers.fake_backend import fake_backend
 
 pytestmark = pytest.mark.slow

@@ -137,7 +137,7 @@ def test_after_close_nothing_is_started_again(tmp_path):
 
 
 def test_a_program_that_does_not_exist_is_named(tmp_path):
-    from emberkeep.config import McpServer
+    from emberkeep.config.tables import McpServer
 
     async def story():
         async with connected(tmp_path, McpServer("x", ("no-such-program",))) as clients:

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 from mcp.server.mcpserver import Context, MCPServer
 
-from emberkeep.config import McpServer
+from emberkeep.config.tables import McpServer
 from emberkeep.mcp.client import ServerStatus
 from helpers.mcp_servers import Clock, call, connected, offered
 from helpers.model_file_server import serving_with

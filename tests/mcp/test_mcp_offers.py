@@ -9,7 +9,7 @@ import re
 import pytest
 
 from emberkeep.mcp.client import McpClients
-from emberkeep.types import Caller
+from emberkeep.types.events import Caller
 from helpers.mcp_servers import call, connected, hostile
 
 

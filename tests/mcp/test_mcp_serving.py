@@ -18,11 +18,12 @@ from mcp import Client, MCPError, StdioServerParameters
 from mcp.types import INVALID_PARAMS
 from starlette.testclient import TestClient
 
-from emberkeep.config import Config, McpServer
+from emberkeep.config.settings import Config
+from emberkeep.config.tables import McpServer
 from emberkeep.mcp.server import McpHost
-from emberkeep.runtime import open_memory
+from emberkeep.runtime.memory import open_memory
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
-from emberkeep.types import Message
+from emberkeep.types.request import Message
 from helpers.mcp_servers import HOSTILE, alive, call, connected, offered
 from helpers.waiting import eventually
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config import McpServer
-from emberkeep.types import Message
+from emberkeep.config.tables import McpServer
+from emberkeep.types.request import Message
 from helpers.mcp_servers import call, connected, offered
 
 pytestmark = pytest.mark.slow

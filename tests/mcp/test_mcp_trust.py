@@ -10,7 +10,8 @@ import pytest
 
 from emberkeep.tools.permissions import Permissions
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
-from emberkeep.types import Caller, Decision, ToolCall
+from emberkeep.types.events import Caller, Decision
+from emberkeep.types.request import ToolCall
 from helpers.mcp_servers import connected, hostile
 
 READ = {"server": "a", "uri": "x:y"}

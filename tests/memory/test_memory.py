@@ -8,7 +8,7 @@ import pytest
 
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
-from emberkeep.types import Note, NoteKind, ToolUse
+from emberkeep.types.memory import Note, NoteKind, ToolUse
 from helpers.remembering import PLENTY, owners, turn
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from emberkeep.memory.memory import Memory
-from emberkeep.types import Message, ToolCall
+from emberkeep.types.request import Message, ToolCall
 from helpers.remembering import turn
 
 TALK = (

@@ -8,7 +8,8 @@ import pytest
 
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
-from emberkeep.types import Message, Note, NoteKind, ToolCall, ToolUse
+from emberkeep.types.memory import Note, NoteKind, ToolUse
+from emberkeep.types.request import Message, ToolCall
 from helpers.remembering import PLENTY, owners, turn
 
 

@@ -9,7 +9,8 @@ import pytest
 from benchmarks.memory import made_up_turns
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
-from emberkeep.types import Forgotten, Message, Note, NoteKind
+from emberkeep.types.memory import Forgotten, Note, NoteKind
+from emberkeep.types.request import Message
 from helpers.remembering import PLENTY, owners, raw_bytes, turn
 
 CANARY = b"xqcanari"

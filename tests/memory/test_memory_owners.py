@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from emberkeep.memory.memory import Memory
-from emberkeep.types import Message, Note, NoteKind
+from emberkeep.types.memory import Note, NoteKind
+from emberkeep.types.request import Message
 from helpers.chance import examples
 from helpers.remembering import PLENTY, turn
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from emberkeep.memory.memory import Memory
 from emberkeep.memory.redaction import redact
-from emberkeep.types import ToolUse
+from emberkeep.types.memory import ToolUse
 from helpers.remembering import raw_bytes, turn
 
 WHOLE = [

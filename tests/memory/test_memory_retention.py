@@ -6,7 +6,8 @@ import pytest
 
 from benchmarks.memory import made_up_turns
 from emberkeep.memory.memory import Memory
-from emberkeep.types import Message, Note, NoteKind
+from emberkeep.types.memory import Note, NoteKind
+from emberkeep.types.request import Message
 from helpers.remembering import owners, turn
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from emberkeep.memory.memory import Memory
 from emberkeep.text import encodable
-from emberkeep.types import MemoryKind, Recollection, ToolUse
+from emberkeep.types.memory import MemoryKind, Recollection, ToolUse
 from helpers.chance import examples
 from helpers.remembering import turn
 

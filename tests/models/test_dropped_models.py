@@ -16,7 +16,7 @@ from emberkeep.backend.base import ModelCard
 from emberkeep.backend.model_pool import ModelPool
 from emberkeep.backend.on_demand import ModelSource, OnDemandBackend
 from emberkeep.cli.models import app
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import ModelBroken, ModelError
 from emberkeep.models import digest
 from emberkeep.models.digest import model_digest, sha256_of

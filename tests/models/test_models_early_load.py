@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config import Config
-from emberkeep.engine.llamacpp import choose_known_library, early_load, trial
+from emberkeep.config.settings import Config
+from emberkeep.engine.llamacpp import early_load, trial
 from emberkeep.engine.llamacpp.shared_library import candidates
+from emberkeep.engine.llamacpp.trial import choose_known_library
 from emberkeep.errors import EmberkeepError
 from emberkeep.models.digest import known_digest
 from emberkeep.models.early_load import loaded_early
@@ -125,7 +126,7 @@ def test_neither_is_a_model_that_embeds_which_is_tried_otherwise(
     config: Config, begun: dict[Path, early_load.Prove], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("emberkeep.models.early_load.embedding_gguf", lambda header: object())
-    monkeypatch.setattr("emberkeep.engine.llamacpp.try_together", lambda *_: pytest.fail("it was tried"))
+    monkeypatch.setattr("emberkeep.engine.llamacpp.trial.try_together", lambda *_: pytest.fail("it was tried"))
     with loaded_early(config):
         assert begun[Path(config.model or "")](lambda *_: None) == (None, False)
 

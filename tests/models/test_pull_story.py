@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config import readable_size
+from emberkeep.config.kinds import readable_size
 from emberkeep.errors import DownloadFailed, EngineError, ModelBroken, ModelError
 from emberkeep.models import pull as story
 from emberkeep.models.digest import sha256_of

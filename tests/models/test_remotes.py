@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import ConfigError
 from emberkeep.models.remotes import Remotes
-from emberkeep.types import RemoteModel
+from emberkeep.types.models import RemoteModel
 
 CLAUDE = RemoteModel("claude", "anthropic", "claude-sonnet-5-5", description="Good at prose.")
 QWEN = RemoteModel("qwen", "compatible", base_url="http://127.0.0.1:8000/v1", max_tokens=100, ctx=4096)

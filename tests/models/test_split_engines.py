@@ -10,14 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from emberkeep.config import Config
-from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings
+from emberkeep.config.settings import Config
+from emberkeep.engine.llamacpp.context import LlamaSettings
+from emberkeep.engine.llamacpp.engine import LlamaEngine
+from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.errors import ModelBroken
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.parts import part_files
 from emberkeep.models.pull import pull
-from emberkeep.runtime import open_backend
-from emberkeep.types import Completed, Request, Sampling
+from emberkeep.runtime.chain import open_backend
+from emberkeep.types.events import Completed
+from emberkeep.types.request import Request, Sampling
 from helpers import tiny_gguf
 from helpers.engines import TOKENS, evaluate
 
@@ -68,7 +71,7 @@ def _llama_logits(path: Path) -> np.ndarray:
 def _hf_logits(path: Path) -> np.ndarray:
     import torch
 
-    from emberkeep.engine.hf import HfSource, load_model
+    from emberkeep.engine.hf.model_loader import HfSource, load_model
 
     source = HfSource(path.parent, path.name, rest=part_files(path)[1:])
     model = load_model(source, device="cpu", dtype="float32", attention="eager")

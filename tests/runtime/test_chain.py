@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
-from emberkeep.config import Config
-from emberkeep.runtime import open_backend
-from emberkeep.types import Completed, Request, Sampling
+from emberkeep.config.settings import Config
+from emberkeep.runtime.chain import open_backend
+from emberkeep.types.events import Completed
+from emberkeep.types.request import Request, Sampling
 from helpers import tiny_gguf
 
 ASKED = Request(prompt="tell me more than sixteen tokens about state", max_tokens=2, sampling=Sampling(seed=1))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import ConfigError
-from emberkeep.runtime import open_backend
+from emberkeep.runtime.chain import open_backend
 
 
 def test_a_draft_model_is_for_a_model_that_runs_here() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.backend.local import LocalBackend
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.fake import CHATML, FakeEngine
 from emberkeep.runtime import local_model
 from emberkeep.sched import probe, scheduler

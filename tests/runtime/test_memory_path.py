@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from emberkeep.cli.doctor import Level, examine
 from emberkeep.cli.main import app
-from emberkeep.config import Config, load_config, memory_file
+from emberkeep.config.settings import Config, memory_file
+from emberkeep.config.sources import load_config
 from emberkeep.errors import MemoryFailed
 from emberkeep.library.user_memory import open_memory
 from emberkeep.runtime.memory import open_memory_or_none

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config import DEFAULT_MODEL, Config, load_config
-from emberkeep.runtime import open_backend
+from emberkeep.config.settings import DEFAULT_MODEL, Config
+from emberkeep.config.sources import load_config
+from emberkeep.runtime.chain import open_backend
 from emberkeep.runtime.served_models import serves_others
 from helpers.vendors.openai_server import KEY, OpenAIServer
 

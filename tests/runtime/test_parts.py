@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.kv.chunk_files import INDEX
 from emberkeep.kv.forgotten import RECORD
 from emberkeep.kv.store import KvStore

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from emberkeep.config import Config
-from emberkeep.engine import llamacpp
-from emberkeep.engine.llamacpp import Gpu, LlamaSettings, Placement
+from emberkeep.config.settings import Config
+from emberkeep.engine.llamacpp import model as llama_model
+from emberkeep.engine.llamacpp.context import LlamaSettings
+from emberkeep.engine.llamacpp.model import ON_CPU, Gpu, Placement
 from emberkeep.errors import EngineError, ModelBroken
 from emberkeep.models.gguf import GgufHeader, read_header
 from emberkeep.models.profile import ModelProfile, profile
@@ -43,7 +44,7 @@ def gpu(free: int, number: int = 0) -> Gpu:
 def placed(
     monkeypatch: pytest.MonkeyPatch, header: GgufHeader, *found: Gpu, shape: ModelProfile | None = None, **settings
 ) -> tuple[Placement, LlamaSettings]:
-    monkeypatch.setattr(llamacpp, "gpus", lambda: list(found))
+    monkeypatch.setattr(llama_model, "gpus", lambda: list(found))
     shape = shape or profile(header)
     return place(replace(Config(), **settings), [header], shape, SETTINGS, live_kv_bytes(shape, "f16"))
 
@@ -88,10 +89,10 @@ def test_a_token_takes_as_much_as_its_type_says(dense: GgufHeader, kv_type: str,
 
 
 def test_without_a_gpu_all_is_as_it_was(monkeypatch: pytest.MonkeyPatch, dense: GgufHeader, caplog) -> None:
-    assert placed(monkeypatch, dense) == (llamacpp.ON_CPU, SETTINGS)
+    assert placed(monkeypatch, dense) == (ON_CPU, SETTINGS)
     assert not caplog.records
     assert placed(monkeypatch, dense, gpu_layers=7, tensor_split=(1.0, 2.0), cpu_moe=1) == (
-        llamacpp.ON_CPU,
+        ON_CPU,
         SETTINGS,
     )
     assert [record.args for record in caplog.records] == [("gpu_layers",), ("cpu_moe",), ("tensor_split",)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import ModelBroken
 from emberkeep.runtime import local_model

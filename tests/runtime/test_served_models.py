@@ -12,13 +12,15 @@ import pytest
 
 from emberkeep.backend.local import LocalBackend
 from emberkeep.backend.models import Models
-from emberkeep.config import Config, LoraFile
-from emberkeep.config.kinds import Alias
+from emberkeep.config.kinds import Alias, LoraFile
+from emberkeep.config.settings import Config
 from emberkeep.errors import ModelNotFound, Overloaded, RequestError
 from emberkeep.runtime.model_memory import room_for_models, weight_bytes
 from emberkeep.runtime.parts import rest_budgets
 from emberkeep.runtime.served_models import open_models, serves_others
-from emberkeep.types import Completed, Message, ModelState, RemoteModel, Request, Sampling
+from emberkeep.types.events import Completed
+from emberkeep.types.models import ModelState, RemoteModel
+from emberkeep.types.request import Message, Request, Sampling
 from helpers.several_models import install, load_fake_engines, with_memory_for_one
 
 LONG = "The tides, the winds and the harbours of this coast. " * 8

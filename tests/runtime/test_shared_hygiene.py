@@ -8,18 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.runtime.parts import SharedParts, open_store
-from emberkeep.types import (
-    HygieneAction,
-    HygieneRule,
-    Message,
-    Request,
-    Sampling,
-    Tool,
-    private_namespace,
-)
+from emberkeep.types.hygiene import HygieneAction, HygieneRule
+from emberkeep.types.request import Message, Request, Sampling, Tool, private_namespace
 from helpers.events import end_of, read_events
 from helpers.fake_backend import fake_backend, settle
 

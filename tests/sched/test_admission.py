@@ -20,7 +20,7 @@ from emberkeep.sched.admission import (
     peak,
     stored,
 )
-from emberkeep.types import Admitted, Plan
+from emberkeep.types.events import Admitted, Plan
 from helpers.scheduling import LONG, PROMPT, Gate, Rig, text
 
 GIB = 1 << 30

@@ -5,7 +5,7 @@ import pytest
 from emberkeep.engine.base import Footprint
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.sched.admission import Calibration
-from emberkeep.types import Admitted, Plan
+from emberkeep.types.events import Admitted, Plan
 from helpers.scheduling import PROMPT, Gate, Recorder, Rig, text
 
 WIDE = Plan(512, 16)

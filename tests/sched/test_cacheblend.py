@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from emberkeep.engine.base import Blended, KvUnit, Outcome
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError, StepFailed
-from emberkeep.types import EXACT, Approximation, Lineage, MissReason, Repair
+from emberkeep.types.events import MissReason
+from emberkeep.types.request import EXACT, Approximation, Lineage, Repair
 from helpers.chance import examples
 from helpers.kv_building import check_ledger, chunk_files, chunks_of
 from helpers.scheduling import CLOSING, Gate, Recorder, Rig, no_pins, reference, text

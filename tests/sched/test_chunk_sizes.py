@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.config import Config, load_config
+from emberkeep.config.settings import Config
+from emberkeep.config.sources import load_config
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import ConfigError
 from emberkeep.runtime.parts import open_store
-from emberkeep.types import Lineage
+from emberkeep.types.request import Lineage
 from helpers.chance import examples
 from helpers.kv_building import check_ledger, chunks_of
 from helpers.scheduling import CLOSING, Rig, reference, text

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import StepFailed
-from emberkeep.types import MissReason
+from emberkeep.types.events import MissReason
 from helpers.chance import examples
 from helpers.kv_building import check_ledger, chunk_files, chunks_of
 from helpers.scheduling import CLOSING, Recorder, Rig, reference, text

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from emberkeep.config import free_ram, total_ram
+from emberkeep.config.machine import free_ram, total_ram
 from emberkeep.engine.base import Footprint, KvUnit
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError

@@ -9,7 +9,8 @@ import pytest
 
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine, FakeTiers
-from emberkeep.types import AttentionTier, MissReason
+from emberkeep.types.events import MissReason
+from emberkeep.types.models import AttentionTier
 from helpers.chance import seed, times
 from helpers.scheduling import PATIENCE, PROMPT, Gate, Rig, reference, text
 

@@ -12,7 +12,7 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.slots import WaitingQueue
-from emberkeep.types import Request
+from emberkeep.types.request import Request
 from helpers.scheduling import GREEDY, Gate, Recorder, Rig, prompt_of, text
 
 

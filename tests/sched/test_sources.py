@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.sched.sequence import Reuse
-from emberkeep.types import LookupRecord, Source
+from emberkeep.types.events import LookupRecord, Source
 from helpers.scheduling import PATIENCE, Rig, text
 
 PROMPT = text(700)

@@ -9,7 +9,7 @@ import pytest
 
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.sched import timeline
-from emberkeep.types import RequestRecord, RequestState
+from emberkeep.types.timeline import RequestRecord, RequestState
 from helpers.scheduling import PATIENCE, Gate, Recorder, Rig, text
 
 PROMPT = text(700)

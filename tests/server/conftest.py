@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from helpers.scripted_server import Running, ScriptedBackend, running
 
 

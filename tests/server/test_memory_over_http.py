@@ -18,25 +18,15 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from emberkeep.backend.models import Models
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import MemoryFailed
 from emberkeep.library.user_memory import open_memory
 from emberkeep.memory.memory import Memory
 from emberkeep.server.app import create_app
 from emberkeep.server.middleware import AccessLog
-from emberkeep.types import (
-    Eviction,
-    Finished,
-    FinishReason,
-    Fit,
-    Json,
-    Message,
-    Recall,
-    ToolCall,
-    ToolUse,
-    Turn,
-    private_namespace,
-)
+from emberkeep.types.events import Eviction, Finished, FinishReason, Fit
+from emberkeep.types.memory import ToolUse, Turn
+from emberkeep.types.request import Json, Message, Recall, ToolCall, private_namespace
 from helpers.cache_server import served
 from helpers.scripted_server import COMPLETED, Running, ScriptedBackend, running
 

@@ -12,12 +12,12 @@ import pytest
 from starlette.types import Message
 
 from emberkeep.backend.models import Models
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import ContextExceeded, DeadlineExceeded
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import warmup
 from emberkeep.server.middleware import AccessLog
-from emberkeep.types import TextDelta
+from emberkeep.types.events import TextDelta
 from helpers.scripted_server import HANG, ScriptedBackend, says
 
 LOGGER = "emberkeep.server.middleware"

@@ -12,21 +12,19 @@ import httpx
 import pydantic
 import pytest
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import ContextExceeded, Overloaded, RateLimited
-from emberkeep.types import (
+from emberkeep.types.events import (
     Accepted,
     Finished,
     FinishReason,
     Marked,
-    Message,
     Progress,
     ReasoningDelta,
     TextDelta,
-    Tool,
-    ToolCall,
     ToolCallDelta,
 )
+from emberkeep.types.request import Message, Tool, ToolCall
 from helpers.scripted_server import COMPLETED, Running, ScriptedBackend, Step, running, says
 
 ASK: dict[str, Any] = {

@@ -13,8 +13,8 @@ import pytest
 from emberkeep.bench.figures import series
 from emberkeep.bench.kept_results import keep_result
 from emberkeep.bench.report import BenchResult, Row, Table
-from emberkeep.config import Config
-from emberkeep.types import Json
+from emberkeep.config.settings import Config
+from emberkeep.types.request import Json
 from helpers.scripted_server import ScriptedBackend, running
 
 AROUND = {

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import ConfigError
-from emberkeep.types import SHARED, Message, Request
+from emberkeep.types.request import SHARED, Message, Request
 from helpers.cache_server import SYSTEM, Served, served, user
 from helpers.fake_backend import fake_backend
 

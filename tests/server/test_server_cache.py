@@ -11,7 +11,7 @@ import pytest
 
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.server import cache_routes
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from helpers.cache_server import HOUR_S, SYSTEM, Served, send_raw, served, tool, user
 from helpers.kv_building import chunks_of, exported, prompt
 from helpers.scheduling import Gate

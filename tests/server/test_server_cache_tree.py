@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from emberkeep.config import Config
-from emberkeep.types import Json
+from emberkeep.config.settings import Config
+from emberkeep.types.request import Json
 from helpers.cache_server import SYSTEM, Served, served, user
 from helpers.scripted_server import ScriptedBackend, running
 

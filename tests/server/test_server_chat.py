@@ -19,21 +19,17 @@ from emberkeep.errors import (
     RateLimited,
     TemplateFailed,
 )
-from emberkeep.types import (
+from emberkeep.types.events import (
     Divergence,
     Finished,
     FinishReason,
-    JsonFormat,
-    Message,
     Progress,
     ReasoningDelta,
     TextDelta,
     TokenLogprob,
-    Tool,
-    ToolCall,
     ToolCallDelta,
-    ToolChoice,
 )
+from emberkeep.types.request import JsonFormat, Message, Tool, ToolCall, ToolChoice
 from helpers.scripted_server import COMPLETED, ScriptedBackend, says
 
 HELLO: Any = [{"role": "user", "content": "hi"}]

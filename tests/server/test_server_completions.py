@@ -11,7 +11,8 @@ import openai
 import pytest
 
 from emberkeep.errors import ContextExceeded
-from emberkeep.types import Finished, FinishReason, Infill, TextDelta, TokenLogprob
+from emberkeep.types.events import Finished, FinishReason, TextDelta, TokenLogprob
+from emberkeep.types.request import Infill
 from helpers.scripted_server import COMPLETED, ScriptedBackend, says
 
 

@@ -8,7 +8,7 @@ import socket
 import httpx
 import pytest
 
-from emberkeep.types import TextDelta
+from emberkeep.types.events import TextDelta
 from helpers.scripted_server import HANG, WAIT_S, Running, ScriptedBackend
 
 

@@ -13,7 +13,8 @@ from emberkeep.api.responses import ResponseBody
 from emberkeep.server.cache_routes import EntryBody, VerifyBody
 from emberkeep.server.memory_routes import AnswerBody, FactBody
 from emberkeep.server.warm_routes import WarmBody
-from emberkeep.types import MissReason, Sampling
+from emberkeep.types.events import MissReason
+from emberkeep.types.request import Sampling
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("http-api.md", "cache-api.md", "other-apis.md")

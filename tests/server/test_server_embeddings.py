@@ -16,11 +16,12 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from emberkeep.backend.models import Models
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.embedding import TokenInput
 from emberkeep.server import embedding_routes
 from emberkeep.server.app import create_app
-from emberkeep.types import Json, Pooling
+from emberkeep.types.embedding import Pooling
+from emberkeep.types.request import Json
 from helpers.fake_embedding import FakeEmbeddingEngine, embedding_backend, unit
 from helpers.on_demand_models import embedding_on_demand
 from helpers.scripted_server import ScriptedBackend

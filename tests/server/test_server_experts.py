@@ -11,12 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.pull import pull
-from emberkeep.runtime import open_backend
+from emberkeep.runtime.chain import open_backend
 from emberkeep.runtime.served_models import open_models
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from helpers import tiny_gguf
 from helpers.scripted_server import running
 from helpers.several_models import serving

@@ -23,7 +23,7 @@ import asyncio, sys
 import emberkeep.cli.serve
 import emberkeep.server.lifecycle, emberkeep.runtime.local_model, emberkeep.engine.llamacpp.engine
 from emberkeep.backend.models import Models
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import Server, warmup
 

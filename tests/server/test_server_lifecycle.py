@@ -17,10 +17,10 @@ from typing import IO
 import httpx
 import pytest
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.server.lifecycle import bind
-from emberkeep.types import TextDelta
+from emberkeep.types.events import TextDelta
 from helpers.scripted_server import HANG, WAIT_S, ScriptedBackend, running, says
 
 pytestmark = pytest.mark.slow
@@ -104,13 +104,13 @@ def test_a_client_that_does_not_read_cannot_keep_a_server_from_stopping(
 SCRIPT = """
 import sys
 from helpers.scripted_server import HANG, ScriptedBackend, says
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.backend.models import Models
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import Server
 from emberkeep.server.lifecycle import run_until_stopped
 from emberkeep.server.lifecycle import bind
-from emberkeep.types import TextDelta
+from emberkeep.types.events import TextDelta
 
 config = Config(drain_s=60, log_level="info")
 backend = ScriptedBackend([TextDelta(0, "Hel"), HANG] if sys.argv[1] == "hang" else says("Hello"))

@@ -14,9 +14,9 @@ from contextlib import ExitStack, suppress
 import httpx
 import pytest
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.server.limits import Limits, affordable
-from emberkeep.types import TextDelta
+from emberkeep.types.events import TextDelta
 from helpers.scripted_server import HANG, WAIT_S, Running, ScriptedBackend, running, says
 from helpers.waiting import eventually
 

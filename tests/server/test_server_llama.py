@@ -10,21 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from emberkeep.types import (
-    Accepted,
-    EntryKind,
-    Finished,
-    FinishReason,
-    Infill,
-    Json,
-    Progress,
-    Removed,
-    SourceFile,
-    TextDelta,
-    TokenLogprob,
-    Ttl,
-)
-from emberkeep.types.cache import CacheEntry
+from emberkeep.types.cache import CacheEntry, EntryKind, Removed
+from emberkeep.types.events import Accepted, Finished, FinishReason, Progress, TextDelta, TokenLogprob
+from emberkeep.types.request import Infill, Json, SourceFile, Ttl
 from helpers.scripted_server import COMPLETED, ScriptedBackend
 
 WHOLE = {

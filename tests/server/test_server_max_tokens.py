@@ -11,9 +11,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from emberkeep.backend.models import Models
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.server.app import create_app
-from emberkeep.types import Completed, Message, Request
+from emberkeep.types.events import Completed
+from emberkeep.types.request import Message, Request
 from helpers.conversing import Harbour, ScriptedEngine
 from helpers.events import read_events
 from helpers.remote_model import ScriptedProvider, remote, said

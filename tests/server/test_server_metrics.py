@@ -15,25 +15,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from emberkeep import __version__
 from emberkeep.backend.models import Models
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.base import Footprint
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import DeadlineExceeded, EngineError, Overloaded
 from emberkeep.server.app import create_app
 from emberkeep.server.metrics import FIGURES
 from emberkeep.server.middleware import AccessLog
-from emberkeep.types import (
-    LENGTH_BUCKETS,
-    Finished,
-    FinishReason,
-    Json,
-    MissReason,
-    Request,
-    Sampling,
-    SourceStats,
-    SpeculationStats,
-    TextDelta,
-)
+from emberkeep.types.events import Finished, FinishReason, MissReason, TextDelta
+from emberkeep.types.request import Json, Request, Sampling
+from emberkeep.types.speculation import LENGTH_BUCKETS, SourceStats, SpeculationStats
 from helpers.events import text_of
 from helpers.fake_backend import fake_backend
 from helpers.scripted_server import COMPLETED, HANG, WAIT_S, ScriptedBackend, Step, running

@@ -13,10 +13,10 @@ import openai
 import pytest
 
 from emberkeep.cli.main import app
-from emberkeep.config import Config
 from emberkeep.config.kinds import Alias
+from emberkeep.config.settings import Config
 from emberkeep.runtime.served_models import open_models
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from helpers.commands import Commands
 from helpers.scripted_server import ScriptedBackend, running
 from helpers.several_models import install, load_fake_engines, serving, with_memory_for_one

@@ -11,16 +11,8 @@ import ollama
 import pytest
 
 from emberkeep.errors import EngineError, Overloaded
-from emberkeep.types import (
-    Finished,
-    FinishReason,
-    JsonFormat,
-    Message,
-    ReasoningDelta,
-    TextDelta,
-    Tool,
-    ToolCallDelta,
-)
+from emberkeep.types.events import Finished, FinishReason, ReasoningDelta, TextDelta, ToolCallDelta
+from emberkeep.types.request import JsonFormat, Message, Tool
 from helpers.scripted_server import COMPLETED, Running, ScriptedBackend
 
 MODEL = "org/tiny"

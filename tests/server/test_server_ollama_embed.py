@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from emberkeep.backend.models import Models
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.server.app import create_app
 from helpers.fake_embedding import FakeEmbeddingEngine, embedding_backend, unit
 from helpers.on_demand_models import embedding_on_demand

@@ -16,7 +16,7 @@ import ollama
 import pytest
 
 from emberkeep.backend.base import ModelCard
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.models.library import ModelLibrary, ModelRecord
 from helpers.gguf_builders import tiny_llama
 from helpers.hub_repo_server import ServedRepo, serving_repo

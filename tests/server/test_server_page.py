@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 import emberkeep.server
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.server.page_routes import assets
 from helpers.scripted_server import ScriptedBackend, running
 

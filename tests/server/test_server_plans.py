@@ -10,7 +10,7 @@ import pytest
 
 from emberkeep.engine.base import Footprint
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from helpers.cache_server import SYSTEM, Served, served, user
 
 FIXED = 1_000_000

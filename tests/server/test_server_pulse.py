@@ -10,7 +10,7 @@ from contextlib import aclosing
 import httpx
 import pytest
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import Overloaded
 from emberkeep.server import pulse
 from emberkeep.server.pulse import Pulse

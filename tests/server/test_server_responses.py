@@ -16,19 +16,11 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import ContextExceeded, EngineError
 from emberkeep.memory.memory import Memory
-from emberkeep.types import (
-    Finished,
-    FinishReason,
-    Message,
-    ReasoningDelta,
-    TextDelta,
-    ToolCall,
-    ToolCallDelta,
-    private_namespace,
-)
+from emberkeep.types.events import Finished, FinishReason, ReasoningDelta, TextDelta, ToolCallDelta
+from emberkeep.types.request import Message, ToolCall, private_namespace
 from helpers.scripted_server import COMPLETED, HANG, Running, ScriptedBackend, running, says
 
 MODEL = "default"

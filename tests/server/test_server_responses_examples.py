@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from emberkeep.types import Finished, FinishReason, ReasoningDelta, ToolCallDelta
+from emberkeep.types.events import Finished, FinishReason, ReasoningDelta, ToolCallDelta
 from helpers.scripted_server import COMPLETED, ScriptedBackend, says
 
 WEATHER = {

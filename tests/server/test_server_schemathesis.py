@@ -15,10 +15,10 @@ from schemathesis.python.asgi import HOST
 from starlette.applications import Starlette
 
 from emberkeep.backend.models import Models
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.server.app import create_app
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from helpers.chance import is_torture, seed, times
 from helpers.fake_backend import fake_backend
 

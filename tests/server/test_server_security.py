@@ -10,7 +10,7 @@ import pytest
 from starlette.applications import Starlette
 
 from emberkeep.backend.models import Models
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.server.app import create_app
 from helpers.scripted_server import ScriptedBackend
 

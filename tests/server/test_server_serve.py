@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.cli.model_setup import Lines
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import ConfigError, EmberkeepError
 from emberkeep.server.lifecycle import banner, bind, serve
 from helpers.scripted_server import ScriptedBackend

@@ -16,11 +16,13 @@ import pytest
 from emberkeep.api.body import MAX_VALUES
 from emberkeep.backend.base import Backend
 from emberkeep.backend.models import Models
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.server.native_routes import MAX_CHARS, MAX_PIECES, MAX_TOKENS
 from emberkeep.server.routes import PAGE
 from emberkeep.server.side_work import THREADS, WAITING, SideWork
-from emberkeep.types import CacheEntry, Fact, Json, Ttl
+from emberkeep.types.cache import CacheEntry
+from emberkeep.types.memory import Fact
+from emberkeep.types.request import Json, Ttl
 from helpers.on_demand_models import Loadable, pool_of
 from helpers.scripted_server import WAIT_S, Running, ScriptedBackend, running
 from helpers.several_models import serving

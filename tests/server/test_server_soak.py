@@ -18,7 +18,7 @@ from time import monotonic, sleep
 import httpx
 import pytest
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.server.limits import Limits
 from helpers.chance import seed, times
 from helpers.scripted_server import WAIT_S, Running, ScriptedBackend, running

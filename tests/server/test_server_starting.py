@@ -13,7 +13,7 @@ import pytest
 
 from emberkeep.backend.base import Backend
 from emberkeep.cli.model_setup import Lines
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError, EngineError, ModelBroken
 from emberkeep.models.reporter import Reporter, Silent

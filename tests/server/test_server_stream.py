@@ -12,7 +12,7 @@ import pytest
 from emberkeep.errors import EngineError, InvalidField
 from emberkeep.server import stream
 from emberkeep.server.stream import ClientGone, Feed
-from emberkeep.types import Accepted, Event, TextDelta
+from emberkeep.types.events import Accepted, Event, TextDelta
 from helpers.scripted_server import HANG, ScriptedBackend, says
 
 HELLO = {"role": "user", "content": "Hello"}

@@ -11,7 +11,7 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from emberkeep.backend.models import Models
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.server import subjects
 from emberkeep.server.routes import Routes
 from emberkeep.server.subjects import SUBJECTS, Served, Subjects

@@ -14,10 +14,11 @@ import httpx
 import pytest
 
 from emberkeep.backend.fallback import FallbackBackend, Link
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import RemoteError
 from emberkeep.tools import host_tools, permissions
-from emberkeep.types import Event, Json, Request
+from emberkeep.types.events import Event
+from emberkeep.types.request import Json, Request
 from helpers.asking_server import asking_server
 from helpers.conversing import Harbour, ScriptedEngine
 from helpers.scripted_server import ScriptedBackend, running

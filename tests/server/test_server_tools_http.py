@@ -16,27 +16,24 @@ from emberkeep.backend.base import ModelCard
 from emberkeep.backend.choices import Permits
 from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.backend.remote.openai import open_openai
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import RemoteDown, RemoteError, RemoteRefused
-from emberkeep.types import (
+from emberkeep.types.events import (
     CallEnded,
     CallStarted,
     Completed,
     Event,
     Finished,
     FinishReason,
-    Image,
     LookupRecord,
     ReasoningDelta,
-    ReasoningFormat,
-    RemoteModel,
-    Request,
     TextDelta,
     Timings,
-    ToolCall,
     ToolOutcome,
     Usage,
 )
+from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import Image, ReasoningFormat, Request, ToolCall
 from helpers.conversing import Harbour, ScriptedEngine
 from helpers.remote_model import ScriptedProvider, remote, said
 from helpers.scripted_server import COMPLETED, HANG, WAIT_S, Running, ScriptedBackend, running, says

@@ -9,7 +9,7 @@ import pytest
 
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from helpers.cache_server import SYSTEM, Served, send_raw, served, tool, user
 from helpers.scheduling import Gate
 

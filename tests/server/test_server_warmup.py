@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from emberkeep.backend.models import Models
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import warmup
 from helpers.scripted_server import ScriptedBackend

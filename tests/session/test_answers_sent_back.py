@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.types import Json, Message, NoteKind, ReasoningDelta, ReasoningFormat, Request, Tool, ToolCall
+from emberkeep.types.events import ReasoningDelta
+from emberkeep.types.memory import NoteKind
+from emberkeep.types.request import Json, Message, ReasoningFormat, Request, Tool, ToolCall
 from helpers.conversing import GREEDY, Answer, Harbour, ScriptedEngine
 
 # As many templates do: reasoning is written for what follows the latest question, and left out before it.

@@ -7,7 +7,7 @@ import pytest
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import MemoryFailed
-from emberkeep.types import FinishReason, TextDelta
+from emberkeep.types.events import FinishReason, TextDelta
 from helpers.conversing import CONTEXT, ENDLESS, Client, Harbour, line
 
 

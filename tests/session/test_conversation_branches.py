@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from emberkeep.types import Message, MissReason, Request, private_namespace
+from emberkeep.types.events import MissReason
+from emberkeep.types.request import Message, Request, private_namespace
 from helpers.conversing import SYSTEM, Client, Harbour, line
 
 

@@ -9,8 +9,8 @@ import pytest
 from emberkeep.chat.messages import with_moved
 from emberkeep.session import hygiene as hygiene_module
 from emberkeep.session.hygiene import Hygiene
-from emberkeep.types import Breakpoint, HygieneAction, HygieneRule, HygieneWhere, Message, Request, Tool
-from emberkeep.types.hygiene import BY_DEFAULT, TIMESTAMPS
+from emberkeep.types.hygiene import BY_DEFAULT, TIMESTAMPS, HygieneAction, HygieneRule, HygieneWhere
+from emberkeep.types.request import Breakpoint, Message, Request, Tool
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.37.0d9; cc_entrypoint=cli; cch={};"
 RULES = "You are an agent.\nUse the tools that you have."

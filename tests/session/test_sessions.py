@@ -11,7 +11,8 @@ from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Policy, Sessions
 from emberkeep.session.view import View
-from emberkeep.types import Eviction, Message, Recall, Request, ToolCall, Usage, private_namespace
+from emberkeep.types.events import Eviction, Usage
+from emberkeep.types.request import Message, Recall, Request, ToolCall, private_namespace
 
 POLICY = Policy(context=1000)
 SAID = ["anchor", "barge", "cargo", "dock", "eddy", "the anchor?"]

@@ -6,7 +6,8 @@ import pytest
 
 from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Policy, Sessions
-from emberkeep.types import Message, Request, ToolCall, Usage
+from emberkeep.types.events import Usage
+from emberkeep.types.request import Message, Request, ToolCall
 from helpers.remembering import raw_bytes
 
 CANARY = b"xqcanari"

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from emberkeep.session.recall import archived, notice
 from emberkeep.session.view import Gone, Inserted, View, read_history, read_view
-from emberkeep.types import Message, Note, NoteKind, Recall, ToolCall, ToolUse
+from emberkeep.types.memory import Note, NoteKind, ToolUse
+from emberkeep.types.request import Message, Recall, ToolCall
 
 
 def user(text: str) -> Message:

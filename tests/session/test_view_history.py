@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.session.view import read_history
-from emberkeep.types import Message, ToolCall
+from emberkeep.types.request import Message, ToolCall
 
 TALK = [
     Message("system", "Be kind."),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from helpers.serve_command import user
 from helpers.server_process import ServerProcess
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.library.emberkeep import Emberkeep
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from helpers import tiny_gguf
 from helpers.serve_command import serve
 from helpers.server_process import ServerProcess

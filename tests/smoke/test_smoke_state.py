@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from helpers.commands import emberkeep
 from helpers.serve_command import assistant, system, user
 from helpers.server_lives import ServerLives

@@ -12,7 +12,7 @@ from emberkeep.tools.agent import Agent
 from emberkeep.tools.function import ToolFunction, as_tool, tool
 from emberkeep.tools.permissions import Permissions
 from emberkeep.tools.toolbox import ToolBox, ToolLimits, ToolPolicy
-from emberkeep.types import (
+from emberkeep.types.events import (
     CallEnded,
     Caller,
     CallStarted,
@@ -23,16 +23,12 @@ from emberkeep.types import (
     Finished,
     FinishReason,
     LookupRecord,
-    Message,
     PermissionAsked,
-    Request,
     Timings,
-    Tool,
-    ToolCall,
     ToolCallDelta,
     Usage,
-    private_namespace,
 )
+from emberkeep.types.request import Message, Request, Tool, ToolCall, private_namespace
 from helpers.events import outcomes_of, text_of
 from helpers.scripted_backend import ScriptedBackend, Step, answer
 from helpers.tool_calls import calling_all, depth, sink

@@ -14,7 +14,7 @@ from emberkeep.tools.agent import Agent
 from emberkeep.tools.function import ToolFunction, as_tool, tool
 from emberkeep.tools.permissions import Permissions
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
-from emberkeep.types import (
+from emberkeep.types.events import (
     CallEnded,
     CallStarted,
     Decision,
@@ -22,14 +22,11 @@ from emberkeep.types import (
     Exchanged,
     Finished,
     FinishReason,
-    Message,
     PermissionAsked,
-    Request,
     TextDelta,
-    Tool,
-    ToolCall,
     ToolCallDelta,
 )
+from emberkeep.types.request import Message, Request, Tool, ToolCall
 from helpers.events import outcomes_of, text_of
 from helpers.scripted_backend import ScriptedBackend, Step, answer
 from helpers.tool_calls import calling_all, depth, sink

@@ -14,7 +14,7 @@ from emberkeep.signals import Leaving
 from emberkeep.tools.command_tool import CommandTool
 from emberkeep.tools.function import tools_of
 from emberkeep.tools.runner import within
-from emberkeep.types import Caller
+from emberkeep.types.events import Caller
 
 
 def run(root: Path, command: str | list[str], limit: float = 20, **how: Any) -> dict[str, Any]:

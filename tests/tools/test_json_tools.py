@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from emberkeep.tools.function import tools_of
 from emberkeep.tools.json_tools import JsonTools
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from helpers.chance import examples
 from helpers.tool_calls import box_of, called, refused, told
 

@@ -10,7 +10,9 @@ import pytest
 from emberkeep.errors import RemoteDown
 from emberkeep.tools.model_tools import Consulted, ModelTools
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
-from emberkeep.types import Caller, RemoteModel, Request, ToolCall, ToolOutcome
+from emberkeep.types.events import Caller, ToolOutcome
+from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import Request, ToolCall
 
 QWEN = RemoteModel("qwen", "compatible", "qwen2.5-coder", max_tokens=50, description="Good at code")
 CLAUDE = RemoteModel("claude", "anthropic")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import ConfigError
 from emberkeep.tools.registry import built_in, tools_in_file, tools_of_packages
 from helpers.tool_calls import box_of, told

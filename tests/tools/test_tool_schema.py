@@ -20,7 +20,8 @@ from emberkeep import tool
 from emberkeep.errors import ConfigError
 from emberkeep.tools import as_tool
 from emberkeep.tools.function import tools_of
-from emberkeep.types import Caller, Json
+from emberkeep.types.events import Caller
+from emberkeep.types.request import Json
 from helpers.tool_calls import box_of, refused, told
 
 

@@ -24,7 +24,8 @@ from emberkeep.tools import as_tool, tool
 from emberkeep.tools.function import Answered, ToolFunction
 from emberkeep.tools.runner import MOST_LEFT
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
-from emberkeep.types import Caller, ToolCall, ToolOutcome
+from emberkeep.types.events import Caller, ToolOutcome
+from emberkeep.types.request import ToolCall
 from helpers.chance import examples
 from helpers.tool_calls import box_of, called, refused, told, written
 
@@ -270,7 +271,8 @@ import asyncio, threading
 from emberkeep.tools import as_tool, runner
 from emberkeep.tools.toolbox import ToolPolicy
 from emberkeep.tools.toolbox import ToolBox, ToolLimits
-from emberkeep.types import Caller, ToolCall
+from emberkeep.types.events import Caller
+from emberkeep.types.request import ToolCall
 
 def hang() -> None:
     "Hang."

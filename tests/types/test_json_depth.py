@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from emberkeep.types import Json, exceeds_depth
+from emberkeep.types.request import Json, exceeds_depth
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from emberkeep.types import Completed, Eviction, Fit, LookupRecord, MissReason, Plan, Timings, Usage, merge_usage
+from emberkeep.types.events import (
+    Completed,
+    Eviction,
+    Fit,
+    LookupRecord,
+    MissReason,
+    Plan,
+    Timings,
+    Usage,
+    merge_usage,
+)
 
 FIRST = Completed(
     Usage(100, 10, 60, 4, 6, 2),

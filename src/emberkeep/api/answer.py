@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 from emberkeep.api.call_shape import TOOL_CALLS, CallShape, StreamedCalls
 from emberkeep.api.errors import OPENAI_ERRORS, Failure, sse
-from emberkeep.types import (
+from emberkeep.types.events import (
     CallEnded,
     CallStarted,
     Completed,
@@ -23,7 +23,6 @@ from emberkeep.types import (
     Finished,
     FinishReason,
     Fit,
-    Json,
     Loading,
     LookupRecord,
     PermissionAsked,
@@ -32,11 +31,11 @@ from emberkeep.types import (
     TextDelta,
     Timings,
     TokenLogprob,
-    ToolCall,
     ToolCallDelta,
     Usage,
     merge_usage,
 )
+from emberkeep.types.request import Json, ToolCall
 from emberkeep.values import dataclass
 
 DONE = b"data: [DONE]\n\n"

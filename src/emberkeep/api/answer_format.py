@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from emberkeep.api.body import Body, parse_json
 from emberkeep.api.field_kinds import NotHere
 from emberkeep.errors import InvalidField, RequestError
-from emberkeep.types import AnswerFormat, ChoiceFormat, GrammarFormat, Json, JsonFormat, RegexFormat
+from emberkeep.types.request import AnswerFormat, ChoiceFormat, GrammarFormat, Json, JsonFormat, RegexFormat
 
 MAX_SCHEMA_BYTES = 256 << 10
 

@@ -42,7 +42,7 @@ from emberkeep.api.request import (
     ttl_of,
 )
 from emberkeep.errors import InvalidField
-from emberkeep.types import (
+from emberkeep.types.request import (
     Breakpoint,
     Image,
     Json,

@@ -13,7 +13,7 @@ import json
 from emberkeep.api.answer import Answer, SseFrames, detail_json, timings_json, tool_json
 from emberkeep.api.anthropic_blocks import pack_reasoning, signature_of
 from emberkeep.api.errors import ANTHROPIC_ERRORS, Failure, sse
-from emberkeep.types import (
+from emberkeep.types.events import (
     Accepted,
     CallEnded,
     CallStarted,
@@ -21,15 +21,14 @@ from emberkeep.types import (
     Event,
     Finished,
     FinishReason,
-    Json,
     Progress,
     ReasoningDelta,
     TextDelta,
-    ToolCall,
     ToolCallDelta,
     Usage,
     merge_usage,
 )
+from emberkeep.types.request import Json, ToolCall
 from emberkeep.values import dataclass
 
 _CUT = "max_tokens"

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from emberkeep.api.request import Body, CacheControl, Label
-from emberkeep.types import Image, Json, ToolCall
+from emberkeep.types.request import Image, Json, ToolCall
 
 
 class Block(Body):

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from emberkeep.api.errors import HALF_A_CHARACTER, refusal
 from emberkeep.errors import RequestError
-from emberkeep.types import Json, exceeds_depth
+from emberkeep.types.request import Json, exceeds_depth
 
 MAX_DEPTH = 64
 MAX_VALUES = 600_000

@@ -7,7 +7,8 @@ from dataclasses import field
 
 from emberkeep.api.custom_tools import custom_input
 from emberkeep.api.messages import call_json
-from emberkeep.types import FinishReason, Json, ToolCall, ToolCallDelta
+from emberkeep.types.events import FinishReason, ToolCallDelta
+from emberkeep.types.request import Json, ToolCall
 from emberkeep.values import dataclass
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 _BEGUN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _LONGEST_ESCAPE = 12

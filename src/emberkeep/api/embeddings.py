@@ -13,7 +13,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator
 from emberkeep.api.field_kinds import INT32_MAX, WHOLE, Count, one_of
 from emberkeep.api.request import Body, UserFields, to_prompts
 from emberkeep.errors import InvalidField
-from emberkeep.types import Embedded, EmbeddingInput, EmbeddingRequest, Json, Ranked, RerankRequest, Vector
+from emberkeep.types.embedding import Embedded, EmbeddingInput, EmbeddingRequest, Ranked, RerankRequest, Vector
+from emberkeep.types.request import Json
 
 MAX_INPUTS = 2048
 MAX_DOCUMENTS = 2048

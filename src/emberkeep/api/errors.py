@@ -25,7 +25,7 @@ from emberkeep.errors import (
     RequestError,
     TooLarge,
 )
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 INT32_MAX = 2**31 - 1
 

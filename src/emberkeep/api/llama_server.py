@@ -27,7 +27,7 @@ from emberkeep.api.request import (
 )
 from emberkeep.api.sampling import BAN, USUAL_LAST_N
 from emberkeep.errors import InvalidField
-from emberkeep.types import Infill, Json, Request, Sampling, SourceFile
+from emberkeep.types.request import Infill, Json, Request, Sampling, SourceFile
 
 Tokenize = Callable[[str, bool], list[int]]
 """Token ids of a text; the flag: it is the beginning of a prompt. Raises RequestError."""

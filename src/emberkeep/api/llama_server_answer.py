@@ -10,19 +10,18 @@ from typing import Any
 from emberkeep.api.answer import ChoiceAnswer, SseFrames, timings_json
 from emberkeep.api.errors import sse
 from emberkeep.api.llama_server import LlamaBody, settings_json
-from emberkeep.types import (
+from emberkeep.types.events import (
     Accepted,
     Completed,
     Event,
     Finished,
     FinishReason,
-    Json,
     Progress,
-    Request,
     TextDelta,
     Timings,
     TokenLogprob,
 )
+from emberkeep.types.request import Json, Request
 from emberkeep.values import dataclass
 
 _LOWEST = -9999.0

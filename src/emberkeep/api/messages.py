@@ -36,7 +36,7 @@ from emberkeep.api.request import (
     validate,
 )
 from emberkeep.errors import InvalidField
-from emberkeep.types import (
+from emberkeep.types.request import (
     Breakpoint,
     Image,
     Json,

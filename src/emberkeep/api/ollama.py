@@ -31,8 +31,8 @@ from emberkeep.api.request import (
     to_limit,
 )
 from emberkeep.errors import InvalidField
-from emberkeep.types import (
-    EmbeddingRequest,
+from emberkeep.types.embedding import EmbeddingRequest
+from emberkeep.types.request import (
     Image,
     Infill,
     Json,

@@ -25,9 +25,9 @@ from emberkeep.api.field_kinds import WHOLE as WHOLE
 from emberkeep.api.field_kinds import Count as Count
 from emberkeep.api.field_kinds import whole
 from emberkeep.api.sampling import SamplerFields
-from emberkeep.config import OFF
+from emberkeep.config.settings import OFF
 from emberkeep.errors import InvalidField
-from emberkeep.types import (
+from emberkeep.types.request import (
     Approximation,
     Breakpoint,
     Infill,

@@ -44,7 +44,8 @@ from emberkeep.api.responses_items import (
     to_messages,
 )
 from emberkeep.errors import InvalidField
-from emberkeep.types import ApiConversation, Json, JsonFormat, Message, Request, Tool, ToolChoice, Ttl
+from emberkeep.types.memory import ApiConversation
+from emberkeep.types.request import Json, JsonFormat, Message, Request, Tool, ToolChoice, Ttl
 from emberkeep.values import dataclass
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"

@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field
 from emberkeep.api.custom_tools import custom_arguments
 from emberkeep.api.request import Body, Label, MarkFields, Name, mark_of, text_marks, validate
 from emberkeep.errors import InvalidField
-from emberkeep.types import Breakpoint, Image, Json, Message, ToolCall
+from emberkeep.types.request import Breakpoint, Image, Json, Message, ToolCall
 from emberkeep.values import dataclass
 
 Item = dict[str, Json]

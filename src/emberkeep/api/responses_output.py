@@ -13,19 +13,19 @@ from emberkeep.api.custom_tools import custom_input
 from emberkeep.api.errors import Failure, sse
 from emberkeep.api.responses import Toolset
 from emberkeep.api.responses_items import Called, Item, output_id, seal
-from emberkeep.types import (
+from emberkeep.types.events import (
     CallEnded,
     Completed,
     Event,
     Finished,
     FinishReason,
-    Json,
     ReasoningDelta,
     TextDelta,
     TokenLogprob,
     ToolCallDelta,
     Usage,
 )
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"

@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 
 from emberkeep.api.errors import TOKEN_ID
 from emberkeep.api.field_kinds import INT32_MAX, NO_OTHERS, WHOLE, Count, whole
-from emberkeep.types import DEFAULT_SAMPLERS, Json
+from emberkeep.types.request import DEFAULT_SAMPLERS, Json
 
 BAN = float("-inf")
 _MOST_BIASED = 1024

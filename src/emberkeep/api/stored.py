@@ -5,20 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from emberkeep.types import (
-    CacheEntry,
-    Divergence,
-    EntryEnd,
-    EntryKind,
-    EntryText,
-    Json,
-    LookupRecord,
-    MissReason,
-    Recollection,
-    Repair,
-    TreeNode,
-    Ttl,
-)
+from emberkeep.types.cache import CacheEntry, EntryEnd, EntryKind, EntryText, TreeNode
+from emberkeep.types.events import Divergence, LookupRecord, MissReason
+from emberkeep.types.memory import Recollection
+from emberkeep.types.request import Json, Repair, Ttl
 
 MAX_VERIFY_S = 600
 """Of one request to verify stored state."""

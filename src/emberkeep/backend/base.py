@@ -12,32 +12,13 @@ from dataclasses import field
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
-from emberkeep.types import (
-    AttentionTier,
-    CacheEntry,
-    CacheTree,
-    Completed,
-    Embedded,
-    EmbeddingRequest,
-    EntryText,
-    Events,
-    ExpertStats,
-    Explanation,
-    Json,
-    Message,
-    Pooling,
-    Ranked,
-    Removed,
-    Request,
-    RequestRecord,
-    RerankRequest,
-    SpeculationStats,
-    TextDelta,
-    Tool,
-    Usage,
-    Verified,
-    Warmed,
-)
+from emberkeep.types.cache import CacheEntry, CacheTree, EntryText, Explanation, Removed, Verified, Warmed
+from emberkeep.types.embedding import Embedded, EmbeddingRequest, Pooling, Ranked, RerankRequest
+from emberkeep.types.events import Completed, Events, TextDelta, Usage
+from emberkeep.types.models import AttentionTier, ExpertStats
+from emberkeep.types.request import Json, Message, Request, Tool
+from emberkeep.types.speculation import SpeculationStats
+from emberkeep.types.timeline import RequestRecord
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

@@ -18,23 +18,9 @@ from emberkeep.sched.sequence import Reuse
 from emberkeep.session.conversation import Conversations
 from emberkeep.session.volatility import Volatility, remedy, told
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import (
-    Approximation,
-    CacheEntry,
-    CacheTree,
-    Divergence,
-    EntryText,
-    Explanation,
-    Lineage,
-    Lineages,
-    LookupRecord,
-    MissReason,
-    Removed,
-    Request,
-    Source,
-    Sourced,
-    Verified,
-)
+from emberkeep.types.cache import CacheEntry, CacheTree, EntryText, Explanation, Removed, Verified
+from emberkeep.types.events import Divergence, LookupRecord, MissReason, Source, Sourced
+from emberkeep.types.request import Approximation, Lineage, Lineages, Request
 
 _EXCERPT_TOKENS = 12
 _SHOWN_CHARS = 64

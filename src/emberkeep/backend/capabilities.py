@@ -8,17 +8,9 @@ from typing import Literal
 
 from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Embedder, Experts, ModelCard, Tokenizer
 from emberkeep.errors import NoSuchEntry, RequestError
-from emberkeep.types import (
-    CacheEntry,
-    CacheTree,
-    EntryText,
-    Explanation,
-    Removed,
-    Request,
-    SpeculationStats,
-    Verified,
-    Warmed,
-)
+from emberkeep.types.cache import CacheEntry, CacheTree, EntryText, Explanation, Removed, Verified, Warmed
+from emberkeep.types.request import Request
+from emberkeep.types.speculation import SpeculationStats
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.remote")

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import aclosing
 
 from emberkeep.errors import DeadlineExceeded
-from emberkeep.types import Event, Events
+from emberkeep.types.events import Event, Events
 
 
 async def with_deadline(events: Events, limit_s: float | None) -> Events:

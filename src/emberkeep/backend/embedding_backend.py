@@ -12,20 +12,10 @@ from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.errors import EmberkeepError, InvalidField, NoSuchEntry, RequestError
 from emberkeep.kv.forgotten import of_user
 from emberkeep.sched.engine_thread import EngineThread
-from emberkeep.types import (
-    CacheEntry,
-    CacheTree,
-    EntryText,
-    Events,
-    Explanation,
-    Json,
-    Message,
-    Removed,
-    Request,
-    RequestRecord,
-    Tool,
-    Verified,
-)
+from emberkeep.types.cache import CacheEntry, CacheTree, EntryText, Explanation, Removed, Verified
+from emberkeep.types.events import Events
+from emberkeep.types.request import Json, Message, Request, Tool
+from emberkeep.types.timeline import RequestRecord
 
 if TYPE_CHECKING:
     from emberkeep.backend.server_tools import ToolDesk

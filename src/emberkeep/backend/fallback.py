@@ -26,18 +26,11 @@ from emberkeep.errors import (
     StepFailed,
 )
 from emberkeep.memory.memory import Memory
-from emberkeep.types import (
-    Accepted,
-    Completed,
-    Event,
-    Events,
-    Json,
-    Request,
-    RequestRecord,
-    SpeculationStats,
-    ToolEvent,
-    Warmed,
-)
+from emberkeep.types.cache import Warmed
+from emberkeep.types.events import Accepted, Completed, Event, Events, ToolEvent
+from emberkeep.types.request import Json, Request
+from emberkeep.types.speculation import SpeculationStats
+from emberkeep.types.timeline import RequestRecord
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.backend")

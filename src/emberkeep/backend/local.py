@@ -64,25 +64,20 @@ from emberkeep.sched.sequence import Sequence
 from emberkeep.session.conversation import Conversation, Conversations
 from emberkeep.session.hygiene import Hygiene
 from emberkeep.session.sessions import Sessions
-from emberkeep.types import (
+from emberkeep.types.events import (
     Accepted,
     Completed,
     Events,
     Fit,
-    Json,
-    Lineage,
-    Lineages,
     LookupRecord,
     Marked,
     MissReason,
-    ReasoningFormat,
-    Request,
-    RequestRecord,
-    Sampling,
-    SpeculationStats,
     TextDelta,
     TokenLogprob,
 )
+from emberkeep.types.request import Json, Lineage, Lineages, ReasoningFormat, Request, Sampling
+from emberkeep.types.speculation import SpeculationStats
+from emberkeep.types.timeline import RequestRecord
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.backend")

@@ -12,7 +12,8 @@ from emberkeep.chat.template import ChatTemplate
 from emberkeep.engine.base import Attention, ExpertTracking
 from emberkeep.errors import RequestError
 from emberkeep.sched.scheduler import Scheduler
-from emberkeep.types import AttentionTier, ExpertStats, Json, Message, Request, Tool, Vocab
+from emberkeep.types.models import AttentionTier, ExpertStats, Vocab
+from emberkeep.types.request import Json, Message, Request, Tool
 
 
 class LocalTokenizer:

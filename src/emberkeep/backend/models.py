@@ -11,7 +11,9 @@ from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.capabilities import cache_of
 from emberkeep.backend.on_demand import OnDemandBackend
 from emberkeep.errors import EmberkeepError, ModelNotFound, RequestError
-from emberkeep.types import Loading, ModelStatus, Removed
+from emberkeep.types.cache import Removed
+from emberkeep.types.events import Loading
+from emberkeep.types.models import ModelStatus
 
 DEFAULT_NAME = "default"
 _NAMED = 32

@@ -30,17 +30,12 @@ from emberkeep.backend.on_demand_capabilities import CacheOnDemand, EmbedderOnDe
 from emberkeep.backend.server_tools import ToolDesk
 from emberkeep.errors import EmberkeepError, EngineError, Overloaded
 from emberkeep.memory.memory import Memory
-from emberkeep.types import (
-    Events,
-    Json,
-    Loading,
-    ModelState,
-    ModelStatus,
-    Request,
-    RequestRecord,
-    SpeculationStats,
-    Warmed,
-)
+from emberkeep.types.cache import Warmed
+from emberkeep.types.events import Events, Loading
+from emberkeep.types.models import ModelState, ModelStatus
+from emberkeep.types.request import Json, Request
+from emberkeep.types.speculation import SpeculationStats
+from emberkeep.types.timeline import RequestRecord
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.backend")

@@ -8,22 +8,9 @@ from typing import Protocol
 
 from emberkeep.backend.base import NO_ARGS, Backend, EmbeddingShape, ModelTexts
 from emberkeep.backend.capabilities import cache_of, embedder_of, ranker_of, tokenizer_of
-from emberkeep.types import (
-    CacheEntry,
-    CacheTree,
-    Embedded,
-    EmbeddingRequest,
-    EntryText,
-    Explanation,
-    Json,
-    Message,
-    Ranked,
-    Removed,
-    Request,
-    RerankRequest,
-    Tool,
-    Verified,
-)
+from emberkeep.types.cache import CacheEntry, CacheTree, EntryText, Explanation, Removed, Verified
+from emberkeep.types.embedding import Embedded, EmbeddingRequest, Ranked, RerankRequest
+from emberkeep.types.request import Json, Message, Request, Tool
 
 
 class OnDemand(Protocol):

@@ -19,7 +19,9 @@ from emberkeep.chat.prompt import PromptBuilder, label_of
 from emberkeep.errors import EmberkeepError, RequestError
 from emberkeep.kv.entries import entry_id
 from emberkeep.sched.scheduler import Scheduler
-from emberkeep.types import SHARED, Completed, Events, Lineage, Request, Ttl, Warmed
+from emberkeep.types.cache import Warmed
+from emberkeep.types.events import Completed, Events
+from emberkeep.types.request import SHARED, Lineage, Request, Ttl
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.backend")

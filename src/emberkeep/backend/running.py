@@ -16,7 +16,8 @@ from emberkeep.api.stored import lookup_from_json
 from emberkeep.backend.base import ModelCard
 from emberkeep.errors import EmberkeepError, RequestError
 from emberkeep.memory.memory import Memory
-from emberkeep.types import (
+from emberkeep.types.cache import Warmed
+from emberkeep.types.events import (
     Completed,
     Event,
     Events,
@@ -24,17 +25,14 @@ from emberkeep.types import (
     Finished,
     FinishReason,
     Fit,
-    Json,
     ReasoningDelta,
-    Request,
-    RequestRecord,
     TextDelta,
     Timings,
-    Tool,
     ToolCallDelta,
     Usage,
-    Warmed,
 )
+from emberkeep.types.request import Json, Request, Tool
+from emberkeep.types.timeline import RequestRecord
 
 _CONNECT_S = 3.0
 _SILENCE_S = 60.0

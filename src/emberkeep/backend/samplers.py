@@ -11,7 +11,8 @@ from emberkeep.chat.prompt import Prompt
 from emberkeep.sched.dry import Breakers, find_breakers
 from emberkeep.sched.sampler_chain import Chain
 from emberkeep.sched.sampling import Sampler
-from emberkeep.types import Request, Sampling, Vocab
+from emberkeep.types.models import Vocab
+from emberkeep.types.request import Request, Sampling
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

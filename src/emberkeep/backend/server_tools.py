@@ -19,21 +19,9 @@ from emberkeep.backend.tool_loop import Gate, LoopTools, ToolLoop
 from emberkeep.errors import InvalidField
 from emberkeep.session.recall import SEARCH
 from emberkeep.session.sessions import Sessions
-from emberkeep.types import (
-    Caller,
-    Decision,
-    Events,
-    HostTool,
-    Message,
-    Recall,
-    Request,
-    Tool,
-    ToolCall,
-    ToolChoice,
-    ToolOutcome,
-    ToolServer,
-    Usage,
-)
+from emberkeep.types.events import Caller, Decision, Events, ToolOutcome, Usage
+from emberkeep.types.request import Message, Recall, Request, Tool, ToolCall, ToolChoice
+from emberkeep.types.tools import HostTool, ToolServer
 from emberkeep.values import dataclass
 
 _SEARCH_ROUNDS = 4

@@ -19,7 +19,7 @@ from typing import Protocol
 from emberkeep.errors import ContextExceeded
 from emberkeep.session.tool_results import exchange_messages
 from emberkeep.text import shorten
-from emberkeep.types import (
+from emberkeep.types.events import (
     CallEnded,
     Caller,
     CallStarted,
@@ -29,20 +29,15 @@ from emberkeep.types import (
     Exchanged,
     Finished,
     FinishReason,
-    Json,
-    Message,
     PermissionAsked,
     ReasoningDelta,
-    Request,
     TextDelta,
-    ToolCall,
     ToolCallDelta,
-    ToolChoice,
     ToolOutcome,
     Usage,
     merge_usage,
-    new_call_id,
 )
+from emberkeep.types.request import Json, Message, Request, ToolCall, ToolChoice, new_call_id
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.tools")

@@ -13,7 +13,8 @@ import numpy as np
 
 from emberkeep.engine.embedding import TokenInput
 from emberkeep.kv.vector_file import VectorFile
-from emberkeep.types import Removed, Vector
+from emberkeep.types.cache import Removed
+from emberkeep.types.embedding import Vector
 from emberkeep.values import dataclass
 
 RAM_BYTES = 64 << 20

@@ -5,19 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from emberkeep.types import (
-    SHARED,
-    CacheEntry,
-    Completed,
-    Events,
-    Lineage,
-    LookupRecord,
-    Request,
-    Sampling,
-    TextDelta,
-    Verified,
-    Vocab,
-)
+from emberkeep.types.cache import CacheEntry, Verified
+from emberkeep.types.events import Completed, Events, LookupRecord, TextDelta
+from emberkeep.types.models import Vocab
+from emberkeep.types.request import SHARED, Lineage, Request, Sampling
 from emberkeep.values import dataclass
 
 

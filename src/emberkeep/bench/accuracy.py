@@ -20,11 +20,12 @@ from emberkeep.bench.model_under_test import ModelUnderTest, open_under_test
 from emberkeep.bench.questions import Question, Talk, own_questions, read_questions
 from emberkeep.bench.report import BenchResult, Row, Table, Value
 from emberkeep.bench.stage import ModelPlace
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.library.results import Result
 from emberkeep.library.verify_report import VerifyReport, holds_answer
-from emberkeep.types import Message, Request, Sampling, TokenLogprob, private_namespace
+from emberkeep.types.events import TokenLogprob
+from emberkeep.types.request import Message, Request, Sampling, private_namespace
 from emberkeep.values import dataclass
 
 TURNS, HOT, RAM, DISK, TURNS_DISK = "turns, hot", "hot", "RAM", "disk", "turns, disk"

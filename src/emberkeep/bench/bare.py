@@ -13,8 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.engine.base import Engine, Outcome, Rows
-from emberkeep.engine.llamacpp import LlamaEngine, LlamaModel, LlamaSettings, one_core_each, tune
-from emberkeep.engine.llamacpp.context import Tuning
+from emberkeep.engine.llamacpp.context import LlamaSettings, Tuning, one_core_each
+from emberkeep.engine.llamacpp.engine import LlamaEngine
+from emberkeep.engine.llamacpp.model import LlamaModel
+from emberkeep.engine.llamacpp.tuning import tune
 from emberkeep.errors import EmberkeepError, EngineError
 from emberkeep.signals import with_default_signals
 

@@ -23,7 +23,7 @@ from emberkeep.kv.store import Budgets, KvStore, no_garbage_collection
 from emberkeep.kv.tree import Match
 from emberkeep.routing import Replica, RouteKeys, Routing
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import EXACT
+from emberkeep.types.request import EXACT
 from emberkeep.values import dataclass
 
 _PATIENCE_S = 2.0

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from math import ceil
 from statistics import median, stdev
 
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 

@@ -18,7 +18,7 @@ from emberkeep.bench.http_client import Client, Messages, Reply
 from emberkeep.bench.report import BenchResult, Row, Table
 from emberkeep.bench.server_process import ServerProcess
 from emberkeep.bench.stage import Stage
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 MIB = 1 << 20

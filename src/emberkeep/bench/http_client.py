@@ -15,7 +15,7 @@ from dataclasses import field
 from time import perf_counter
 
 from emberkeep.errors import EmberkeepError
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 Messages = Sequence[Mapping[str, str]]

@@ -12,7 +12,7 @@ from emberkeep.bench.charts import charts_of
 from emberkeep.bench.report import BenchResult
 from emberkeep.bench.svg import draw
 from emberkeep.files import private_folder, replace_file
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 KEPT = 50
 """The newest ones: whoever needs more has --json."""

@@ -9,11 +9,12 @@ from time import perf_counter
 
 from emberkeep.backend.local import LocalBackend
 from emberkeep.bench.http_client import is_settled
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.library.results import Collector, Result
-from emberkeep.runtime import open_backend
-from emberkeep.types import Message, Request, TextDelta, TokenLogprob
+from emberkeep.runtime.chain import open_backend
+from emberkeep.types.events import TextDelta, TokenLogprob
+from emberkeep.types.request import Message, Request
 from emberkeep.values import dataclass
 
 _POLL_S = 0.002

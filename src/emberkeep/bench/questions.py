@@ -20,7 +20,7 @@ from typing import cast, get_args
 from emberkeep.bench.question_set import INSTRUCTION, QUESTION_SET
 from emberkeep.bench.sessions import message_text, read_entries, session_of
 from emberkeep.errors import EmberkeepError
-from emberkeep.types import Json, Role
+from emberkeep.types.request import Json, Role
 from emberkeep.values import dataclass
 
 _QUESTIONS = ("question", "prompt", "instruction", "query", "input")

@@ -21,7 +21,7 @@ from emberkeep.bench.sessions import Session, read_sessions
 from emberkeep.bench.stage import ModelPlace
 from emberkeep.errors import EmberkeepError
 from emberkeep.models.library import id_at
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 SUMMARY, RESPONSES = "summary.md", "responses.jsonl"

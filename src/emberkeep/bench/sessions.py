@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from emberkeep.errors import EmberkeepError
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 _TOLD = ("user", "tool")

@@ -20,7 +20,7 @@ from emberkeep.bench.server_process import PeerProcess, ServerProcess, ServerUnd
 from emberkeep.bench.stage import ModelPlace
 from emberkeep.errors import EmberkeepError
 from emberkeep.signals import with_default_signals
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 OURS, PEER = "emberkeep", "llama-server"

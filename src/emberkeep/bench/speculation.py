@@ -22,7 +22,7 @@ from emberkeep.bench.sides import PEER, OwnSide, PeerSide, Rate, Side, alone, bu
 from emberkeep.bench.stage import Stage
 from emberkeep.bench.tasks import KINDS, Task, make_task, recorded_tasks
 from emberkeep.errors import EmberkeepError
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 _RECORDED = "recorded"

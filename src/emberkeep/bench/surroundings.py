@@ -11,12 +11,11 @@ from pathlib import Path
 
 from emberkeep import __version__
 from emberkeep.bench.disk import folder_bytes
-from emberkeep.config import total_ram
-from emberkeep.engine.llamacpp import system_info, version
-from emberkeep.engine.llamacpp.shared_library import library_in_use
+from emberkeep.config.machine import total_ram
+from emberkeep.engine.llamacpp.shared_library import library_in_use, system_info, version
 from emberkeep.errors import EngineError
 from emberkeep.models.parts import part_files
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 _PACKAGES = ("numpy", "starlette", "uvicorn", "apsw")
 

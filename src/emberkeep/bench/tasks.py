@@ -15,7 +15,7 @@ from random import Random
 
 from emberkeep.bench.sessions import message_text
 from emberkeep.errors import EmberkeepError
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 _THINGS = (

@@ -41,7 +41,7 @@ class Words:
     @classmethod
     def of_model(cls, path: Path) -> Words:
         """Loads the model for a moment. Raises ModelError."""
-        from emberkeep.engine.llamacpp import LlamaModel
+        from emberkeep.engine.llamacpp.model import LlamaModel
 
         model = LlamaModel(path)
         try:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 
 from emberkeep.errors import InvalidField
-from emberkeep.types import Json, exceeds_depth
+from emberkeep.types.request import Json, exceeds_depth
 
 MAX_SCHEMA_CHARS = 256 << 10
 MAX_SCHEMA_DEPTH = 64

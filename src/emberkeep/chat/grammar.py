@@ -19,7 +19,8 @@ from emberkeep.chat.messages import sorted_keys
 from emberkeep.chat.output import hidden_tokens
 from emberkeep.chat.traits import TAGGED_JSON, CallWriting
 from emberkeep.errors import InvalidField
-from emberkeep.types import (
+from emberkeep.types.models import Vocab
+from emberkeep.types.request import (
     AnswerFormat,
     ChoiceFormat,
     GrammarFormat,
@@ -28,7 +29,6 @@ from emberkeep.types import (
     RegexFormat,
     Request,
     Tool,
-    Vocab,
 )
 
 Mask = npt.NDArray[np.uint32]

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from emberkeep.chat.seams import SeamedText
 from emberkeep.errors import InvalidField
-from emberkeep.types import Infill, Vocab
+from emberkeep.types.models import Vocab
+from emberkeep.types.request import Infill
 from emberkeep.values import dataclass
 
 Quote = Callable[[str], SeamedText]

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from emberkeep.chat.dialects.table import TAGGED
 from emberkeep.text import shorten
-from emberkeep.types import Json, Message, Request, Tool, ToolCall
+from emberkeep.types.request import Json, Message, Request, Tool, ToolCall
 from emberkeep.values import dataclass
 
 _HEAD_CHARS = 80

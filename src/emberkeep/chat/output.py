@@ -30,20 +30,9 @@ from emberkeep.chat.dialects.table import (
 from emberkeep.chat.line_limit import LineLimit
 from emberkeep.chat.repeated_calls import RepeatedCalls
 from emberkeep.text import alternatives
-from emberkeep.types import (
-    Event,
-    Message,
-    ReasoningDelta,
-    ReasoningFormat,
-    Request,
-    TextDelta,
-    TokenLogprob,
-    Tool,
-    ToolCall,
-    ToolCallDelta,
-    Vocab,
-    new_call_id,
-)
+from emberkeep.types.events import Event, ReasoningDelta, TextDelta, TokenLogprob, ToolCallDelta
+from emberkeep.types.models import Vocab
+from emberkeep.types.request import Message, ReasoningFormat, Request, Tool, ToolCall, new_call_id
 from emberkeep.values import dataclass
 
 

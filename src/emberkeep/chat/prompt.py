@@ -33,20 +33,10 @@ from emberkeep.chat.template import ChatTemplate
 from emberkeep.errors import ContextExceeded, InvalidField, Overloaded, TemplateFailed
 from emberkeep.text import alternatives
 from emberkeep.token_arrays import TokenArray, common_prefix
-from emberkeep.types import (
-    EXACT,
-    Admitted,
-    Breakpoint,
-    EntryKind,
-    Label,
-    Lineage,
-    Marked,
-    Message,
-    Request,
-    Tool,
-    Ttl,
-    Vocab,
-)
+from emberkeep.types.cache import EntryKind, Label
+from emberkeep.types.events import Admitted, Marked
+from emberkeep.types.models import Vocab
+from emberkeep.types.request import EXACT, Breakpoint, Lineage, Message, Request, Tool, Ttl
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:  # its library is loaded when a request wants it

@@ -31,7 +31,7 @@ from jinja2.visitor import NodeTransformer
 
 from emberkeep.chat.render_protocol import MAX_OUTPUT, stop_error
 from emberkeep.errors import TemplateFailed
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 MAX_CHARS = 256 << 20
 """Built in total; a template that appends to one string message by message builds far more than it writes."""

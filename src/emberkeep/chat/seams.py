@@ -18,7 +18,8 @@ from emberkeep.chat.messages import parse_arguments
 from emberkeep.chat.template import NO_ARGS, ChatTemplate
 from emberkeep.errors import InvalidField
 from emberkeep.text import alternatives
-from emberkeep.types import Json, Message, Tool, Vocab
+from emberkeep.types.models import Vocab
+from emberkeep.types.request import Json, Message, Tool
 from emberkeep.values import dataclass
 
 _QUOTED = ("user", "tool")

@@ -41,7 +41,7 @@ from emberkeep.chat.render_protocol import (
 from emberkeep.chat.traits import CallWriting, Traits, find_traits
 from emberkeep.errors import Overloaded, TemplateFailed
 from emberkeep.signals import with_default_signals
-from emberkeep.types import Json, Message, Tool
+from emberkeep.types.request import Json, Message, Tool
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

@@ -13,12 +13,13 @@ import typer
 
 from emberkeep.cli.console import console, plural, show_facts, show_table
 from emberkeep.cli.flags import JsonFlag, with_settings
-from emberkeep.config import Config
 from emberkeep.config.kinds import public_url
+from emberkeep.config.settings import Config
 from emberkeep.config.tables import public_remotes
 from emberkeep.errors import ConfigError
 from emberkeep.models.remotes import Remotes
-from emberkeep.types import Message, RemoteModel, Request
+from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import Message, Request
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

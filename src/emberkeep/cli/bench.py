@@ -19,7 +19,7 @@ from emberkeep.cli.console import complain, console, show, show_facts
 from emberkeep.cli.flags import ConfigFlag, ModelFlag, flags_of, load_config, logged, with_flags
 from emberkeep.cli.model_setup import install_model
 from emberkeep.errors import EmberkeepError
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

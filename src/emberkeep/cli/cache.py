@@ -26,9 +26,11 @@ from emberkeep.cli.cache_table import (
 from emberkeep.cli.console import ask_first, complain, console, plural, printable, whose
 from emberkeep.cli.flags import JsonFlag, ModelFlag, YesFlag, with_settings
 from emberkeep.cli.model_setup import pull_reporter
-from emberkeep.config import Config, readable_size
+from emberkeep.config.kinds import readable_size
+from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError, ModelNotFound, RequestError
-from emberkeep.types import EXACT_BITS, CacheEntry, Json, Removed, Verified
+from emberkeep.types.cache import CacheEntry, Removed, Verified
+from emberkeep.types.request import EXACT_BITS, Json
 
 if TYPE_CHECKING:
     from emberkeep.cli.cache_stores import Listed, StateReader, Store

@@ -15,18 +15,13 @@ from emberkeep.api.stored import MAX_VERIFY_S, entry_from_json, lookup_from_json
 from emberkeep.cli.console import complain
 from emberkeep.cli.model_setup import install_model, open_model
 from emberkeep.cli.running_server import RunningServer, find_server
-from emberkeep.config import Config, ttls
+from emberkeep.config.settings import Config, ttls
 from emberkeep.errors import EmberkeepError, NoSuchEntry
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.stores import ClosedStore, StoreFolder, replica_folder, replica_folders, store_folders
 from emberkeep.models.library import id_at
-from emberkeep.types import (
-    CacheEntry,
-    Explanation,
-    Json,
-    Removed,
-    Verified,
-)
+from emberkeep.types.cache import CacheEntry, Explanation, Removed, Verified
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

@@ -6,18 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from emberkeep.cli.console import ago, plural, printable, show, show_facts, span, texts, width
-from emberkeep.config import readable_size
+from emberkeep.config.kinds import readable_size
 from emberkeep.text import shorten
-from emberkeep.types import (
-    EXACT_BITS,
-    CacheEntry,
-    EntryKind,
-    Explanation,
-    LookupRecord,
-    Removed,
-    Verified,
-    expectation,
-)
+from emberkeep.types.cache import CacheEntry, EntryKind, Explanation, Removed, Verified
+from emberkeep.types.events import LookupRecord, expectation
+from emberkeep.types.request import EXACT_BITS
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -32,11 +32,13 @@ from emberkeep.cli.commands import one_command
 from emberkeep.cli.console import complain
 from emberkeep.cli.flags import with_settings
 from emberkeep.cli.model_setup import install_model, open_model
-from emberkeep.config import DEFAULT_MODEL, Config, LoadedConfig, is_model_name
+from emberkeep.config.settings import DEFAULT_MODEL, Config, is_model_name
+from emberkeep.config.sources import LoadedConfig
 from emberkeep.errors import EmberkeepError, ModelNotFound
 from emberkeep.files import private_folder
 from emberkeep.logs import is_verbose
-from emberkeep.types import Message, Sampling, SavedConversation
+from emberkeep.types.memory import SavedConversation
+from emberkeep.types.request import Message, Sampling
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from emberkeep.cli.console import ago, complain, plural, show_table
 from emberkeep.cli.model_setup import install_model
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError, MemoryOff, ModelNotFound, NoSuchEntry
-from emberkeep.types import Message, Recollection, SavedConversation
+from emberkeep.types.memory import Recollection, SavedConversation
+from emberkeep.types.request import Message
 
 if TYPE_CHECKING:
     from emberkeep.library.emberkeep import Emberkeep
@@ -156,7 +157,7 @@ class Journal:
 
 def open_journal(llm: Emberkeep, config: Config, *, is_saving: bool) -> Journal:
     """In the memory of a loaded model. Without one a chat goes on; that it could not be opened has been said."""
-    from emberkeep.runtime import needs_local
+    from emberkeep.runtime.chain import needs_local
 
     try:
         memory = llm.memory
@@ -202,7 +203,7 @@ def export_saved(config: Config, wanted: str, path: Path) -> None:
 def with_its_model(config: Config, saved: SavedConversation) -> Config:
     """With the model of a conversation, which is pulled if it can be; as it is where that model is gone, or
     what answers runs elsewhere."""
-    from emberkeep.runtime import needs_local
+    from emberkeep.runtime.chain import needs_local
 
     if not needs_local(config):
         return config

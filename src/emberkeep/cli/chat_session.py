@@ -13,21 +13,19 @@ from emberkeep.cli.console import complain, console, plural, printable
 from emberkeep.cli.slash import Quit, run_command
 from emberkeep.errors import ContextExceeded, EmberkeepError
 from emberkeep.logs import LINES
-from emberkeep.types import (
+from emberkeep.types.events import (
     CallEnded,
     CallStarted,
     Decision,
     Event,
     FinishReason,
-    Json,
-    Message,
     PermissionAsked,
     ReasoningDelta,
-    Recollection,
     TextDelta,
-    ToolCall,
     ToolOutcome,
 )
+from emberkeep.types.memory import Recollection
+from emberkeep.types.request import Json, Message, ToolCall
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import typer
 
 from emberkeep.cli.flags import JsonFlag, with_settings
 from emberkeep.cli.model_setup import install_model
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
 
 if TYPE_CHECKING:

@@ -15,11 +15,13 @@ import typer
 
 from emberkeep.cli.console import ask_first, plural, printable
 from emberkeep.cli.flags import ConfigFlag, JsonFlag, YesFlag, logged, settle
-from emberkeep.config import LoadedConfig, McpServer, help_for, public_url, public_values, show_value
-from emberkeep.config.sources import FILE_NAMES, ConfigFile, file_in, read_config_file
+from emberkeep.config.kinds import public_url
+from emberkeep.config.settings import help_for, public_values, show_value
+from emberkeep.config.sources import FILE_NAMES, ConfigFile, LoadedConfig, file_in, read_config_file
+from emberkeep.config.tables import McpServer
 from emberkeep.config.trust import is_trusted, trust, withdraw
 from emberkeep.errors import ConfigError
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 app = typer.Typer(
     help="Look at the settings, and trust a file that sets some.",

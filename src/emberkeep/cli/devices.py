@@ -10,11 +10,13 @@ from dataclasses import asdict
 from emberkeep.cli.commands import one_command
 from emberkeep.cli.console import show_table
 from emberkeep.cli.flags import JsonFlag, with_settings
-from emberkeep.config import Config, free_ram, readable_size, total_ram
+from emberkeep.config.kinds import readable_size
+from emberkeep.config.machine import free_ram, total_ram
+from emberkeep.config.settings import Config
 from emberkeep.engine.devices import Cpu, Device, amd_advice, read_cpu
 from emberkeep.engine.extras import has_hf
 from emberkeep.errors import EngineError
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 CPU = "cpu"
@@ -56,7 +58,9 @@ def devices(config: Config, as_json: JsonFlag = False) -> None:
 
 def llamacpp_view(config: Config) -> View:
     """Loads its library, which is tried first in a process of its own. Blocks for a second the first time."""
-    from emberkeep.engine.llamacpp import choose_library, gpus, is_installed, seen_devices
+    from emberkeep.engine.llamacpp.model import gpus, seen_devices
+    from emberkeep.engine.llamacpp.shared_library import is_installed
+    from emberkeep.engine.llamacpp.trial import choose_library
 
     if config.llama_library in ("auto", "ready-made") and not is_installed(config.llama_library):
         return View(

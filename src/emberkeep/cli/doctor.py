@@ -23,17 +23,10 @@ from emberkeep.cli.commands import one_command
 from emberkeep.cli.console import console
 from emberkeep.cli.devices import describe, describe_cpu, llamacpp_view, torch_view
 from emberkeep.cli.flags import with_settings
-from emberkeep.config import (
-    DEFAULT_MODEL,
-    Config,
-    McpServer,
-    check_exposure,
-    forsaken_memory,
-    free_ram,
-    memory_file,
-    readable_size,
-    total_ram,
-)
+from emberkeep.config.kinds import readable_size
+from emberkeep.config.machine import free_ram, total_ram
+from emberkeep.config.settings import DEFAULT_MODEL, Config, check_exposure, forsaken_memory, memory_file
+from emberkeep.config.tables import McpServer
 from emberkeep.engine.devices import amd_advice, read_cpu
 from emberkeep.engine.extras import has_hf, hf_versions
 from emberkeep.engine.locked_memory import lockable
@@ -117,7 +110,8 @@ def _pages(config: Config) -> Finding:
 
 def _llama_cpp(config: Config) -> Finding:
     """Which one is used, tried out in a process of its own first; others that do not run here are told too."""
-    from emberkeep.engine.llamacpp import choose_library, find_failures, is_installed, system_info, version
+    from emberkeep.engine.llamacpp.shared_library import is_installed, system_info, version
+    from emberkeep.engine.llamacpp.trial import choose_library, find_failures
 
     if config.llama_library in ("auto", "ready-made") and not is_installed(config.llama_library):
         return Finding(Level.WARN, "llama.cpp is not here yet: `emberkeep serve` fetches it.")
@@ -277,7 +271,8 @@ def _model(config: Config) -> Finding:
 
 def _attention(config: Config) -> Finding:
     """What was measured when the model was loaded; nothing is measured here."""
-    from emberkeep.engine.llamacpp import Subject, choose_library
+    from emberkeep.engine.llamacpp.trial import choose_library
+    from emberkeep.engine.llamacpp.tuning import Subject
     from emberkeep.models.digest import known_digest
     from emberkeep.models.library import ModelLibrary
 
@@ -360,7 +355,7 @@ def _backends(config: Config) -> Finding:
     """Who answers, in which order; no request is sent."""
     from emberkeep.backend.remote.vendors import has_key, with_defaults
     from emberkeep.models.remotes import Remotes
-    from emberkeep.runtime import backend_names
+    from emberkeep.runtime.chain import backend_names
 
     try:
         names, remotes = backend_names(config), Remotes(config).list()

@@ -1,4 +1,4 @@
-"""Flags of the commands: those of settings are made from what `emberkeep.config` says about each of them."""
+"""Flags of the commands: those of settings are made from what `config/settings.py` says about each of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.models import OptionInfo
 
-from emberkeep import config as settings
 from emberkeep.cli.console import complain
-from emberkeep.config import Config, default_of, help_for, is_list, type_of
+from emberkeep.config import sources
+from emberkeep.config.settings import FIELDS, Config, default_of, help_for, is_list, type_of
 from emberkeep.logs import begin_logging
 
 Command = Callable[..., None]
@@ -49,7 +49,7 @@ def with_settings(*names: str) -> Callable[[Command], Command]:
         groups = _flags_by_parameter(function)
         own = {flag.name: flag for _, flags in groups.values() for flag in flags}
         first = [flag for name, flag in own.items() if name not in names]
-        chosen = [name for name in names if name == "config" or name in settings.FIELDS]
+        chosen = [name for name in names if name == "config" or name in FIELDS]
         wants_origins = "loaded" in signature(function).parameters
 
         def command(**given: Any) -> None:
@@ -108,7 +108,7 @@ def setting_help(key: str) -> str:
 
 
 def setting(key: str) -> OptionInfo:
-    """The flag of a setting. All but switches are text, which `emberkeep.config` parses and explains."""
+    """The flag of a setting. All but switches are text, which `config/settings.py` parses and explains."""
     name, about = key.replace("_", "-"), setting_help(key)
     option: OptionInfo
     if type_of(key) == "switch":
@@ -131,10 +131,10 @@ def load_config(**flags: object) -> Config:
     return settle(**flags).config
 
 
-def settle(**flags: object) -> settings.LoadedConfig:
+def settle(**flags: object) -> sources.LoadedConfig:
     """The same, with where each value came from."""
     given = {key: None if value == [] else value for key, value in flags.items()}
-    loaded = settings.load_config({"log_level": _log_level.get(), **given})
+    loaded = sources.load_config({"log_level": _log_level.get(), **given})
     if loaded.warning:
         _warn_once(loaded.warning)
     begin_logging(loaded.config.log_level)

@@ -16,7 +16,7 @@ from emberkeep.cli.clients import CLIENTS, Client, Service, Setup
 from emberkeep.cli.commands import one_command
 from emberkeep.cli.console import complain
 from emberkeep.cli.flags import with_settings
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import ConfigError, EmberkeepError, ModelNotFound
 from emberkeep.files import private_folder, replace_file
 

@@ -15,10 +15,10 @@ import typer
 
 from emberkeep.cli.console import ask_first, complain, console, plural, printable, show_table
 from emberkeep.cli.flags import JsonFlag, YesFlag, with_settings
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.logs import begin_logging, is_verbose
-from emberkeep.types import Json, private_namespace
+from emberkeep.types.request import Json, private_namespace
 
 if TYPE_CHECKING:
     from emberkeep.mcp.answers import ListedTool, McpPrompt
@@ -128,7 +128,8 @@ def serve(
 
 def _serve(config: Config, owner: str, *, http: bool) -> None:
     from emberkeep.mcp.server import McpHost
-    from emberkeep.runtime import open_memory, open_toolbox
+    from emberkeep.runtime.memory import open_memory
+    from emberkeep.runtime.tools import open_toolbox
 
     memory = open_memory(config)
     try:

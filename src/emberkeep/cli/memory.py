@@ -16,9 +16,11 @@ from typer.core import TyperGroup
 
 from emberkeep.cli.console import ago, ask_first, console, plural, printable, show, show_facts, texts, whose
 from emberkeep.cli.flags import JsonFlag, YesFlag, with_settings
-from emberkeep.config import Config, readable_size
+from emberkeep.config.kinds import readable_size
+from emberkeep.config.settings import Config
 from emberkeep.errors import NoSuchEntry
-from emberkeep.types import Fact, Forgotten, Json, MemoryKind, Recollection
+from emberkeep.types.memory import Fact, Forgotten, MemoryKind, Recollection
+from emberkeep.types.request import Json
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -6,7 +6,8 @@ import shutil
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from emberkeep.config import Config, readable_size
+from emberkeep.config.kinds import readable_size
+from emberkeep.config.settings import Config
 from emberkeep.engine.hf.residency import HostPlan, Placing, ResidencyPlan, plan_host, plan_residency
 from emberkeep.errors import EngineError, ModelError
 from emberkeep.files import nearest_folder
@@ -14,7 +15,7 @@ from emberkeep.models.layer_sizes import LayerSizes, layer_sizes
 from emberkeep.models.library import ModelFile
 from emberkeep.runtime.local_model import placing_of
 from emberkeep.sched.probe import probe
-from emberkeep.types import Quantization, Residency
+from emberkeep.types.models import Quantization, Residency
 from emberkeep.values import dataclass
 
 _SAMPLE = 64 << 20

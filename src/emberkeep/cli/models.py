@@ -13,14 +13,15 @@ import typer
 from emberkeep.cli.console import complain, printable, show_facts, show_table
 from emberkeep.cli.flags import JsonFlag, YesFlag, with_settings
 from emberkeep.cli.model_setup import pull_reporter
-from emberkeep.config import Config, readable_size
+from emberkeep.config.kinds import readable_size
+from emberkeep.config.settings import Config
 from emberkeep.errors import ModelError
 from emberkeep.models.digest import model_digest
 from emberkeep.models.library import InstalledModel, ModelFile, ModelLibrary
 from emberkeep.models.parts import part_files
 from emberkeep.models.profile import ModelProfile, profile_of
 from emberkeep.models.spec import spec_of_quantisation
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 TEMPLATE_LINES = 5
 

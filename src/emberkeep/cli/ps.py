@@ -13,9 +13,10 @@ import typer
 from emberkeep.cli.commands import one_command
 from emberkeep.cli.console import ago, show_table, span
 from emberkeep.cli.flags import JsonFlag, with_settings
-from emberkeep.config import Config, readable_size
+from emberkeep.config.kinds import readable_size
+from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 if TYPE_CHECKING:
     from emberkeep.cli.running_server import RunningServer

@@ -10,7 +10,7 @@ from emberkeep.backend.base import ModelCard
 from emberkeep.backend.running import RunningModel
 from emberkeep.cli.console import complain, console
 from emberkeep.cli.running_server import LOADING, RunningServer, connection, find_server
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError, NoSuchEntry
 from emberkeep.runtime.chain import LOCAL, backend_names
 from emberkeep.runtime.memory import open_memory_or_none

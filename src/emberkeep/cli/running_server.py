@@ -6,10 +6,10 @@ from typing import Any
 
 import httpx
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError, NoSuchEntry
 from emberkeep.server.presence import server_urls
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 OK, LOADING = "ok", "loading"
 _HEALTH_S = 3.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from emberkeep.cli.commands import one_command
 from emberkeep.cli.flags import with_settings
 from emberkeep.cli.model_setup import ensure, pull_reporter
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 
 EXAMPLES = """\b
 Examples:

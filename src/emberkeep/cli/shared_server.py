@@ -5,7 +5,8 @@ from __future__ import annotations
 from time import perf_counter
 
 from emberkeep.cli.cache_stores import closed_folders, open_link, served_stores
-from emberkeep.config import Config, public_url, readable_size, ttls
+from emberkeep.config.kinds import public_url, readable_size
+from emberkeep.config.settings import Config, ttls
 from emberkeep.errors import ConfigError, StoreFailed
 from emberkeep.kv.remote_link import RemoteLink, Unreachable
 from emberkeep.kv.remote_listing import holdings

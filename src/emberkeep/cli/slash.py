@@ -12,7 +12,8 @@ from emberkeep.cli.console import align
 from emberkeep.cli.memory import NOTHING_FOUND, describe
 from emberkeep.cli.tools import gist
 from emberkeep.errors import EmberkeepError
-from emberkeep.types import Json, Message, Recollection
+from emberkeep.types.memory import Recollection
+from emberkeep.types.request import Json, Message
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

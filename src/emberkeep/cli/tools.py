@@ -14,10 +14,11 @@ import typer
 
 from emberkeep.cli.console import ask_first, complain, printable, show_table
 from emberkeep.cli.flags import JsonFlag, YesFlag, with_settings
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import ConfigError, EmberkeepError, NoSuchEntry
 from emberkeep.text import did_you_mean
-from emberkeep.types import Caller, Json, Tool, ToolCall, private_namespace
+from emberkeep.types.events import Caller
+from emberkeep.types.request import Json, Tool, ToolCall, private_namespace
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

@@ -27,10 +27,10 @@ from emberkeep.cluster.replica import Opening, ReplicaServer
 from emberkeep.cluster.replica_answer import Part, Whole
 from emberkeep.cluster.router import ReplicaRouter
 from emberkeep.cluster.slots import most_replicas
-from emberkeep.config import FIELDS, Config
+from emberkeep.config.settings import FIELDS, Config
 from emberkeep.errors import Overloaded, StoreFailed
 from emberkeep.routing import RouteKeys
-from emberkeep.runtime import open_models
+from emberkeep.runtime.served_models import open_models
 from emberkeep.server.front import create_front
 from emberkeep.server.http_server import Server
 from emberkeep.server.lifecycle import bind

@@ -18,7 +18,7 @@ from emberkeep.api.body import parse_object, validate
 from emberkeep.api.request import UserFields
 from emberkeep.errors import RequestError
 from emberkeep.routing import RouteKeys
-from emberkeep.types import Json, private_namespace
+from emberkeep.types.request import Json, private_namespace
 from emberkeep.values import dataclass
 
 BLOCK_BYTES = 512

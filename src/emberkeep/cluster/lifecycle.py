@@ -31,11 +31,11 @@ from emberkeep.cluster.deployment import (
 )
 from emberkeep.cluster.environment import alone_on, forget_address, note_address, noted_address, prepare_start
 from emberkeep.cluster.replica import Opening
-from emberkeep.config import Config, check_exposure
+from emberkeep.config.settings import Config, check_exposure
 from emberkeep.errors import EmberkeepError
 from emberkeep.library.declared_prefixes import declared_prefixes
 from emberkeep.models.library import ModelLibrary
-from emberkeep.runtime import open_models
+from emberkeep.runtime.served_models import open_models
 from emberkeep.server.lifecycle import bind
 from emberkeep.server.presence import announce
 from emberkeep.signals import ending_signals

@@ -20,7 +20,7 @@ from emberkeep.cluster.exchange import answers
 from emberkeep.cluster.keys import Asked
 from emberkeep.cluster.replica_answer import Part, Whole
 from emberkeep.cluster.slots import config_of_replica, forget_rest, most_replicas, take_slot
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError, Overloaded, StoreFailed
 from emberkeep.library.declared_prefixes import declared_prefixes
 from emberkeep.logs import begin_logging

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from emberkeep.cluster.replica_answer import Whole
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 
 class Merge(Enum):

@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from time import monotonic, sleep
 
-from emberkeep.config import Config, ttls
+from emberkeep.config.settings import Config, ttls
 from emberkeep.errors import StoreFailed
 from emberkeep.files import private_folder
 from emberkeep.library.stores import ClosedStore, replica_folder, replica_folders, store_folders

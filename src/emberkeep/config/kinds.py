@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 MASK = "***"

@@ -43,17 +43,9 @@ from emberkeep.config.machine import total_ram
 from emberkeep.config.tables import HYGIENE, PREFIXES, REMOTES, SERVERS, McpServer, WarmPrefix
 from emberkeep.errors import ConfigError
 from emberkeep.logs import AUTO
-from emberkeep.types import (
-    AttentionTier,
-    HygieneRule,
-    Json,
-    Quantization,
-    Recall,
-    RemoteModel,
-    Repair,
-    Residency,
-    Ttl,
-)
+from emberkeep.types.hygiene import HygieneRule
+from emberkeep.types.models import AttentionTier, Quantization, RemoteModel, Residency
+from emberkeep.types.request import Json, Recall, Repair, Ttl
 from emberkeep.values import dataclass
 
 DEFAULT_MODEL = "smollm2-135m"

@@ -23,7 +23,7 @@ from emberkeep.config.settings import FIELDS, Config, is_harmless, kind_of
 from emberkeep.config.tables import spread_models
 from emberkeep.config.trust import is_trusted
 from emberkeep.errors import ConfigError
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 ENV_PREFIX = "EMBERKEEP_"

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 from emberkeep.config.kinds import ALIASES, MASK, Kind, parse_text, public_url
 from emberkeep.errors import ConfigError
 from emberkeep.text import did_you_mean, shorten
-from emberkeep.types import HygieneAction, HygieneRule, HygieneWhere, Json, RemoteModel, Ttl
-from emberkeep.types.hygiene import as_written
+from emberkeep.types.hygiene import HygieneAction, HygieneRule, HygieneWhere, as_written
+from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import Json, Ttl
 from emberkeep.values import dataclass
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")

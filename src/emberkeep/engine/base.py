@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.errors import EngineError
-from emberkeep.types import AttentionTier, ExpertStats, Json, Vocab
+from emberkeep.types.models import AttentionTier, ExpertStats, Vocab
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 Logits = npt.NDArray[np.float32]

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import platformdirs
 
 from emberkeep.files import private_folder, replace_file
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 log = logging.getLogger("emberkeep.engine")
 

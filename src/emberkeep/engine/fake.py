@@ -35,7 +35,8 @@ from emberkeep.engine.base import (
     check_splice,
 )
 from emberkeep.errors import EngineError
-from emberkeep.types import AttentionTier, Json
+from emberkeep.types.models import AttentionTier
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 _SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from emberkeep.config import readable_size
+from emberkeep.config.kinds import readable_size
 
 log = logging.getLogger("emberkeep.engine")
 

@@ -16,7 +16,7 @@ from time import sleep
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.config import total_ram
+from emberkeep.config.machine import total_ram
 
 log = logging.getLogger("emberkeep.engine")
 

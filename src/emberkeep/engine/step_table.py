@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import inf, isfinite
 from typing import cast
 
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 _NEAR = 128

@@ -19,7 +19,7 @@ import numpy as np
 from emberkeep.kv.chunkfile import Description
 from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, Made, Span, chunk_key, tokens_to
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import Lineage
+from emberkeep.types.request import Lineage
 from emberkeep.values import dataclass
 
 BLOCK_TOKENS = 128

@@ -15,7 +15,9 @@ from emberkeep.kv.remote_writer import StillElsewhere
 from emberkeep.kv.runs import Runs, gently
 from emberkeep.kv.tree import Chunk, ChunkKey, Cursor
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import SHARED, CacheEntry, CacheTree, Lineage, MissReason, Removed
+from emberkeep.types.cache import CacheEntry, CacheTree, Removed
+from emberkeep.types.events import MissReason
+from emberkeep.types.request import SHARED, Lineage
 from emberkeep.values import dataclass
 
 

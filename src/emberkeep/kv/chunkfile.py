@@ -50,7 +50,7 @@ from emberkeep.kv.tree import (
     unpack_spans,
 )
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import Lineage
+from emberkeep.types.request import Lineage
 from emberkeep.values import dataclass
 
 MAGIC = b"EMBERKV2"

@@ -30,7 +30,9 @@ from emberkeep.kv.tree import (
     token_bytes,
 )
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import EntryKind, Label, Lineage, MissReason, Ttl
+from emberkeep.types.cache import EntryKind, Label
+from emberkeep.types.events import MissReason
+from emberkeep.types.request import Lineage, Ttl
 from emberkeep.values import dataclass
 
 RING = 8

@@ -22,7 +22,9 @@ from emberkeep.kv.chunkfile import Description
 from emberkeep.kv.entries import GHOST_LIMIT, Entry, EntryId, Ghost, UnsavedChanges, Uses, unpack_tails
 from emberkeep.kv.tree import MADE, ChunkKey, Made, Span, pack_spans, token_bytes, unpack_spans
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import EntryKind, Label, Lineage, MissReason, Ttl
+from emberkeep.types.cache import EntryKind, Label
+from emberkeep.types.events import MissReason
+from emberkeep.types.request import Lineage, Ttl
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")

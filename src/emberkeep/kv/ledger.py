@@ -17,7 +17,9 @@ from emberkeep.kv.index import ChunkRow, LaterUses
 from emberkeep.kv.policy import LOW_WATER, Keeping, Rhythm, StoreClock, StoreCounters, WriteBudget, worth_writing
 from emberkeep.kv.ram_tier import RamTier, Tally
 from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, RadixTree, held_at, sibling_with
-from emberkeep.types import Label, Lineage, MissReason, Ttl
+from emberkeep.types.cache import Label
+from emberkeep.types.events import MissReason
+from emberkeep.types.request import Lineage, Ttl
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")

@@ -11,7 +11,7 @@ from dataclasses import field
 from math import exp, log, log2
 
 from emberkeep.kv.tree import Chunk, Segment
-from emberkeep.types import Ttl
+from emberkeep.types.request import Ttl
 from emberkeep.values import dataclass
 
 LOW_WATER = 0.99

@@ -21,7 +21,7 @@ from emberkeep.kv.remote_reader import BlockReader, Found, Whole
 from emberkeep.kv.remote_writer import ForgottenLog
 from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, Made, Span, place_at
 from emberkeep.token_arrays import TokenArray, common_prefix
-from emberkeep.types import EXACT_BITS, SHARED, Lineage
+from emberkeep.types.request import EXACT_BITS, SHARED, Lineage
 from emberkeep.values import dataclass
 
 T = TypeVar("T")

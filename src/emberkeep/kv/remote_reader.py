@@ -13,7 +13,7 @@ from typing import Any
 from emberkeep.kv.chunkfile import Damaged, Description, verified
 from emberkeep.kv.policy import CostModel
 from emberkeep.kv.remote_link import RemoteLink
-from emberkeep.types import Lineage
+from emberkeep.types.request import Lineage
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")

@@ -25,7 +25,7 @@ from emberkeep.kv.remote_reader import BlockReader
 from emberkeep.kv.remote_writer import ForgottenLog, RemoteWriter
 from emberkeep.kv.tree import Chunk, ChunkKey, held_at, store_name
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import SHARED, Lineage
+from emberkeep.types.request import SHARED, Lineage
 
 log = logging.getLogger("emberkeep.kv")
 

@@ -24,7 +24,7 @@ from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.remote_link import FOLLOWERS, FORGOTTEN, SLOTS, SNAPSHOTS, RemoteLink, Unreachable
 from emberkeep.kv.transfers import give_way
 from emberkeep.kv.tree import Chunk, ChunkKey, token_bytes
-from emberkeep.types import SHARED, Lineage
+from emberkeep.types.request import SHARED, Lineage
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

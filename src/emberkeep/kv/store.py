@@ -49,7 +49,9 @@ from emberkeep.kv.tree import (
     tail_inside,
 )
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import SHARED, Approximation, Label, Lineage, MissReason, Ttl
+from emberkeep.types.cache import Label
+from emberkeep.types.events import MissReason
+from emberkeep.types.request import SHARED, Approximation, Lineage, Ttl
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")

@@ -30,7 +30,7 @@ from typing import NewType
 import numpy as np
 
 from emberkeep.token_arrays import TokenArray, common_prefix
-from emberkeep.types import EXACT, SHARED, Lineage
+from emberkeep.types.request import EXACT, SHARED, Lineage
 from emberkeep.values import dataclass
 
 ChunkKey = NewType("ChunkKey", bytes)

@@ -42,7 +42,7 @@ from emberkeep.api.request import (
 from emberkeep.errors import InvalidField, RequestError
 from emberkeep.library.options import HTTP_NAMES, Approximate, Options, PrefixOptions
 from emberkeep.text import did_you_mean
-from emberkeep.types import (
+from emberkeep.types.request import (
     Approximation,
     Json,
     Message,

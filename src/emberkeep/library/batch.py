@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from emberkeep.errors import EmberkeepError, Overloaded, RateLimited
 from emberkeep.library.results import Collector, Result
-from emberkeep.types import Events, Request
+from emberkeep.types.events import Events
+from emberkeep.types.request import Request
 
 
 class Batch:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from emberkeep.config import Config, WarmPrefix
+from emberkeep.config.settings import Config
+from emberkeep.config.tables import WarmPrefix
 from emberkeep.errors import ConfigError, RequestError
-from emberkeep.types import SHARED, Message, Request
+from emberkeep.types.request import SHARED, Message, Request
 
 
 def declared_prefixes(config: Config) -> list[Request]:

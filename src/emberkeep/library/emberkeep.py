@@ -18,7 +18,8 @@ from emberkeep.backend.capabilities import (
     speculation_of,
     warm_prefix,
 )
-from emberkeep.config import Config, load_config
+from emberkeep.config.settings import Config
+from emberkeep.config.sources import load_config
 from emberkeep.errors import EmberkeepError, InvalidField
 from emberkeep.library.arguments import (
     Messages,
@@ -40,7 +41,10 @@ from emberkeep.library.tool_session import ToolSession, is_runnable, own_toolbox
 from emberkeep.library.user_memory import UserMemory, require_memory
 from emberkeep.library.verify_report import CANDIDATES, VerifiedPrompt, VerifyReport, VerifySummary
 from emberkeep.text import shorten
-from emberkeep.types import SHARED, AttentionTier, ExpertStats, Json, Request, SpeculationStats, Verified
+from emberkeep.types.cache import Verified
+from emberkeep.types.models import AttentionTier, ExpertStats
+from emberkeep.types.request import SHARED, Json, Request
+from emberkeep.types.speculation import SpeculationStats
 
 log = logging.getLogger("emberkeep")
 
@@ -89,7 +93,7 @@ class Emberkeep:
     @classmethod
     def open(cls, config: Config) -> Emberkeep:
         """Load a model that is here, with settings that are settled. Raises ModelError, EngineError."""
-        from emberkeep.runtime import open_backend
+        from emberkeep.runtime.chain import open_backend
 
         prefixes = declared_prefixes(config)
         backend = open_backend(config)
@@ -142,7 +146,7 @@ class Emberkeep:
 
         Raises ConfigError.
         """
-        from emberkeep.runtime import open_toolbox
+        from emberkeep.runtime.tools import open_toolbox
 
         tools = open_toolbox(config, memory=self._backend.memory, asks=asks)
         return ToolSession(self._bridge, self._backend, tools, asks=asks, turns=config.tool_turns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from emberkeep.config import DEFAULT_MODEL, Config
+from emberkeep.config.settings import DEFAULT_MODEL, Config
 from emberkeep.engine.extras import require_hf
 from emberkeep.errors import ModelNotFound
 
@@ -18,7 +18,7 @@ def ensure_model(config: Config, reporter: Reporter | None = None) -> None:
     The default model is pulled, and so is a repository of the hub for the Hugging Face engine; any other must be
     here. Blocks while it downloads. Raises ModelError, and EngineError where the engine is not installed.
     """
-    from emberkeep.runtime import may_do_without_local, needs_local
+    from emberkeep.runtime.chain import may_do_without_local, needs_local
 
     if not needs_local(config):
         return
@@ -53,7 +53,7 @@ def _ensure(model: str, config: Config, reporter: Reporter | None) -> None:
 
 
 def _ensure_llamacpp(config: Config, reporter: Reporter | None) -> None:
-    from emberkeep.engine.llamacpp import is_installed
+    from emberkeep.engine.llamacpp.shared_library import is_installed
 
     if config.engine == "hf" or is_installed(config.llama_library):
         return

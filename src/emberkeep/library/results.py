@@ -9,7 +9,7 @@ from types import TracebackType
 
 from emberkeep.api.answer import ChoiceAnswer, likeliest
 from emberkeep.errors import EmberkeepError
-from emberkeep.types import (
+from emberkeep.types.events import (
     Completed,
     Event,
     Eviction,
@@ -18,15 +18,14 @@ from emberkeep.types import (
     FinishReason,
     Fit,
     LookupRecord,
-    Message,
     ReasoningDelta,
     TextDelta,
     Timings,
     TokenLogprob,
-    ToolCall,
     ToolCallDelta,
     Usage,
 )
+from emberkeep.types.request import Message, ToolCall
 from emberkeep.values import dataclass
 
 

@@ -13,7 +13,8 @@ from emberkeep.kv.policy import Keeping
 from emberkeep.kv.remote_link import RemoteLink
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import store_name
-from emberkeep.types import CacheEntry, Json, Removed, Ttl
+from emberkeep.types.cache import CacheEntry, Removed
+from emberkeep.types.request import Json, Ttl
 from emberkeep.values import dataclass
 
 _REPLICAS = "replicas"

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from emberkeep.library.bridge import Bridge
 from emberkeep.library.results import Stream
-from emberkeep.types import Decision, Message, Request, Tool, ToolCall
+from emberkeep.types.events import Decision
+from emberkeep.types.request import Message, Request, Tool, ToolCall
 
 if TYPE_CHECKING:
     from emberkeep.backend.base import Backend

@@ -20,10 +20,11 @@ from emberkeep.api.request import (
     Remembered,
     validate,
 )
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError, InvalidField, MemoryOff
 from emberkeep.memory.redaction import redact
-from emberkeep.types import Fact, Forgotten, Json, Message, Recollection, SavedConversation, private_namespace
+from emberkeep.types.memory import Fact, Forgotten, Recollection, SavedConversation
+from emberkeep.types.request import Json, Message, private_namespace
 
 if TYPE_CHECKING:
     from emberkeep.memory.memory import Memory
@@ -152,9 +153,9 @@ class UserMemory:
 @contextmanager
 def open_memory(config: Config) -> Iterator[UserMemory]:
     """Memory without a model; others may have it open too. Raises MemoryFailed."""
-    from emberkeep import runtime
+    from emberkeep.runtime import memory as configured
 
-    memory = require_memory(runtime.open_memory(config))
+    memory = require_memory(configured.open_memory(config))
     try:
         yield UserMemory(memory)
     finally:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from emberkeep.errors import EmberkeepError
 from emberkeep.library.results import Result
-from emberkeep.types import TokenLogprob, expectation
+from emberkeep.types.events import TokenLogprob, expectation
 from emberkeep.values import dataclass
 
 CANDIDATES = 256

@@ -14,10 +14,11 @@ from typing import Any
 import mcp.types as wire
 from mcp import Client
 
-from emberkeep.config import McpServer, readable_size
+from emberkeep.config.kinds import readable_size
+from emberkeep.config.tables import McpServer
 from emberkeep.errors import ToolFailed
 from emberkeep.text import shorten, strip_hidden, strip_hidden_json
-from emberkeep.types import Image, Message, Tool
+from emberkeep.types.request import Image, Message, Tool
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.mcp")

@@ -19,13 +19,13 @@ from mcp import Client, MCPError
 from mcp.client.subscriptions import SubscriptionLost
 from mcp.types.version import MODERN_PROTOCOL_VERSIONS
 
-from emberkeep.config import McpServer
+from emberkeep.config.tables import McpServer
 from emberkeep.errors import EmberkeepError, ToolFailed
 from emberkeep.mcp.answers import ListedTool, Listing, read_listing, result_text, unlisted_tool
 from emberkeep.mcp.pins import Pins, Standing
 from emberkeep.mcp.transport import expand_variables, http_transport, mask_secrets, stdio_transport
 from emberkeep.text import did_you_mean, shorten, strip_hidden
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 log = logging.getLogger("emberkeep.mcp")
 

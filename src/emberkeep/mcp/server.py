@@ -29,7 +29,9 @@ from emberkeep.signals import ending_signals
 from emberkeep.tools.function import ToolFunction
 from emberkeep.tools.runner import in_thread
 from emberkeep.tools.toolbox import ToolBox
-from emberkeep.types import Caller, Json, SavedConversation, ToolCall
+from emberkeep.types.events import Caller
+from emberkeep.types.memory import SavedConversation
+from emberkeep.types.request import Json, ToolCall
 
 HTTP_PATH = "/mcp"
 IDLE_S = 30 * 60.0

@@ -21,7 +21,7 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.message import SessionMessage
 from mcp.types import JSONRPCError, JSONRPCMessage, JSONRPCResponse, jsonrpc_message_adapter
 
-from emberkeep.config import McpServer
+from emberkeep.config.tables import McpServer
 from emberkeep.errors import ConfigError
 from emberkeep.signals import with_default_signals
 from emberkeep.text import shorten, strip_hidden

@@ -17,7 +17,8 @@ from emberkeep.memory import records
 from emberkeep.memory.database import Database, rows, value
 from emberkeep.memory.responses import Item, add_items, put_response, read_items, stored_response
 from emberkeep.text import encodable
-from emberkeep.types import Fact, Json, Message, Note, NoteKind, Role, StoredResponse, ToolUse, Turn
+from emberkeep.types.memory import Fact, Note, NoteKind, StoredResponse, ToolUse, Turn
+from emberkeep.types.request import Json, Message, Role
 
 Row = Mapping[str, Any]
 

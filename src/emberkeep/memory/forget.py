@@ -14,7 +14,7 @@ import apsw
 from emberkeep.memory.database import Database, rows, used_bytes, value
 from emberkeep.memory.records import conversation_id, owner_id, remove_turns
 from emberkeep.text import encodable
-from emberkeep.types import Forgotten
+from emberkeep.types.memory import Forgotten
 
 _TURNS_AT_ONCE = 1000
 """Turns in one transaction: others want to write meanwhile."""

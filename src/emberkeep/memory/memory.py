@@ -17,7 +17,8 @@ from emberkeep.memory.responses import Responses
 from emberkeep.memory.search import Query, search
 from emberkeep.memory.vectors import Embed, Floats, Vectors, add_vectors, text_of, turns_without_vectors
 from emberkeep.text import encodable
-from emberkeep.types import Fact, Forgotten, Json, Message, Note, NoteKind, Recollection, SavedConversation, Turn
+from emberkeep.types.memory import Fact, Forgotten, Note, NoteKind, Recollection, SavedConversation, Turn
+from emberkeep.types.request import Json, Message
 
 _KEYS_AT_ONCE = 128
 """Keys of notes in one statement: always as many, so that SQLite has it prepared."""

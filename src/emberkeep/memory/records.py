@@ -18,7 +18,8 @@ from emberkeep.memory.database import rows, used_bytes, value
 from emberkeep.memory.redaction import redact
 from emberkeep.memory.terms import LONGEST, stems_of
 from emberkeep.text import encodable, shorten
-from emberkeep.types import Fact, Json, Message, Note, SavedConversation, ToolCall, ToolUse, Turn
+from emberkeep.types.memory import Fact, Note, SavedConversation, ToolUse, Turn
+from emberkeep.types.request import Json, Message, ToolCall
 
 _INDEXED_CHARS = 100_000
 """Of what tools gave back; more of it is data that no question names by its words."""

@@ -19,7 +19,8 @@ from emberkeep.memory.database import Database, rows, used_bytes, value
 from emberkeep.memory.forget import forgotten_since, retain
 from emberkeep.memory.records import make_conversation, make_owner, owner_id
 from emberkeep.text import encodable
-from emberkeep.types import ApiConversation, Json, StoredResponse
+from emberkeep.types.memory import ApiConversation, StoredResponse
+from emberkeep.types.request import Json
 
 Item = dict[str, Json]
 

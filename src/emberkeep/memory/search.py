@@ -25,7 +25,7 @@ from emberkeep.memory.records import conversation_id, conversation_token, unpack
 from emberkeep.memory.terms import Term, asked_stems, stems_of, terms_of
 from emberkeep.memory.vectors import Floats, Ids, Vectors, similarities
 from emberkeep.text import encodable
-from emberkeep.types import MemoryKind, Recollection
+from emberkeep.types.memory import MemoryKind, Recollection
 from emberkeep.values import dataclass
 
 _CANDIDATES = 48

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.models.digest import file_versions, known_digest, model_digest
 from emberkeep.models.embedding import embedding_gguf
@@ -58,7 +58,7 @@ def _begin(config: Config) -> bool:
 
 
 def _prove(config: Config, model: ModelFile, digests: Path, tell: Tell) -> tuple[str | None, bool]:
-    from emberkeep.engine.llamacpp import choose_known_library
+    from emberkeep.engine.llamacpp.trial import choose_known_library
 
     digest: str | None = None
     try:
@@ -73,7 +73,7 @@ def _prove(config: Config, model: ModelFile, digests: Path, tell: Tell) -> tuple
 def try_out(config: Config, model: ModelFile, digests: Path, tell: Tell) -> str:
     """The digest of a model that writes. It was tried out with the first library that may be used, whatever came
     of that. Blocks. Raises ModelNotFound, ModelBroken and OSError."""
-    from emberkeep.engine.llamacpp import try_together
+    from emberkeep.engine.llamacpp.trial import try_together
 
     before = file_versions(model.path)
     return try_together(

@@ -8,7 +8,8 @@ from pathlib import Path
 from emberkeep.errors import ModelBroken
 from emberkeep.models.gguf import GgufHeader
 from emberkeep.models.profile import CONFIG, read_json, read_json_objects
-from emberkeep.types import Json, Pooling
+from emberkeep.types.embedding import Pooling
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 MODULE_LIST = "modules.json"

@@ -17,8 +17,8 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from emberkeep.engine.llamacpp import choose_library
 from emberkeep.engine.llamacpp.shared_library import AUTO, READY_MADE, is_installed, prebuilt
+from emberkeep.engine.llamacpp.trial import choose_library
 from emberkeep.errors import DownloadFailed, EngineError
 from emberkeep.files import private_folder
 from emberkeep.models.reporter import Reporter, Silent

@@ -17,7 +17,7 @@ from typing import BinaryIO, TypeGuard
 
 from emberkeep.errors import ModelBroken, ModelNotFound
 from emberkeep.models.gguf import GgufHeader, SkippedArray, read_header
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 F16_BYTES = 2

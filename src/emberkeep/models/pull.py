@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from emberkeep.config import readable_size
+from emberkeep.config.kinds import readable_size
 from emberkeep.engine.llamacpp.shared_library import AUTO
 from emberkeep.errors import DownloadFailed, EngineError, ModelBroken, ModelError, ModelNotFound
 from emberkeep.file_digests import Progress

@@ -6,12 +6,13 @@ import json
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.config.tables import parse_remotes
 from emberkeep.errors import ConfigError
 from emberkeep.files import locked, private_folder, replace_file
 from emberkeep.text import did_you_mean
-from emberkeep.types import Json, RemoteModel
+from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import Json
 
 _FILE = "backends.json"
 

@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from emberkeep.config import readable_size
+from emberkeep.config.kinds import readable_size
 from emberkeep.errors import DownloadFailed
 from emberkeep.models.spec import WheelFile
 from emberkeep.signals import with_default_signals

@@ -13,14 +13,14 @@ from functools import partial
 from emberkeep.backend.base import Backend
 from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.backend.on_demand import Report, tell_nobody
-from emberkeep.config import OFF, Config
+from emberkeep.config.settings import OFF, Config
 from emberkeep.errors import ConfigError
 from emberkeep.models.remotes import Remotes
 from emberkeep.runtime.local_model import open_local
 from emberkeep.runtime.parts import Parts
 from emberkeep.runtime.remote import named_backends, open_remote
 from emberkeep.runtime.tools import server_tools
-from emberkeep.types import RemoteModel
+from emberkeep.types.models import RemoteModel
 
 AUTO = "auto"
 LOCAL = "local"

@@ -9,14 +9,16 @@ from dataclasses import replace
 from time import perf_counter
 
 from emberkeep.backend.base import Backend, read_answer
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.memory.memory import Memory
 from emberkeep.models.remotes import Remotes
 from emberkeep.runtime.remote import named_backends, open_remote
 from emberkeep.tools.function import ToolFunction
 from emberkeep.tools.model_tools import Consulted, ModelTools
-from emberkeep.types import RemoteModel, Request, ToolServer
+from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import Request
+from emberkeep.types.tools import ToolServer
 
 
 def open_consultants(config: Config) -> list[Consultants]:

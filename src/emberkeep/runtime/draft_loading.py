@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from emberkeep.config import Config, placed_by_itself
+from emberkeep.config.settings import Config, placed_by_itself
 from emberkeep.engine.base import Engine
 from emberkeep.errors import ConfigError, EngineError
-from emberkeep.types import Vocab
+from emberkeep.types.models import Vocab
 
 _SHOWN = 24
 """Bytes of a token in an error."""

@@ -12,7 +12,7 @@ from emberkeep.backend.choices import Permits
 from emberkeep.backend.embedder import EmbedderSettings, EngineRunner, LocalEmbedder
 from emberkeep.backend.embedding_backend import EmbeddingBackend
 from emberkeep.backend.vector_cache import VectorCache
-from emberkeep.config import Config, slice_tokens
+from emberkeep.config.settings import Config, slice_tokens
 from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.engine.extras import require_hf
 from emberkeep.errors import EngineError
@@ -26,10 +26,12 @@ from emberkeep.models.profile import profile
 from emberkeep.runtime.parts import open_vectors
 from emberkeep.runtime.placement import live_kv_bytes, open_placed, place
 from emberkeep.sched.engine_thread import EngineThread
-from emberkeep.types import Json, Pooling
+from emberkeep.types.embedding import Pooling
+from emberkeep.types.request import Json
 
 if TYPE_CHECKING:
-    from emberkeep.engine.llamacpp import LlamaEmbeddingSettings, LlamaModel, Placement
+    from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingSettings
+    from emberkeep.engine.llamacpp.model import LlamaModel, Placement
 
 log = logging.getLogger("emberkeep")
 
@@ -72,7 +74,7 @@ def open_embedding(config: Config, model: ModelFile, shape: EmbeddingProfile, di
 
 def open_own_states(config: Config, model: LlamaModel, weights: str) -> EmbeddingEngine:
     """The pooled states of a chat model, beside the engine that writes. Call it on the thread of that."""
-    from emberkeep.engine.llamacpp import LlamaEmbeddingEngine
+    from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingEngine
 
     pooling = Pooling(config.pooling)
     settings = _llamacpp_settings(config, pooling, model.train_context)
@@ -93,15 +95,10 @@ Opened = tuple[EmbeddingEngine, Mapping[str, Json]]
 
 
 def _open_llamacpp(config: Config, model: ModelFile, shape: EmbeddingProfile, digests: Path) -> Opened:
-    from emberkeep.engine.llamacpp import (
-        Adapter,
-        LlamaEmbeddingEngine,
-        LlamaModel,
-        LlamaSettings,
-        choose_library,
-        one_core_each,
-        prove_embedding,
-    )
+    from emberkeep.engine.llamacpp.context import LlamaSettings, one_core_each
+    from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingEngine
+    from emberkeep.engine.llamacpp.model import Adapter, LlamaModel
+    from emberkeep.engine.llamacpp.trial import choose_library, prove_embedding
 
     choose_library(config.llama_library)
     header = read_header(model.path)
@@ -136,7 +133,7 @@ def _open_llamacpp(config: Config, model: ModelFile, shape: EmbeddingProfile, di
 
 
 def _llamacpp_settings(config: Config, pooling: Pooling, trained: int) -> LlamaEmbeddingSettings:
-    from emberkeep.engine.llamacpp import LlamaEmbeddingSettings
+    from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingSettings
 
     cap = _DEFAULT_CAUSAL_CONTEXT if pooling is Pooling.LAST else _DEFAULT_CONTEXT
     # Beyond what it was trained for, an encoder has no positions.
@@ -146,7 +143,7 @@ def _llamacpp_settings(config: Config, pooling: Pooling, trained: int) -> LlamaE
 
 def _open_hf(config: Config, model: ModelFile, shape: EmbeddingProfile, digests: Path) -> Opened:
     require_hf()
-    from emberkeep.engine.hf import HfEmbeddingEngine, HfEmbeddingSettings
+    from emberkeep.engine.hf.embedding_engine import HfEmbeddingEngine, HfEmbeddingSettings
 
     settings = HfEmbeddingSettings(
         pooling=_pooling(config, shape),

@@ -15,7 +15,8 @@ from emberkeep.backend.local import LocalBackend, LocalSettings
 from emberkeep.backend.on_demand import Report, tell_nobody
 from emberkeep.backend.precache import KeepAlive
 from emberkeep.chat.template import ChatTemplate, begin_worker
-from emberkeep.config import OFF, Config, slice_tokens, total_ram, ttls
+from emberkeep.config.machine import total_ram
+from emberkeep.config.settings import OFF, Config, slice_tokens, ttls
 from emberkeep.engine.base import Engine
 from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.engine.extras import require_hf
@@ -47,22 +48,14 @@ from emberkeep.sched.draft_model import LoadedDraft
 from emberkeep.sched.engine_thread import EngineThread, promised
 from emberkeep.sched.probe import DeviceProbe, log_plan, probe, step_seconds
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
-from emberkeep.types import (
-    EXACT_BITS,
-    Approximation,
-    AttentionTier,
-    Json,
-    Lineages,
-    Quantization,
-    ReasoningFormat,
-    Repair,
-    Residency,
-)
+from emberkeep.types.models import AttentionTier, Quantization, Residency
+from emberkeep.types.request import EXACT_BITS, Approximation, Json, Lineages, ReasoningFormat, Repair
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
-    from emberkeep.engine.hf import HfSource, Placing
-    from emberkeep.engine.llamacpp import LlamaModel, Placement
+    from emberkeep.engine.hf.model_loader import HfSource
+    from emberkeep.engine.hf.residency import Placing
+    from emberkeep.engine.llamacpp.model import LlamaModel, Placement
 
 log = logging.getLogger("emberkeep")
 
@@ -277,18 +270,13 @@ def _admission(config: Config, engine: Engine, store: KvStore, largest_slice: in
 
 
 def _open_llamacpp(model: ModelFile, config: Config, digests: Path, *, report: Report = tell_nobody) -> _Opened:
-    from emberkeep.engine.llamacpp import (
-        Adapter,
-        LlamaEngine,
-        LlamaModel,
-        LlamaSettings,
-        choose_library,
-        facts_about,
-        name_workers,
-        prove_model,
-        tune,
-    )
+    from emberkeep.engine.llamacpp.context import LlamaSettings, name_workers
     from emberkeep.engine.llamacpp.early_load import begun
+    from emberkeep.engine.llamacpp.engine import LlamaEngine
+    from emberkeep.engine.llamacpp.facts import facts_about
+    from emberkeep.engine.llamacpp.model import Adapter, LlamaModel
+    from emberkeep.engine.llamacpp.trial import choose_library, prove_model
+    from emberkeep.engine.llamacpp.tuning import tune
 
     name_workers()
     _check_kv_bits(config)
@@ -393,7 +381,9 @@ def _open_hf(
     # Beside it: reading all of a large model takes as long as importing and loading.
     digest, compute_digest = promised(lambda: model_digest(model.path, digests))
     threading.Thread(target=compute_digest, name="emberkeep-digest", daemon=True).start()
-    from emberkeep.engine.hf import HfSettings, affordable_batch, cells_of_share, load_model, open_engine
+    from emberkeep.engine.hf.engine import open_engine
+    from emberkeep.engine.hf.footprint import affordable_batch, cells_of_share
+    from emberkeep.engine.hf.model_loader import HfSettings, load_model
 
     blocks = None if is_draft else _most_blocks(config)
     source = _hf_source(model)
@@ -469,7 +459,7 @@ def device_probe(name: str) -> DeviceProbe:
 
 def placing_of(config: Config) -> Placing:
     """Where weights of the hf engine may be."""
-    from emberkeep.engine.hf import Placing
+    from emberkeep.engine.hf.residency import Placing
 
     return Placing(
         Residency(config.residency),
@@ -493,7 +483,7 @@ def _refuse_llamacpp_settings(config: Config) -> None:
 
 
 def _hf_source(model: ModelFile) -> HfSource:
-    from emberkeep.engine.hf import HfSource
+    from emberkeep.engine.hf.model_loader import HfSource
 
     if model.is_folder:
         return HfSource(model.path)

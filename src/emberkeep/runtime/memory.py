@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from emberkeep.config import Config, forsaken_memory, memory_file
+from emberkeep.config.settings import Config, forsaken_memory, memory_file
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Policy, Sessions, about_tokens
-from emberkeep.types import Recall
+from emberkeep.types.request import Recall
 
 log = logging.getLogger("emberkeep")
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from emberkeep.backend.model_pool import Fits, Need
-from emberkeep.config import Config, slice_tokens, total_ram
+from emberkeep.config.machine import total_ram
+from emberkeep.config.settings import Config, slice_tokens
 from emberkeep.models.layer_sizes import layer_sizes
 from emberkeep.models.library import ModelFile
 from emberkeep.models.parts import part_files
@@ -16,7 +17,7 @@ from emberkeep.models.profile import ModelProfile, profile_of
 from emberkeep.runtime.embedding_model import embedding_profile
 from emberkeep.runtime.local_model import context_length, engine_cells
 from emberkeep.runtime.placement import live_kv_bytes
-from emberkeep.types import Quantization
+from emberkeep.types.models import Quantization
 
 _F32 = 4
 _WIDTHS = 64
@@ -95,7 +96,7 @@ def free_on_gpus() -> int:
 
 def _gpus() -> list[tuple[int, int]]:
     """Free and all bytes of each."""
-    from emberkeep.engine.llamacpp import gpus
+    from emberkeep.engine.llamacpp.model import gpus
 
     torch = sys.modules.get("torch")  # it is slow to import, and there once a model of its kind was loaded
     if torch is not None and torch.cuda.is_available():

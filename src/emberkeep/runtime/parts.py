@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import astuple
 from typing import Protocol
 
-from emberkeep.config import Config, ttls
+from emberkeep.config.settings import Config, ttls
 from emberkeep.engine.former_names import Stored
 from emberkeep.errors import ConfigError
 from emberkeep.kv.blocks import BLOCK_TOKENS
@@ -23,7 +23,7 @@ from emberkeep.kv.vector_file import VectorFile, delete_vectors
 from emberkeep.memory.memory import Memory
 from emberkeep.runtime.memory import open_memory_or_none
 from emberkeep.session.hygiene import Hygiene
-from emberkeep.types import Removed
+from emberkeep.types.cache import Removed
 from emberkeep.types.hygiene import rules_in_use
 from emberkeep.values import dataclass
 

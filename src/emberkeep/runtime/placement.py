@@ -8,19 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import EngineError, ModelBroken
 from emberkeep.models.gguf import GgufHeader
 from emberkeep.models.profile import F16_BYTES, ModelProfile, wide_step
 
 if TYPE_CHECKING:
-    from emberkeep.engine.llamacpp import (
-        Gpu,
-        LlamaModel,
-        LlamaSettings,
-        ModelBytes,
-        Placement,
-    )
+    from emberkeep.engine.llamacpp.context import LlamaSettings
+    from emberkeep.engine.llamacpp.model import Gpu, LlamaModel, ModelBytes, Placement
 
 log = logging.getLogger("emberkeep")
 
@@ -47,7 +42,7 @@ def place(
 
     `headers`: of the model and its adapters; `kv_bytes`: of a token in all layers. Raises EngineError.
     """
-    from emberkeep.engine.llamacpp import ON_CPU, Placement, gpus, share_layers
+    from emberkeep.engine.llamacpp.model import ON_CPU, Placement, gpus, share_layers
 
     found = gpus()
     _check(config, shape, found)
@@ -96,7 +91,7 @@ def _fitting(
     found: Sequence[Gpu],
 ) -> tuple[Placement, LlamaSettings]:
     """Rather all layers and fewer cells than the other way round, as long as one context has room."""
-    from emberkeep.engine.llamacpp import plan_placement
+    from emberkeep.engine.llamacpp.model import plan_placement
 
     for contexts in range(settings.cells // settings.context, 0, -1):
         smaller = replace(settings, cells=contexts * settings.context)
@@ -151,7 +146,7 @@ def model_bytes(
 
     Every layer with keys and values is counted as if it saw the whole context.
     """
-    from emberkeep.engine.llamacpp import LayerBytes, ModelBytes
+    from emberkeep.engine.llamacpp.model import LayerBytes, ModelBytes
 
     tensors = [tensor for header in headers for tensor in header.tensors]
     # They stay in RAM, unless they are the output as well.

@@ -10,11 +10,12 @@ from dataclasses import replace
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.choices import Permits
 from emberkeep.backend.server_tools import HostTools
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.memory.memory import Memory
 from emberkeep.runtime.memory import open_sessions
 from emberkeep.runtime.parts import OwnParts, Parts
-from emberkeep.types import ReasoningFormat, RemoteModel
+from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import ReasoningFormat
 
 
 def named_backends(config: Config) -> list[str]:

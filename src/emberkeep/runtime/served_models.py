@@ -16,7 +16,7 @@ from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.model_pool import ModelPool, Need
 from emberkeep.backend.models import Models
 from emberkeep.backend.on_demand import ModelSource, OnDemandBackend, Report, tell_nobody
-from emberkeep.config import Config, placed_by_itself
+from emberkeep.config.settings import Config, placed_by_itself
 from emberkeep.errors import EmberkeepError, Overloaded
 from emberkeep.models.library import InstalledModel, ModelFile, ModelLibrary, id_at
 from emberkeep.models.remotes import Remotes
@@ -27,7 +27,9 @@ from emberkeep.runtime.model_memory import free_on_gpus, gpu_bytes, needed_memor
 from emberkeep.runtime.parts import OwnParts, Parts, SharedParts
 from emberkeep.runtime.remote import open_remote
 from emberkeep.runtime.tools import server_tools
-from emberkeep.types import Json, RemoteModel, Removed
+from emberkeep.types.cache import Removed
+from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.memory.memory import Memory
 
 if TYPE_CHECKING:

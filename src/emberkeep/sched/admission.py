@@ -16,11 +16,13 @@ from typing import Protocol
 
 import numpy as np
 
-from emberkeep.config import free_ram, readable_size
+from emberkeep.config.kinds import readable_size
+from emberkeep.config.machine import free_ram
 from emberkeep.engine.base import Capabilities, Footprint
 from emberkeep.errors import TooLarge
 from emberkeep.sched.sequence import Sequence as Running
-from emberkeep.types import Admitted, Json, Plan
+from emberkeep.types.events import Admitted, Plan
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")

@@ -15,7 +15,8 @@ from emberkeep.kv.store import KvStore
 from emberkeep.kv.transfers import FetchState
 from emberkeep.sched.sequence import Sequence, StoredPiece
 from emberkeep.sched.slots import Slots
-from emberkeep.types import Approximation, MissReason, Repair
+from emberkeep.types.events import MissReason
+from emberkeep.types.request import Approximation, Repair
 
 _FIRST_LAYERS = 0.15
 """About the share of a moved token's evaluation that goes into finding out how much it differs."""

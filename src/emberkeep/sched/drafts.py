@@ -16,7 +16,9 @@ import numpy as np
 from emberkeep.kv.ngram_index import MAX_MATCH, Continuation, NgramIndex, agreement
 from emberkeep.sched.rewriting import Rewriting
 from emberkeep.token_arrays import TokenArray, common_prefix
-from emberkeep.types import DraftSource, Lineage, Vocab
+from emberkeep.types.models import Vocab
+from emberkeep.types.request import Lineage
+from emberkeep.types.speculation import DraftSource
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

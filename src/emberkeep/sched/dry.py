@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import Sampling, Vocab
+from emberkeep.types.models import Vocab
+from emberkeep.types.request import Sampling
 
 Breakers = Mapping[int, tuple[tuple[int, ...], ...]]
 """Tokens with which a text begins that ends every repetition, and what may follow each of them to complete it:

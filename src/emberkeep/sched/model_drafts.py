@@ -15,7 +15,7 @@ from typing import Protocol
 from emberkeep.sched.drafts import Draft, SequenceDrafts
 from emberkeep.sched.sequence import Sequence as Running
 from emberkeep.sched.speculation import CERTAIN, WORTH, Chosen, Step, expected_tokens, share
-from emberkeep.types import DraftModelStats
+from emberkeep.types.speculation import DraftModelStats
 from emberkeep.values import dataclass
 
 _MOST = 16

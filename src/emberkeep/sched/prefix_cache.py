@@ -40,7 +40,9 @@ from emberkeep.sched.engine_thread import insist
 from emberkeep.sched.sequence import Load, NewChunk, Phase, Save, Sequence
 from emberkeep.sched.slots import HotMatch, Slots
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import EXACT_BITS, Divergence, Lineage, MissReason, Vocab
+from emberkeep.types.events import Divergence, MissReason
+from emberkeep.types.models import Vocab
+from emberkeep.types.request import EXACT_BITS, Lineage
 
 log = logging.getLogger("emberkeep.sched")
 

@@ -13,10 +13,11 @@ from time import perf_counter
 
 import numpy as np
 
-from emberkeep.config import free_ram, readable_size, total_ram
+from emberkeep.config.kinds import readable_size
+from emberkeep.config.machine import free_ram, total_ram
 from emberkeep.engine.base import Engine, Footprint, Rows
 from emberkeep.sched.engine_thread import promised
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")

@@ -16,7 +16,8 @@ from emberkeep.sched import candidates as cut
 from emberkeep.sched.candidates import Floats, Ints
 from emberkeep.sched.dry import Breakers, Dry
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import Sampling, Vocab
+from emberkeep.types.models import Vocab
+from emberkeep.types.request import Sampling
 
 GREEDY_BELOW = 1e-6
 """Temperatures that differ from 0 in nothing but overflowing."""

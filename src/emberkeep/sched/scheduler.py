@@ -46,16 +46,11 @@ from emberkeep.sched.slots import Planned, Planner, Slots, WaitingQueue
 from emberkeep.sched.speculation import Chosen, Speculation
 from emberkeep.sched.timeline import Timeline
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types import (
-    Json,
-    Lineage,
-    Progress,
-    RequestRecord,
-    RequestState,
-    SpeculationStats,
-    TokenLogprob,
-    Vocab,
-)
+from emberkeep.types.events import Progress, TokenLogprob
+from emberkeep.types.models import Vocab
+from emberkeep.types.request import Json, Lineage
+from emberkeep.types.speculation import SpeculationStats
+from emberkeep.types.timeline import RequestRecord, RequestState
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")

@@ -21,21 +21,18 @@ from emberkeep.kv.transfers import Fetch
 from emberkeep.kv.tree import Chunk, Cursor, Made, Match, Span, place_at
 from emberkeep.sched.sampling import Sampler
 from emberkeep.token_arrays import TokenArray, common_prefix
-from emberkeep.types import (
-    EXACT_BITS,
-    Approximation,
+from emberkeep.types.cache import Label
+from emberkeep.types.events import (
     Divergence,
-    Label,
-    Lineage,
     LookupRecord,
     Marked,
     MissReason,
     Progress,
-    Request,
     Source,
     Sourced,
     TokenLogprob,
 )
+from emberkeep.types.request import EXACT_BITS, Approximation, Lineage, Request
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from emberkeep.engine.base import Capabilities
 from emberkeep.sched.drafts import Corpus, Draft, SequenceDrafts
 from emberkeep.sched.sequence import Sequence as Running
-from emberkeep.types import LENGTH_BUCKETS, DraftSource, SourceStats, SpeculationStats, Vocab
+from emberkeep.types.models import Vocab
+from emberkeep.types.speculation import LENGTH_BUCKETS, DraftSource, SourceStats, SpeculationStats
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from itertools import count
 from time import monotonic
 
 from emberkeep.sched.sequence import Phase, Sequence
-from emberkeep.types import RequestRecord, RequestState
+from emberkeep.types.timeline import RequestRecord, RequestState
 
 REMEMBERED = 200
 

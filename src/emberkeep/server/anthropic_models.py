@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from starlette.requests import Request as HttpRequest
 
 from emberkeep.backend.base import ModelCard
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 _HEADER = "anthropic-version"
 

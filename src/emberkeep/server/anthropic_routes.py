@@ -17,7 +17,7 @@ from emberkeep.server.openai import check_hops, number_in
 from emberkeep.server.routes import HELLO, STREAMS, Routes, takes
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import gather, make_of_body, read_body, stream
-from emberkeep.types import DEPTH_HEADER
+from emberkeep.types.models import DEPTH_HEADER
 
 
 def anthropic_routes(models: Models, side: SideWork) -> Routes:

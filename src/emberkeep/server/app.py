@@ -11,7 +11,7 @@ from starlette.routing import Match
 
 from emberkeep.api.errors import Failure, failure_of
 from emberkeep.backend.models import Models
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.models.library import ModelLibrary
 from emberkeep.server.limits import Limits, affordable

@@ -17,7 +17,7 @@ from emberkeep.errors import NoSuchEntry
 from emberkeep.server.json_response import json_response, page_response
 from emberkeep.server.routes import PageParameters, Routes, read_parameters
 from emberkeep.server.side_work import SideWork
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,9 @@ from emberkeep.server.routes import (
 )
 from emberkeep.server.side_work import RETRY_AFTER_S, SideWork
 from emberkeep.server.stream import make_of_body, read_body, read_object, while_connected
-from emberkeep.types import CacheEntry, Explanation, Json, Removed, Source, Sourced, Verified
+from emberkeep.types.cache import CacheEntry, Explanation, Removed, Verified
+from emberkeep.types.events import Source, Sourced
+from emberkeep.types.request import Json
 
 SAMPLE = 4
 TOKENS = 16

@@ -15,7 +15,7 @@ from emberkeep.backend.models import Models, using
 from emberkeep.server.json_response import json_response, list_response
 from emberkeep.server.routes import Routes, takes
 from emberkeep.server.stream import make_of_body, read_body, while_connected
-from emberkeep.types import Embedded, EmbeddingRequest, Ranked, RerankRequest
+from emberkeep.types.embedding import Embedded, EmbeddingRequest, Ranked, RerankRequest
 
 _TEXT = "Why is the sky blue?"
 

@@ -14,7 +14,8 @@ from emberkeep.errors import RequestError
 from emberkeep.server.json_response import json_response
 from emberkeep.server.routes import OfModel, Routes, of_model, takes
 from emberkeep.server.stream import read_body
-from emberkeep.types import ExpertStats, Json, LayerExperts
+from emberkeep.types.models import ExpertStats, LayerExperts
+from emberkeep.types.request import Json
 
 
 class TrackingBody(Body):

@@ -6,7 +6,7 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from emberkeep.api.errors import failure_of
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.server.limits import Limits, affordable
 from emberkeep.server.metrics import read_requests

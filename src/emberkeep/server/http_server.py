@@ -28,7 +28,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from emberkeep.api.errors import Failure
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.server.limits import Limits
 from emberkeep.server.middleware import OPEN_PATHS, AccessLog, Drain, failure_response

@@ -9,7 +9,7 @@ from typing import TypeVar
 from starlette.responses import Response
 
 from emberkeep.server.routes import PageParameters
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from contextvars import Context
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from emberkeep.config import Config, check_exposure
+from emberkeep.config.settings import Config, check_exposure
 from emberkeep.errors import EmberkeepError
 from emberkeep.library.declared_prefixes import declared_prefixes
 from emberkeep.logs import begin_logging
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from emberkeep.mcp.server import McpHost
     from emberkeep.models.reporter import ClosingReporter, Reporter
     from emberkeep.server.http_server import Server
-    from emberkeep.types import Loading
+    from emberkeep.types.events import Loading
 
 log = logging.getLogger(__name__)
 

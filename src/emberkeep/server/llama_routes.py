@@ -27,7 +27,9 @@ from emberkeep.server.json_response import json_response
 from emberkeep.server.routes import STREAMS, Parameters, Routes, TakenBody, read_parameters, takes
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import gather, make_of_body, read_body, stream
-from emberkeep.types import CacheEntry, Events, Json, Request
+from emberkeep.types.cache import CacheEntry
+from emberkeep.types.events import Events
+from emberkeep.types.request import Json, Request
 
 _SCALES = TakenBody(schema={"type": "array"}, example=[])
 _MOST_NAMES = 4096

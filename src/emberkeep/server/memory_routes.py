@@ -36,7 +36,8 @@ from emberkeep.server.json_response import json_response, page_response
 from emberkeep.server.routes import LINES, PageParameters, Routes, read_parameters, takes
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import read_body
-from emberkeep.types import Fact, Forgotten, Json, SavedConversation
+from emberkeep.types.memory import Fact, Forgotten, SavedConversation
+from emberkeep.types.request import Json
 
 if TYPE_CHECKING:
     from emberkeep.memory.memory import Memory

@@ -24,7 +24,7 @@ from emberkeep import __version__
 from emberkeep.backend.models import Models
 from emberkeep.server.request_metrics import RequestMetrics
 from emberkeep.server.routes import Routes
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 PREFIX = "emberkeep_"

@@ -24,11 +24,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from emberkeep.api.errors import Failure, Refused, error_shape, failure_of
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import Overloaded
 from emberkeep.logs import request_id
 from emberkeep.server.limits import Limits
-from emberkeep.types import Completed, merge_usage
+from emberkeep.types.events import Completed, merge_usage
 from emberkeep.values import dataclass
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,8 @@ from emberkeep.server.json_response import json_response, page_response
 from emberkeep.server.routes import PageParameters, Routes, read_parameters, takes
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import read_body, while_connected
-from emberkeep.types import Json, ModelState, ModelStatus
+from emberkeep.types.models import ModelState, ModelStatus
+from emberkeep.types.request import Json
 
 
 class _ModelId(PathConvertor):

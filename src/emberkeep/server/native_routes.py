@@ -22,7 +22,8 @@ from emberkeep.server.page_routes import page_response, wants_page
 from emberkeep.server.routes import HELLO, OfModel, Routes, of_model, takes
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import read_body
-from emberkeep.types import Json, Loading
+from emberkeep.types.events import Loading
+from emberkeep.types.request import Json
 
 MAX_CHARS = 4 << 20
 MAX_TOKENS = 500_000

@@ -17,7 +17,8 @@ from emberkeep.models.gguf import SkippedArray, Value, read_header
 from emberkeep.models.library import InstalledModel, ModelLibrary
 from emberkeep.models.profile import ModelProfile, profile_of
 from emberkeep.runtime.embedding_model import embedding_profile
-from emberkeep.types import Json, ModelStatus
+from emberkeep.types.models import ModelStatus
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 _FOREVER_S = 100 * 365 * 86400

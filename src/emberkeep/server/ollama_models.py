@@ -21,7 +21,7 @@ from emberkeep.api.field_kinds import one_of
 from emberkeep.api.ollama_answer import OllamaFrames
 from emberkeep.api.request import Body
 from emberkeep.backend.models import Models, status_of
-from emberkeep.config import DEFAULT_MODEL
+from emberkeep.config.settings import DEFAULT_MODEL
 from emberkeep.errors import DownloadFailed, EmberkeepError, InvalidField, ModelNotFound, RequestError
 from emberkeep.models.library import ModelLibrary, is_model_id
 from emberkeep.models.spec import spec_of_ollama
@@ -31,7 +31,7 @@ from emberkeep.server.ollama_routes import find_model, installed_name
 from emberkeep.server.routes import LINES, Routes, takes
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import read_body, while_connected
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 log = logging.getLogger(__name__)
 

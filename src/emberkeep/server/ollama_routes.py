@@ -33,7 +33,9 @@ from emberkeep.server.json_response import json_response
 from emberkeep.server.openai import check_hops, number_in
 from emberkeep.server.routes import HELLO, LINES, Routes, takes
 from emberkeep.server.stream import gather, make_of_body, read_body, stream, while_connected
-from emberkeep.types import DEPTH_HEADER, Embedded, Request
+from emberkeep.types.embedding import Embedded
+from emberkeep.types.models import DEPTH_HEADER
+from emberkeep.types.request import Request
 
 log = logging.getLogger(__name__)
 

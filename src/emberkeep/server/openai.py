@@ -26,7 +26,8 @@ from emberkeep.errors import RemoteLoop
 from emberkeep.server.json_response import json_response
 from emberkeep.server.routes import HELLO, STREAMS, Routes, takes
 from emberkeep.server.stream import gather, make_of_body, read_body, stream
-from emberkeep.types import DEPTH_HEADER, HOPS_HEADER, Json, Request
+from emberkeep.types.models import DEPTH_HEADER, HOPS_HEADER
+from emberkeep.types.request import Json, Request
 from emberkeep.values import dataclass
 
 _MOST_HOPS = 8

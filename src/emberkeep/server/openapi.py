@@ -12,7 +12,7 @@ from emberkeep import __version__
 from emberkeep.api.body import Body
 from emberkeep.api.errors import AnthropicErrors, OllamaErrors, OpenAiErrors, error_shape
 from emberkeep.server.routes import JSON, ApiRoute, TakenBody
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 _WHERE = "#/components/schemas/{model}"
 

@@ -20,7 +20,8 @@ from emberkeep.errors import Overloaded
 from emberkeep.server.middleware import Drain
 from emberkeep.server.request_routes import told_running
 from emberkeep.server.routes import Routes, of_model
-from emberkeep.types import Json, ModelState
+from emberkeep.types.models import ModelState
+from emberkeep.types.request import Json
 
 log = logging.getLogger(__name__)
 

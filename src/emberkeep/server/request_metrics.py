@@ -7,7 +7,7 @@ from dataclasses import field
 
 from emberkeep.api.errors import Failure
 from emberkeep.server.middleware import RequestOutcome, RequestRecord
-from emberkeep.types import Completed, MissReason
+from emberkeep.types.events import Completed, MissReason
 from emberkeep.values import dataclass
 
 _WAITS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)

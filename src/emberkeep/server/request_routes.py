@@ -13,7 +13,8 @@ from emberkeep.api.answer import lookup_json
 from emberkeep.backend.models import Models
 from emberkeep.server.json_response import page_response
 from emberkeep.server.routes import PageParameters, Routes, read_parameters
-from emberkeep.types import Json, RequestRecord, RequestState
+from emberkeep.types.request import Json
+from emberkeep.types.timeline import RequestRecord, RequestState
 
 _OfModel = tuple[str, RequestRecord]
 """The model's name, and the record."""

@@ -14,7 +14,9 @@ from emberkeep.api.responses import PromptBody, ResponseBody, new_response_id, r
 from emberkeep.api.responses_items import Item, references, resolve, response_of
 from emberkeep.api.responses_output import Output, ResponseFrames, cancelled, failed
 from emberkeep.errors import EmberkeepError, MemoryFailed, NoSuchEntry
-from emberkeep.types import Completed, Events, Json, Request, StoredResponse
+from emberkeep.types.events import Completed, Events
+from emberkeep.types.memory import StoredResponse
+from emberkeep.types.request import Json, Request
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

@@ -36,13 +36,13 @@ from emberkeep.server.openai import check_hops, number_in
 from emberkeep.server.response_exchange import Background, Context, Exchange, is_stored, load_context
 from emberkeep.server.routes import STREAMS, Routes, read_parameters, takes
 from emberkeep.server.stream import gather, make_of_body, read_body, stream
-from emberkeep.types import DEPTH_HEADER
+from emberkeep.types.models import DEPTH_HEADER
 
 if TYPE_CHECKING:
     from emberkeep.backend.models import Models
     from emberkeep.memory.memory import Memory
     from emberkeep.server.side_work import SideWork
-    from emberkeep.types import Json, Request
+    from emberkeep.types.request import Json, Request
 
 
 class _ResponseId(StringConvertor):

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from emberkeep.api.body import B, Body, validate
 from emberkeep.api.field_kinds import INT32_MAX
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]

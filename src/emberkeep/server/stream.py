@@ -25,17 +25,8 @@ from emberkeep.api.errors import Failure, Refused, failure_of
 from emberkeep.errors import EmberkeepError
 from emberkeep.server.limits import Limits
 from emberkeep.server.middleware import record_of
-from emberkeep.types import (
-    Completed,
-    Event,
-    Events,
-    Finished,
-    Json,
-    ReasoningDelta,
-    Request,
-    TextDelta,
-    ToolCallDelta,
-)
+from emberkeep.types.events import Completed, Event, Events, Finished, ReasoningDelta, TextDelta, ToolCallDelta
+from emberkeep.types.request import Json, Request
 
 log = logging.getLogger(__name__)
 

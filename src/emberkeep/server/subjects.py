@@ -14,14 +14,14 @@ from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
 from emberkeep.backend.models import Models
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.models.library import ModelLibrary
 from emberkeep.server.json_response import json_response
 from emberkeep.server.middleware import Drain
 from emberkeep.server.request_metrics import RequestMetrics
 from emberkeep.server.routes import ApiRoute, Routes
 from emberkeep.server.side_work import SideWork
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 

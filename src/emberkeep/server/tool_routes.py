@@ -16,7 +16,8 @@ from emberkeep.errors import NoSuchEntry
 from emberkeep.server.json_response import json_response
 from emberkeep.server.routes import Routes, takes
 from emberkeep.server.stream import read_body
-from emberkeep.types import Decision, Json
+from emberkeep.types.events import Decision
+from emberkeep.types.request import Json
 
 
 class DecisionBody(Body):

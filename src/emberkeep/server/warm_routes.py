@@ -18,7 +18,8 @@ from emberkeep.errors import InvalidField
 from emberkeep.server.json_response import json_response
 from emberkeep.server.routes import Routes, takes
 from emberkeep.server.stream import make_of_body, read_body, while_connected
-from emberkeep.types import Json, Request, Ttl, Warmed
+from emberkeep.types.cache import Warmed
+from emberkeep.types.request import Json, Request, Ttl
 
 _SYSTEM = {"role": "system", "content": "You answer in one sentence."}
 

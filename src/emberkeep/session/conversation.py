@@ -18,7 +18,8 @@ from emberkeep.chat.prompt import Prompt, PromptBuilder, splice_between
 from emberkeep.errors import ContextExceeded
 from emberkeep.session.sessions import Sessions
 from emberkeep.session.view import Gone, View, read_history
-from emberkeep.types import Fit, Lineage, Message, Request
+from emberkeep.types.events import Fit
+from emberkeep.types.request import Lineage, Message, Request
 from emberkeep.values import dataclass
 
 _CLOSE_ENOUGH = 1.15

@@ -17,18 +17,8 @@ from itertools import accumulate
 from time import perf_counter
 from typing import Generic, TypeVar
 
-from emberkeep.types import (
-    Breakpoint,
-    HygieneAction,
-    HygieneRule,
-    HygieneWhere,
-    Json,
-    Message,
-    Request,
-    Tidied,
-    Tool,
-)
-from emberkeep.types.hygiene import LONGEST_LINE
+from emberkeep.types.hygiene import LONGEST_LINE, HygieneAction, HygieneRule, HygieneWhere, Tidied
+from emberkeep.types.request import Breakpoint, Json, Message, Request, Tool
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.hygiene")

@@ -10,7 +10,8 @@ from time import localtime, strftime, time
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
 from emberkeep.session.view import Inserted, View
-from emberkeep.types import Message, Recall, Recollection, Tool, ToolUse, Turn
+from emberkeep.types.memory import Recollection, ToolUse, Turn
+from emberkeep.types.request import Message, Recall, Tool
 
 _HOW = {
     Recall.OFF: "they are archived",

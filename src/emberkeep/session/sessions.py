@@ -29,19 +29,9 @@ from emberkeep.session.view import (
     read_view,
     written_note,
 )
-from emberkeep.types import (
-    Eviction,
-    Json,
-    Message,
-    Note,
-    NoteKind,
-    Recall,
-    Recollection,
-    Request,
-    ToolCall,
-    Turn,
-    Usage,
-)
+from emberkeep.types.events import Eviction, Usage
+from emberkeep.types.memory import Note, NoteKind, Recollection, Turn
+from emberkeep.types.request import Json, Message, Recall, Request, ToolCall
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.session")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from emberkeep.types import Message, ToolCall, Usage
+from emberkeep.types.events import Usage
+from emberkeep.types.request import Message, ToolCall
 
 _LEFT_OUT = "[This result was left out to make room.]"
 _CUT = "\n[The rest was left out to make room.]"

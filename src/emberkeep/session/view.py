@@ -16,7 +16,8 @@ from dataclasses import field, replace
 from itertools import pairwise
 
 from emberkeep.chat.messages import leaving_turns
-from emberkeep.types import Json, Message, Note, NoteKind, ToolCall
+from emberkeep.types.memory import Note, NoteKind
+from emberkeep.types.request import Json, Message, ToolCall
 from emberkeep.values import dataclass
 
 _SYSTEM = ("system", "developer")

@@ -16,8 +16,8 @@ from collections.abc import Container, Iterator
 from typing import TypeVar
 
 from emberkeep.chat.messages import Place, stable_messages
-from emberkeep.types import Message, Request
 from emberkeep.types.hygiene import BUILT_IN, IDS, TIMESTAMP, TIMESTAMPS, TOOL_ORDER
+from emberkeep.types.request import Message, Request
 
 log = logging.getLogger("emberkeep.hygiene")
 

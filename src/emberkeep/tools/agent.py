@@ -12,7 +12,8 @@ from emberkeep.session.sessions import about_tokens
 from emberkeep.session.tool_results import fit_results, room_for_results, shorten_results
 from emberkeep.tools.permissions import PermissionGate, Permissions
 from emberkeep.tools.toolbox import ToolBox
-from emberkeep.types import Events, Message, Request, ToolChoice, Usage
+from emberkeep.types.events import Events, Usage
+from emberkeep.types.request import Message, Request, ToolChoice
 from emberkeep.values import dataclass
 
 

@@ -20,7 +20,7 @@ from emberkeep.signals import Leaving
 from emberkeep.tools.file_root import Root, translate_errors
 from emberkeep.tools.function import tool
 from emberkeep.tools.process import FLOOD, ProcessCommand, ProcessEnding, ProcessResult, run
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 _AT_ONCE = 4
 _LONGEST_S = 2 * 86_400.0  # it ends by itself before, with what it has written until then

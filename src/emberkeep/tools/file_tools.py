@@ -17,7 +17,7 @@ from emberkeep.errors import ToolFailed
 from emberkeep.text import decode_text
 from emberkeep.tools.file_root import OpenFolder, Root, translate_errors
 from emberkeep.tools.function import tool
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 _FILE_BYTES = 16 << 20

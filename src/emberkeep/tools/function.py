@@ -16,7 +16,9 @@ from typing import Any, Protocol, TypeVar, overload
 
 from emberkeep.tools.runner import in_thread
 from emberkeep.tools.schema import Signature, read_signature
-from emberkeep.types import Caller, Json, Tool, ToolServer
+from emberkeep.types.events import Caller
+from emberkeep.types.request import Json, Tool
+from emberkeep.types.tools import ToolServer
 from emberkeep.values import dataclass
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -12,7 +12,9 @@ from emberkeep.backend.tool_loop import Gate
 from emberkeep.tools.function import ToolFunction
 from emberkeep.tools.permissions import PermissionGate, Permissions, Questions
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
-from emberkeep.types import Decision, HostTool, Request, ToolMode, ToolServer
+from emberkeep.types.events import Decision
+from emberkeep.types.request import Request
+from emberkeep.types.tools import HostTool, ToolMode, ToolServer
 
 PATIENCE_S = 600.0
 """After which a question that nobody answers counts as a no: its answer holds a place that others wait for."""

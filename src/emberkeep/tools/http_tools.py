@@ -18,7 +18,7 @@ from pydantic import Field
 from emberkeep.errors import ConfigError, ToolFailed
 from emberkeep.text import decode_text
 from emberkeep.tools.function import tool
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 _REDIRECTS = 5

@@ -15,7 +15,7 @@ from emberkeep.errors import ToolFailed
 from emberkeep.signals import with_default_signals
 from emberkeep.tools import json_worker
 from emberkeep.tools.function import tool
-from emberkeep.types import Json, exceeds_depth
+from emberkeep.types.request import Json, exceeds_depth
 
 GROUP = "json"
 

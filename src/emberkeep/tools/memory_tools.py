@@ -14,7 +14,8 @@ from emberkeep.memory.memory import Memory
 from emberkeep.session.recall import SEARCH, search
 from emberkeep.tools.function import ToolFunction, tool, tools_of
 from emberkeep.tools.runner import in_thread
-from emberkeep.types import Caller, Json
+from emberkeep.types.events import Caller
+from emberkeep.types.request import Json
 
 GROUP = "memory"
 

@@ -6,7 +6,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from emberkeep.errors import ToolFailed
 from emberkeep.tools.function import Answered, ToolFunction, as_tool, tool
-from emberkeep.types import Caller, Message, RemoteModel, Request
+from emberkeep.types.events import Caller
+from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import Message, Request
 from emberkeep.values import dataclass
 
 GROUP = "models"

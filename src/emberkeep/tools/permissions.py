@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from emberkeep.backend.tool_loop import Gate
 from emberkeep.tools.function import ToolFunction
 from emberkeep.tools.toolbox import ToolBox
-from emberkeep.types import Decision, PermissionAsked, Tool, ToolCall
+from emberkeep.types.events import Decision, PermissionAsked
+from emberkeep.types.request import Tool, ToolCall
 
 _REFUSED = "The user did not allow this call: ask for another way, or go on without it."
 MOST_OPEN = 16

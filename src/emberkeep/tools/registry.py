@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import ConfigError
 from emberkeep.memory.memory import Memory
 from emberkeep.signals import Leaving

@@ -21,7 +21,8 @@ from pydantic.json_schema import PydanticJsonSchemaWarning
 
 from emberkeep.errors import ConfigError, ToolFailed
 from emberkeep.text import did_you_mean
-from emberkeep.types import Caller, Json
+from emberkeep.types.events import Caller
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 Arguments = Callable[[Mapping[str, Json]], dict[str, Any]]

@@ -19,7 +19,8 @@ from emberkeep.signals import Leaving
 from emberkeep.text import did_you_mean, encodable
 from emberkeep.tools.function import Answered, ToolFunction, ToolSource
 from emberkeep.tools.runner import TookTooLong, within
-from emberkeep.types import Caller, Json, Tool, ToolCall, ToolOutcome
+from emberkeep.types.events import Caller, ToolOutcome
+from emberkeep.types.request import Json, Tool, ToolCall
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.tools")

@@ -21,27 +21,19 @@ from emberkeep.errors import (
     RemoteRefused,
     RequestError,
 )
-from emberkeep.types import (
+from emberkeep.types.events import (
     Completed,
     Event,
     Finished,
     FinishReason,
-    Image,
-    JsonFormat,
     Marked,
-    Message,
     ReasoningDelta,
-    RemoteModel,
-    Request,
-    Sampling,
     TextDelta,
-    Tool,
-    ToolCall,
     ToolCallDelta,
-    ToolChoice,
-    Ttl,
     Usage,
 )
+from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import Image, JsonFormat, Message, Request, Sampling, Tool, ToolCall, ToolChoice, Ttl
 from helpers.vendors.anthropic_server import (
     KEY,
     MODELS,

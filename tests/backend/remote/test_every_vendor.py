@@ -24,7 +24,9 @@ from emberkeep.session.sessions import Policy, Sessions
 from emberkeep.tools.function import as_tool
 from emberkeep.tools.host_tools import HostToolBox
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
-from emberkeep.types import CallEnded, Completed, Event, Message, RemoteModel, Request, TextDelta
+from emberkeep.types.events import CallEnded, Completed, Event, TextDelta
+from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import Message, Request
 from helpers.events import text_of
 from helpers.tool_calls import depth
 from helpers.vendors import anthropic_server as anthropic

@@ -22,25 +22,18 @@ from emberkeep.errors import (
     RemoteRefused,
     RequestError,
 )
-from emberkeep.types import (
+from emberkeep.types.events import (
     Completed,
     Event,
     Finished,
     FinishReason,
-    Image,
-    JsonFormat,
-    Message,
     ReasoningDelta,
-    RemoteModel,
-    Request,
-    Sampling,
     TextDelta,
-    Tool,
-    ToolCall,
     ToolCallDelta,
-    ToolChoice,
     Usage,
 )
+from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import Image, JsonFormat, Message, Request, Sampling, Tool, ToolCall, ToolChoice
 from helpers.vendors.driving import HELLO, about, ask_when_it_is_gone, asking, drive, events_of, leave_early
 from helpers.vendors.gemini_server import KEY, MODEL, GeminiServer, blocked, camel, chunk, failed, last, said
 from helpers.vendors.loopback import Reply, Stream

@@ -22,23 +22,9 @@ from emberkeep.errors import (
     RemoteRefused,
     RequestError,
 )
-from emberkeep.types import (
-    Event,
-    FinishReason,
-    Image,
-    JsonFormat,
-    Message,
-    ReasoningDelta,
-    RemoteModel,
-    Request,
-    Sampling,
-    TextDelta,
-    Tool,
-    ToolCall,
-    ToolCallDelta,
-    ToolChoice,
-    Usage,
-)
+from emberkeep.types.events import Event, FinishReason, ReasoningDelta, TextDelta, ToolCallDelta, Usage
+from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import Image, JsonFormat, Message, Request, Sampling, Tool, ToolCall, ToolChoice
 from helpers.events import end_of
 from helpers.vendors.driving import (
     CALLED,

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from emberkeep.backend.remote.kv_evictions import TurnTracker, _places_in
 from emberkeep.backend.remote.trtllm import TrtllmProvider
-from emberkeep.types import Message, RemoteModel, Request, Tool, Usage
+from emberkeep.types.events import Usage
+from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import Message, Request, Tool
 from helpers.remote_model import remote
 from helpers.vendors.driving import drive
 from helpers.vendors.trtllm_server import (

@@ -18,22 +18,9 @@ from emberkeep.backend.remote.openai import (
     open_openai,
 )
 from emberkeep.errors import EmberkeepError, RemoteDown, RemoteError, RemoteFull, RemoteRefused, RequestError
-from emberkeep.types import (
-    Event,
-    FinishReason,
-    Image,
-    JsonFormat,
-    Message,
-    ReasoningDelta,
-    RemoteModel,
-    Request,
-    Sampling,
-    TextDelta,
-    Tool,
-    ToolCallDelta,
-    ToolChoice,
-    Usage,
-)
+from emberkeep.types.events import Event, FinishReason, ReasoningDelta, TextDelta, ToolCallDelta, Usage
+from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import Image, JsonFormat, Message, Request, Sampling, Tool, ToolChoice
 from helpers.events import end_of, text_of
 from helpers.vendors.driving import (
     CALLED,

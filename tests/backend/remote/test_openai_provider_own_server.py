@@ -11,22 +11,11 @@ import pytest
 
 from emberkeep.backend.remote.base import Provider, RemoteAbout
 from emberkeep.backend.remote.openai import open_openai
-from emberkeep.config import Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import ContextExceeded, Overloaded, RemoteDown, RemoteFull
-from emberkeep.types import (
-    Event,
-    Finished,
-    FinishReason,
-    Message,
-    ReasoningDelta,
-    RemoteModel,
-    Request,
-    Sampling,
-    TextDelta,
-    Tool,
-    ToolCall,
-    ToolCallDelta,
-)
+from emberkeep.types.events import Event, Finished, FinishReason, ReasoningDelta, TextDelta, ToolCallDelta
+from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import Message, Request, Sampling, Tool, ToolCall
 from helpers.events import end_of, text_of
 from helpers.scripted_server import COMPLETED, HANG, Running, ScriptedBackend, running, says
 from helpers.vendors.driving import HELLO, events_of

@@ -20,19 +20,8 @@ from emberkeep.errors import (
 )
 from emberkeep.tools.function import as_tool
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
-from emberkeep.types import (
-    CallEnded,
-    Completed,
-    Finished,
-    Message,
-    MissReason,
-    ReasoningDelta,
-    ReasoningFormat,
-    Recall,
-    Request,
-    TextDelta,
-    Usage,
-)
+from emberkeep.types.events import CallEnded, Completed, Finished, MissReason, ReasoningDelta, TextDelta, Usage
+from emberkeep.types.request import Message, ReasoningFormat, Recall, Request
 from helpers.events import read_events, text_of
 from helpers.remote_model import ScriptedProvider, Step, remote, said, tokens_of
 from helpers.tool_calls import calling, depth

@@ -22,22 +22,17 @@ from emberkeep.errors import (
 from emberkeep.session.sessions import Policy, Sessions, about_tokens
 from emberkeep.tools.function import ToolFunction, as_tool
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
-from emberkeep.types import (
+from emberkeep.types.events import (
     Completed,
     Event,
     Finished,
     FinishReason,
-    JsonFormat,
     LookupRecord,
-    Message,
-    Recall,
-    Request,
     Timings,
-    Tool,
     ToolCallDelta,
-    ToolChoice,
     Usage,
 )
+from emberkeep.types.request import JsonFormat, Message, Recall, Request, Tool, ToolChoice
 from helpers.events import outcomes_of, read_events, text_of
 from helpers.remote_model import ScriptedProvider, Step, remote, said, tokens_of
 from helpers.tool_calls import calling, depth

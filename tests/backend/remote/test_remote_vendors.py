@@ -22,7 +22,7 @@ from emberkeep.backend.remote.vendors import (
     with_defaults,
 )
 from emberkeep.errors import ConfigError, RemoteRefused
-from emberkeep.types import RemoteModel
+from emberkeep.types.models import RemoteModel
 
 CANARY = "canary-7f3a9c"
 OWN = """

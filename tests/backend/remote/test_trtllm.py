@@ -12,7 +12,8 @@ import pytest
 from emberkeep.backend.remote.base import RemoteAbout
 from emberkeep.backend.remote.trtllm import TrtllmProvider, open_trtllm
 from emberkeep.errors import RemoteDown
-from emberkeep.types import Message, RemoteModel, ToolCall
+from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import Message, ToolCall
 from helpers.events import text_of
 from helpers.vendors.driving import drive, events_of
 from helpers.vendors.loopback import Reply, Stream

@@ -17,7 +17,8 @@ from emberkeep.backend.remote.vendor_wire import (
     json_format,
 )
 from emberkeep.errors import InvalidField
-from emberkeep.types import Image, Json, JsonFormat, RegexFormat, Request, Sampling, ToolCallDelta
+from emberkeep.types.events import ToolCallDelta
+from emberkeep.types.request import Image, Json, JsonFormat, RegexFormat, Request, Sampling
 
 
 def test_arguments_that_come_before_their_name_wait_for_it() -> None:

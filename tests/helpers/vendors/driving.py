@@ -8,7 +8,8 @@ from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 from emberkeep.backend.remote.base import Provider, RemoteAbout
-from emberkeep.types import Event, Message, Request, ToolCall
+from emberkeep.types.events import Event
+from emberkeep.types.request import Message, Request, ToolCall
 
 WAIT_S = 60.0
 HELLO = Request(messages=(Message("user", "Hello?"),))

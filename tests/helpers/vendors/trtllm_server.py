@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from emberkeep.types import Message, Request
+from emberkeep.types.request import Message, Request
 from helpers.vendors.loopback import Asked, Reply, Stream
 from helpers.vendors.openai_server import OpenAIServer, said
 

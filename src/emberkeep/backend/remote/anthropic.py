@@ -31,27 +31,22 @@ from emberkeep.backend.remote.vendor_wire import (
     text_of,
 )
 from emberkeep.errors import EmberkeepError, InvalidField
-from emberkeep.types import (
+from emberkeep.types.events import (
     Completed,
     Event,
     Events,
     Finished,
     FinishReason,
-    Image,
     LookupRecord,
     Marked,
-    Message,
     ReasoningDelta,
-    RemoteModel,
-    Request,
     TextDelta,
     Timings,
-    Tool,
     ToolCallDelta,
-    ToolChoice,
-    Ttl,
     Usage,
 )
+from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import Image, Message, Request, Tool, ToolChoice, Ttl
 
 Block = dict[str, Any]
 

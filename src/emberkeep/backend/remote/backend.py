@@ -26,24 +26,22 @@ from emberkeep.backend.server_tools import HostTools, ServerTools, without_tools
 from emberkeep.errors import ContextExceeded, RemoteDown, RemoteError, RemoteFull, RequestError
 from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Sessions
-from emberkeep.types import (
+from emberkeep.types.events import (
     Completed,
     Event,
     Events,
     Finished,
-    Json,
     LookupRecord,
     Marked,
     MissReason,
     ReasoningDelta,
-    ReasoningFormat,
-    Request,
-    RequestRecord,
     TextDelta,
     Timings,
     ToolCallDelta,
     Usage,
 )
+from emberkeep.types.request import Json, ReasoningFormat, Request
+from emberkeep.types.timeline import RequestRecord
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.remote")

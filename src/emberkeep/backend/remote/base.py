@@ -10,7 +10,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from emberkeep.errors import RemoteError
-from emberkeep.types import Events, RemoteModel, Request
+from emberkeep.types.events import Events
+from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import Request
 from emberkeep.values import dataclass
 
 

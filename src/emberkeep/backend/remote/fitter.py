@@ -18,7 +18,8 @@ from emberkeep.errors import ContextExceeded
 from emberkeep.session.conversation import evict_until, plan_eviction
 from emberkeep.session.sessions import Sessions
 from emberkeep.session.view import Inserted, View
-from emberkeep.types import Eviction, Fit, Message, Request, Tool
+from emberkeep.types.events import Eviction, Fit
+from emberkeep.types.request import Message, Request, Tool
 from emberkeep.values import dataclass
 
 _BYTES_PER_TOKEN = 3.5

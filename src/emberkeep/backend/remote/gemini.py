@@ -29,27 +29,21 @@ from emberkeep.backend.remote.vendor_wire import (
     text_of,
 )
 from emberkeep.errors import EmberkeepError, InvalidField, RemoteError
-from emberkeep.types import (
+from emberkeep.types.events import (
     Completed,
     Event,
     Events,
     Finished,
     FinishReason,
-    Image,
     LookupRecord,
-    Message,
     ReasoningDelta,
-    RemoteModel,
-    Request,
     TextDelta,
     Timings,
-    Tool,
-    ToolCall,
     ToolCallDelta,
-    ToolChoice,
     Usage,
-    new_call_id,
 )
+from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import Image, Message, Request, Tool, ToolCall, ToolChoice, new_call_id
 from emberkeep.values import dataclass
 
 _REASONS = {types.FinishReason.STOP: FinishReason.STOP, types.FinishReason.MAX_TOKENS: FinishReason.LENGTH}

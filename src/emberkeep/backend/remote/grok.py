@@ -26,25 +26,20 @@ from emberkeep.backend.remote.vendor_wire import (
     turn_start,
 )
 from emberkeep.errors import ConfigError, EmberkeepError, RequestError
-from emberkeep.types import (
+from emberkeep.types.events import (
     Completed,
     Event,
     Events,
     Finished,
     FinishReason,
-    JsonFormat,
     LookupRecord,
-    Message,
     ReasoningDelta,
-    RemoteModel,
-    Request,
-    Sampling,
     TextDelta,
     Timings,
-    ToolCall,
-    ToolChoice,
     Usage,
 )
+from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import JsonFormat, Message, Request, Sampling, ToolCall, ToolChoice
 
 _VENDOR_HOST = "api.x.ai"
 _CONVERSATION_HEADER = "x-grok-conv-id"

@@ -18,7 +18,8 @@ from dataclasses import field, replace
 from typing import Protocol, runtime_checkable
 
 from emberkeep.session.sessions import Sessions
-from emberkeep.types import Json, Message, Request, Usage
+from emberkeep.types.events import Usage
+from emberkeep.types.request import Json, Message, Request
 from emberkeep.values import dataclass
 
 OnRemoved = Callable[[Request, Sequence[int]], None]

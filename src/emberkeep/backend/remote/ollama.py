@@ -22,24 +22,21 @@ from emberkeep.backend.remote.vendor_wire import (
     turn_start,
 )
 from emberkeep.errors import RequestError
-from emberkeep.types import (
+from emberkeep.types.events import (
     Completed,
     Event,
     Events,
     Finished,
     FinishReason,
-    Json,
     LookupRecord,
-    Message,
     ReasoningDelta,
-    RemoteModel,
-    Request,
     TextDelta,
     Timings,
-    Tool,
     Usage,
 )
-from emberkeep.types import Image as Picture
+from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import Image as Picture
+from emberkeep.types.request import Json, Message, Request, Tool
 
 _USUAL_URL = "http://127.0.0.1:11434"
 _OPTIONS = {

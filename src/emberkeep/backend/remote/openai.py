@@ -31,27 +31,20 @@ from emberkeep.backend.remote.vendor_wire import (
     turn_start,
 )
 from emberkeep.errors import EmberkeepError
-from emberkeep.types import (
-    DEPTH_HEADER,
-    HOPS_HEADER,
+from emberkeep.types.events import (
     Completed,
     Event,
     Events,
     Finished,
     FinishReason,
-    Json,
-    JsonFormat,
     LookupRecord,
-    Message,
     ReasoningDelta,
-    RemoteModel,
-    Request,
     TextDelta,
     Timings,
-    Tool,
-    ToolChoice,
     Usage,
 )
+from emberkeep.types.models import DEPTH_HEADER, HOPS_HEADER, RemoteModel
+from emberkeep.types.request import Json, JsonFormat, Message, Request, Tool, ToolChoice
 from emberkeep.values import dataclass
 
 _VENDOR_URL = "https://api.openai.com/v1"

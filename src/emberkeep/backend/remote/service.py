@@ -24,7 +24,7 @@ from emberkeep.errors import (
     RemoteRefused,
     RequestError,
 )
-from emberkeep.types import RemoteModel
+from emberkeep.types.models import RemoteModel
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.remote")

@@ -14,18 +14,9 @@ from emberkeep.backend.remote.base import Provider, RemoteAbout
 from emberkeep.backend.remote.kv_evictions import OnRemoved, TurnTracker
 from emberkeep.backend.remote.openai import TRTLLM, OpenAIProvider
 from emberkeep.backend.remote.service import CONNECT_S, ssl_context
-from emberkeep.types import (
-    Completed,
-    Event,
-    Events,
-    Message,
-    RemoteModel,
-    Request,
-    TextDelta,
-    ToolCall,
-    ToolCallDelta,
-    Usage,
-)
+from emberkeep.types.events import Completed, Event, Events, TextDelta, ToolCallDelta, Usage
+from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import Message, Request, ToolCall
 
 log = logging.getLogger("emberkeep.remote")
 

@@ -14,7 +14,8 @@ from urllib.parse import unquote_to_bytes
 
 from emberkeep.chat.messages import marked_system
 from emberkeep.errors import InvalidField
-from emberkeep.types import Image, Json, JsonFormat, Message, Request, Sampling, ToolCallDelta, new_call_id
+from emberkeep.types.events import ToolCallDelta
+from emberkeep.types.request import Image, Json, JsonFormat, Message, Request, Sampling, new_call_id
 from emberkeep.values import dataclass
 
 T = TypeVar("T")

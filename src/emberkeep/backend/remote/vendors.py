@@ -11,7 +11,7 @@ from types import MappingProxyType
 from emberkeep.backend.remote.base import OpenProvider, Provider
 from emberkeep.errors import ConfigError, RemoteRefused
 from emberkeep.text import did_you_mean
-from emberkeep.types import RemoteModel
+from emberkeep.types.models import RemoteModel
 from emberkeep.values import dataclass
 
 GROUP = "emberkeep.backends"

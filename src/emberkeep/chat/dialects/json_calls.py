@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 from emberkeep.chat.dialects.reader import Calls, NoCall, Reading, Tape
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 _NAMES = frozenset({"name", "tool_name", "function_name", "tool", "function"})
 _ARGUMENTS = frozenset({"arguments", "parameters", "args", "tool_input"})

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping
 from enum import Enum, auto
 from typing import TypeVar
 
-from emberkeep.types import Tool
+from emberkeep.types.request import Tool
 from emberkeep.values import dataclass
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from emberkeep.chat.dialects.json_calls import Arguments, as_json
 from emberkeep.chat.dialects.reader import Calls, NoCall, Reading, Tape
-from emberkeep.types import Json, Tool
+from emberkeep.types.request import Json, Tool
 from emberkeep.values import dataclass
 
 

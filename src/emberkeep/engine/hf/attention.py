@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 from emberkeep.engine.hf.step import Span, Step
 from emberkeep.errors import EngineError
-from emberkeep.types import AttentionTier
+from emberkeep.types.models import AttentionTier
 from emberkeep.values import dataclass
 
 NAME = "emberkeep"

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from emberkeep.engine.hf.int4 import AwqFormat, Int4Linear, from_awq
 from emberkeep.engine.hf.quantize import Int8Linear, round_layers, round_linear
 from emberkeep.errors import ModelBroken
-from emberkeep.types import Quantization
+from emberkeep.types.models import Quantization
 
 _CODES = ".qweight"
 _PARTS = ("qweight", "qzeros", "scales")

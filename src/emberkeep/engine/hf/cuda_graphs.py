@@ -30,7 +30,7 @@ from emberkeep.engine.hf.kernels import PagedKv, choose_splits, choose_tiles, pa
 from emberkeep.engine.hf.network import Network
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
 from emberkeep.engine.hf.streaming import LayerStream
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.engine")

@@ -56,7 +56,8 @@ from emberkeep.engine.hf.whole_engine import HfWholeEngine
 from emberkeep.engine.idle_steps import IdleSteps, Interrupted
 from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError, StepFailed
-from emberkeep.types import AttentionTier, Json
+from emberkeep.types.models import AttentionTier
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

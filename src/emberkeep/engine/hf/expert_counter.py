@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from emberkeep.engine.hf.attention import running_step
-from emberkeep.types import ExpertStats, LayerExperts
+from emberkeep.types.models import ExpertStats, LayerExperts
 from emberkeep.values import dataclass
 
 _EXPERTS, _ROUTERS = "experts", ("router", "gate")

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 import torch
 import transformers
 
-from emberkeep.config import cpu_facts
+from emberkeep.config.machine import cpu_facts
 from emberkeep.engine.former_names import Stored, known_as
 from emberkeep.engine.hf.int4 import int4_count
 from emberkeep.engine.hf.model_loader import HfModel
-from emberkeep.types import Json, Quantization
+from emberkeep.types.models import Quantization
+from emberkeep.types.request import Json
 
 _VERSION = 1
 """Of the payloads: raise it when their bytes change."""

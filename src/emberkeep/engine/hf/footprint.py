@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from emberkeep.config import peak_ram, resident_ram, total_ram
+from emberkeep.config.machine import peak_ram, resident_ram, total_ram
 from emberkeep.engine.base import Footprint, Rows
 from emberkeep.engine.hf.device import FOR_STATE, RESERVE, free_bytes
 from emberkeep.engine.hf.pool import KvMemory, LayerShape
 from emberkeep.engine.idle_steps import Steps
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

@@ -27,7 +27,8 @@ from emberkeep.engine.hf.streaming import LayerStream, place_layers
 from emberkeep.engine.hf.vocab import HfVocab, gguf_adds_bos, gguf_ends, repair_gguf_tokenizer
 from emberkeep.engine.locked_memory import Range
 from emberkeep.errors import EmberkeepError, EngineError, ModelBroken
-from emberkeep.types import AttentionTier, Json, Quantization
+from emberkeep.types.models import AttentionTier, Quantization
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.engine")

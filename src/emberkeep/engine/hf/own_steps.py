@@ -20,7 +20,7 @@ from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
 from emberkeep.engine.hf.step import Span
 from emberkeep.engine.idle_steps import Steps
 from emberkeep.errors import EngineError
-from emberkeep.types import AttentionTier
+from emberkeep.types.models import AttentionTier
 
 if TYPE_CHECKING:
     from emberkeep.engine.hf.cuda_graphs import StepGraphs

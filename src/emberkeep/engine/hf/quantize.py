@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 from emberkeep.engine.hf.int4 import Int4Linear, pack_codes
 from emberkeep.engine.hf.rounding import int4_group, is_rounded
 from emberkeep.errors import EngineError
-from emberkeep.types import Quantization
+from emberkeep.types.models import Quantization
 
 _FEW_ROWS = 8
 """Up to so many, torch's product of eight bits on a CPU is faster than making the weight whole first."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from emberkeep.config import free_ram, total_ram
+from emberkeep.config.machine import free_ram, total_ram
 from emberkeep.errors import EngineError
-from emberkeep.types import Residency
+from emberkeep.types.models import Residency
 from emberkeep.values import dataclass
 
 FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "ffn")

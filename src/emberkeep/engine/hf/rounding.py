@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emberkeep.types import Quantization
+from emberkeep.types.models import Quantization
 
 _GROUPS = (64, 32)
 """Inputs that share a scale in four bits, the first that divides a row; the products' kernels know both."""

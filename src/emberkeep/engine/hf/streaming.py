@@ -37,7 +37,8 @@ from emberkeep.engine.hf.residency import (
 from emberkeep.engine.hf.weights_file import WeightsFile
 from emberkeep.errors import EngineError
 from emberkeep.files import private_folder
-from emberkeep.types import Json, Residency
+from emberkeep.types.models import Residency
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.engine")

@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 from emberkeep.engine.text_splitter import RUNS, TextSplitter
 from emberkeep.errors import ModelBroken
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 log = logging.getLogger("emberkeep.engine")
 

@@ -44,7 +44,7 @@ from emberkeep.engine.hf.footprint import peak_bytes
 from emberkeep.engine.hf.model_loader import HfModel, HfSettings
 from emberkeep.engine.hf.transfer import as_tensor
 from emberkeep.errors import EngineError
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 _PROBED = 12

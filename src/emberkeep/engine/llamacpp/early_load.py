@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from emberkeep.config import resident_ram
+from emberkeep.config.machine import resident_ram
 from emberkeep.engine.llamacpp.c_api import Handle
 from emberkeep.engine.llamacpp.model import ON_CPU, PlacementParams, Report, gpus, load_weights
 from emberkeep.engine.llamacpp.shared_library import llama, silent, start_backend

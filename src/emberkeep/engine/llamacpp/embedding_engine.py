@@ -29,7 +29,7 @@ from emberkeep.engine.llamacpp.shared_library import (
     version,
 )
 from emberkeep.errors import EngineError, ModelBroken
-from emberkeep.types import Pooling
+from emberkeep.types.embedding import Pooling
 from emberkeep.values import dataclass
 
 SEQUENCES = 63

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.config import free_ram, peak_ram
+from emberkeep.config.machine import free_ram, peak_ram
 from emberkeep.engine.base import (
     Blended,
     Capabilities,
@@ -65,7 +65,7 @@ from emberkeep.engine.llamacpp.staging import Staging
 from emberkeep.engine.llamacpp.transpose import Layouts
 from emberkeep.engine.packing import is_packed
 from emberkeep.errors import EngineError, StepFailed
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 
 logger = logging.getLogger("emberkeep.engine")
 

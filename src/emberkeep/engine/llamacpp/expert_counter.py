@@ -17,7 +17,7 @@ import numpy.typing as npt
 from emberkeep.engine.llamacpp.c_api import NodeCallback, Tensor
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import llama
-from emberkeep.types import ExpertStats, LayerExperts
+from emberkeep.types.models import ExpertStats, LayerExperts
 
 log = logging.getLogger("emberkeep.engine")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from emberkeep.config import cpu_facts
+from emberkeep.config.machine import cpu_facts
 from emberkeep.engine import facts
 from emberkeep.engine.facts import Facts, facts_folder
 from emberkeep.engine.llamacpp.shared_library import (

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from emberkeep.config import resident_ram, total_ram
+from emberkeep.config.machine import resident_ram, total_ram
 from emberkeep.engine.base import Footprint
 from emberkeep.engine.llamacpp.context import LlamaSettings, score_bytes
 from emberkeep.engine.llamacpp.model import Gpu, LlamaModel, gpus

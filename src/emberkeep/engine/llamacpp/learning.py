@@ -18,7 +18,7 @@ from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.reposition import can_reposition
 from emberkeep.engine.llamacpp.shared_library import buffers_that_go, llama
 from emberkeep.engine.llamacpp.transpose import counterpart
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 _FORMAT = 1

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from emberkeep.config import resident_ram
+from emberkeep.config.machine import resident_ram
 from emberkeep.engine.devices import Device
 from emberkeep.engine.facts import Facts
 from emberkeep.engine.llamacpp.c_api import BufferOverride, DeviceProps, Handle, ProgressCallback, defaults

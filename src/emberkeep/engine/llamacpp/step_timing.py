@@ -28,7 +28,7 @@ from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import buffers_that_go, llama
 from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError
-from emberkeep.types import Json
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 _FORMAT = 3

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.config import total_ram
+from emberkeep.config.machine import total_ram
 from emberkeep.engine.base import Rows
 from emberkeep.engine.embedding import TokenInput
 from emberkeep.engine.facts import Facts
@@ -44,7 +44,7 @@ from emberkeep.engine.llamacpp.shared_library import (
 from emberkeep.errors import EngineError, ModelBroken, ModelError
 from emberkeep.files import private_folder, replace_file
 from emberkeep.signals import with_default_signals
-from emberkeep.types import Pooling
+from emberkeep.types.embedding import Pooling
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.engine")

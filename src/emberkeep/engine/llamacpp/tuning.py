@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from emberkeep.config import total_ram
+from emberkeep.config.machine import total_ram
 from emberkeep.engine.facts import Facts
 from emberkeep.engine.idle_steps import Interrupted
 from emberkeep.engine.llamacpp.context import LlamaSettings, Tuning, available_cores, score_bytes
