@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 SIZES: Mapping[str, tuple[int, int]] = {"desktop": (1280, 800), "phone": (390, 844)}
 SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
-VIEWS = ("chat", "prompt", "cache", "requests", "models", "tools", "memory", "benchmarks")
+VIEWS = ("chat", "prompt", "cache", "requests", "models", "tools", "memory")
 FIELD = "textarea[aria-label='Your message']"
 ARRIVED = """() => {
   const [paint] = performance.getEntriesByName("first-contentful-paint");
@@ -70,10 +69,6 @@ def served(folder: Path, model: str) -> Iterator[str]:
     tools = ["--server-tools", "--ask-permission", "--enable-tools", "read_file,write_file"]
     tools += ["--tools-root", str(folder / "root")]
     command = [sys.executable, "-m", "emberkeep"]
-    settings = folder / "emberkeep.toml"
-    settings.write_text(f'data_dir = "{folder / "data"}"\n')
-    measured = [*command, "bench", "restart", "--quick", *chosen, "--config", str(settings)]
-    subprocess.run(measured, check=True, stdout=subprocess.DEVNULL)
     serve = [*command, "serve", "--port", "0", "--ctx", "4096", *chosen, *data, *tools]
     with ServerUnderTest(serve, folder / "serve.log", ENV_PREFIX) as server:
         yield f"http://127.0.0.1:{server.port}"

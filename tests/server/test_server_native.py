@@ -131,6 +131,13 @@ def test_an_unknown_path_has_the_error_shape_and_the_way_out(http: httpx.Client)
         assert "/openapi.json" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/benchmarks", "/v1/benchmarks/20261119T000000-load"])
+def test_a_path_that_was_removed_says_what_to_use_instead(http: httpx.Client, path: str) -> None:
+    response = http.get(path)
+    assert response.status_code == 410
+    assert "emberkeep bench NAME --json FILE" in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [

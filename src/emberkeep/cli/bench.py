@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, BadParameter, Option, Typer
 
-from emberkeep.cli.console import complain, console, show, show_facts
+from emberkeep.cli.console import console, show, show_facts
 from emberkeep.cli.flags import ConfigFlag, ModelFlag, flags_of, load_config, logged, with_flags
 from emberkeep.cli.model_setup import install_model
 from emberkeep.errors import EmberkeepError
@@ -445,7 +445,6 @@ def _run(benchmarks: Sequence[Benchmark], flags: Flags) -> None:
             show("", *render(results[-1]))
             # After every benchmark: an hour of measuring must not be lost to a Ctrl-C in the last one.
             _write_reports(results, around, flags)
-            _keep(results[-1], around, flags)
 
 
 def _write_reports(results: Sequence[BenchResult], around: Mapping[str, Json], flags: Flags) -> None:
@@ -457,17 +456,6 @@ def _write_reports(results: Sequence[BenchResult], around: Mapping[str, Json], f
         flags.json_file.write_text(json.dumps(report_json(results, around), indent=2) + "\n")
     if flags.plot_file is not None:
         flags.plot_file.write_text(draw(charts_of(results)), encoding="utf-8")
-
-
-def _keep(result: BenchResult, around: Mapping[str, Json], flags: Flags) -> None:
-    """For the page of a server. It was measured and told, whether or not that works."""
-    from emberkeep.bench.kept_results import keep_result
-
-    try:
-        keep_result(load_config(config=flags.config).data_dir / "benchmarks", result, around)
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        complain(f"{result.name} is not kept for the server's page ({reason}): --json FILE keeps it elsewhere.")
 
 
 def _tell_machine(flags: Flags) -> dict[str, str]:

@@ -65,10 +65,18 @@ async def _on_error(http: HttpRequest, error: Exception) -> Response:
     return failure_response(failure_of(error))
 
 
+_REMOVED = {"/v1/benchmarks": "`emberkeep bench NAME --json FILE` keeps what it measures."}
+"""Routes that are no more, with what to use instead."""
+
+
 async def _on_http_error(http: HttpRequest, error: Exception) -> Response:
-    """404 and 405 of the router."""
+    """404 and 405 of the router, and 410 for what was served once."""
     assert isinstance(error, HTTPException)
     path, headers = http.url.path[:200], {}
+    for removed, instead in _REMOVED.items():
+        if path == removed or path.startswith(f"{removed}/"):
+            message = f"{removed} was removed: {instead}"
+            return failure_response(Failure(410, "invalid_request_error", message))
     message = f"There is no {path} here: GET /openapi.json lists what there is."
     if error.status_code == 405:
         allowed = _allowed(http)

@@ -180,12 +180,6 @@ def _experts(served: Served) -> Routes:
     return expert_routes(served.models)
 
 
-def _benchmarks(served: Served) -> Routes:
-    from emberkeep.server.benchmark_routes import benchmark_routes
-
-    return benchmark_routes(served.config.data_dir / "benchmarks", served.side)
-
-
 def _metrics(served: Served) -> Routes:
     from emberkeep.server.metrics import metrics_routes
 
@@ -236,7 +230,6 @@ SUBJECTS: tuple[tuple[Callable[[Served], Routes], *tuple[str, ...]], ...] = (
     (_warm, "/v1/warm"),
     (_memory, "/v1/memory"),
     (_experts, "/expert-stats", "/expert-tracking"),
-    (_benchmarks, "/v1/benchmarks"),
     (_metrics, "/metrics"),
     (_page, "/page"),
     (_pulse, "/v1/events"),

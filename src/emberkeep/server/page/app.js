@@ -17,7 +17,6 @@ const VIEWS = [
   ["models", "Models"],
   ["tools", "Tools"],
   ["memory", "Memory"],
-  ["benchmarks", "Benchmarks"],
 ];
 
 const OF_A_REPLICA = ["cache", "requests"]; // views of what one server holds and does
