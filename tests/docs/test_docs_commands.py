@@ -12,7 +12,7 @@ import pytest
 from emberkeep.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 _FENCE = re.compile(r"^\s*```(?:sh|console|text)\n(.*?)^\s*```$", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`(emberkeep [a-z][^`\n]*)`")

@@ -14,7 +14,7 @@ import pytest
 from emberkeep.config.settings import Config, default_of, public_values
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 KEYS = list(public_values(Config()))
 _KEY = rf"`(?:--)?({'|'.join(key.replace('_', '[_-]') for key in KEYS)})`"

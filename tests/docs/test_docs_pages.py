@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src/emberkeep"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PARTS = {path.name for path in PACKAGE.iterdir() if path.is_dir()} | {"src", "tests", "benchmarks", "docs"}
 
 _NAMED_FILE = re.compile(r"[A-Za-z_][\w./-]*\.py\b|[a-z_]+(?:/[a-z_]+)*/(?=`)")
