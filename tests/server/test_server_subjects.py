@@ -13,8 +13,8 @@ from starlette.exceptions import HTTPException
 from emberkeep.backend.models import Models
 from emberkeep.config.settings import Config
 from emberkeep.server import subjects
-from emberkeep.server.routes import Routes
-from emberkeep.server.subjects import SUBJECTS, Served, Subjects
+from emberkeep.server.routes import Routes, Served
+from emberkeep.server.subjects import SUBJECTS, Subjects, make_routes
 from helpers.scripted_server import ScriptedBackend
 
 
@@ -47,8 +47,8 @@ def owners(path: str) -> list[int]:
 
 
 def test_every_route_belongs_to_the_subject_that_makes_it(served: Served) -> None:
-    for place, (make, *paths) in enumerate(SUBJECTS):
-        routes = make(served).listed
+    for place, (module, *paths) in enumerate(SUBJECTS):
+        routes = make_routes(module, served).listed
         assert routes
         for route in routes:
             assert owners(route.path)[0] == place, route.path
@@ -57,7 +57,9 @@ def test_every_route_belongs_to_the_subject_that_makes_it(served: Served) -> Non
 
 
 def test_no_method_of_a_path_is_there_twice(served: Served) -> None:
-    listed = [(route.method, route.path) for make, *_ in SUBJECTS for route in make(served).listed]
+    listed = [
+        (route.method, route.path) for module, *_ in SUBJECTS for route in make_routes(module, served).listed
+    ]
     assert len(listed) == len(set(listed))
 
 
@@ -98,12 +100,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of two subjects of a table: which have been made."""
     made: list[str] = []
 
-    def making(name: str) -> Routes:
+    def making(name: str, _: Served) -> Routes:
         made.append(name)
         return Routes()
 
-    table = ((lambda _: making("a"), "/a"), (lambda _: making("ab"), "/a/b"))
-    monkeypatch.setattr(subjects, "SUBJECTS", table)
+    monkeypatch.setattr(subjects, "SUBJECTS", (("a", "/a"), ("ab", "/a/b")))
+    monkeypatch.setattr(subjects, "make_routes", making)
     return made
 
 
@@ -134,13 +136,14 @@ def test_a_subject_is_made_when_it_is_asked_for_and_only_once(served: Served, ma
 def test_a_subject_that_two_threads_ask_for_is_made_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     made, begun, go_on = list[Routes](), threading.Event(), threading.Event()
 
-    def make(_: Served) -> Routes:
+    def make(*_: object) -> Routes:
         begun.set()
         assert go_on.wait(60)
         made.append(Routes())
         return made[-1]
 
-    monkeypatch.setattr(subjects, "SUBJECTS", ((make, "/a"),))
+    monkeypatch.setattr(subjects, "SUBJECTS", (("a", "/a"),))
+    monkeypatch.setattr(subjects, "make_routes", make)
     app = Subjects(served)
     asking = [threading.Thread(target=lambda: list(app.routes())) for _ in range(2)]
     asking[0].start()

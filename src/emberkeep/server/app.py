@@ -26,9 +26,10 @@ from emberkeep.server.middleware import (
     failure_response,
 )
 from emberkeep.server.request_metrics import RequestMetrics
+from emberkeep.server.routes import Served
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import ClientGone
-from emberkeep.server.subjects import Served, Subjects
+from emberkeep.server.subjects import Subjects
 
 
 def create_app(

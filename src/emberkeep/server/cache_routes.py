@@ -19,21 +19,20 @@ from emberkeep.api.request import INT32_MAX, WHOLE, Body, CompletionBody, Label
 from emberkeep.api.stored import MAX_VERIFY_S, entry_json, node_json, shown_json
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import cache_of
-from emberkeep.backend.models import Models
 from emberkeep.errors import InvalidField, Overloaded
-from emberkeep.server.json_response import json_response, list_response, page_response
 from emberkeep.server.routes import (
     HELLO,
     OfModel,
     PageParameters,
     Parameters,
     Routes,
-    of_model,
-    read_parameters,
-    takes,
+    Served,
+    json_response,
+    list_response,
+    page_response,
 )
 from emberkeep.server.side_work import RETRY_AFTER_S, SideWork
-from emberkeep.server.stream import make_of_body, read_body, read_object, while_connected
+from emberkeep.server.stream import make_of_body, read_object, while_connected
 from emberkeep.types.cache import CacheEntry, Explanation, Removed, Verified
 from emberkeep.types.events import Source, Sourced
 from emberkeep.types.request import Json
@@ -112,65 +111,65 @@ class _EntryId(StringConvertor):
 register_url_convertor("entry_id", _EntryId())
 
 
-def cache_routes(models: Models, side: SideWork) -> Routes:
+def routes(served: Served) -> Routes:
     routes = Routes()
-    _add_reads(routes, models, side)
-    _add_changes(routes, models, side)
-    _add_checks(routes, models, side)
+    _add_reads(routes, served)
+    _add_changes(routes, served)
+    _add_checks(routes, served)
     return routes
 
 
-def _add_reads(routes: Routes, models: Models, side: SideWork) -> None:
-    @routes.get("/v1/cache", parameters=EntriesParameters)
-    async def entries(http: HttpRequest) -> Response:
-        asked = read_parameters(http, EntriesParameters)
-        return await side.run_on(_list_page, models.find(asked.model), asked)
+def _add_reads(routes: Routes, served: Served) -> None:
+    models, run_on = served.models, served.side.run_on
 
-    @routes.get("/v1/cache/tree", parameters=TreeParameters)
-    async def tree(http: HttpRequest) -> Response:
-        asked = read_parameters(http, TreeParameters)
-        return await side.run_on(_tree, models.find(asked.model), asked.limit, asked.at)
+    @routes.get("/v1/cache")
+    async def entries(query: EntriesParameters) -> Response:
+        return await run_on(_list_page, models.find(query.model), query)
 
-    @routes.get("/v1/cache/{entry_id:entry_id}", parameters=EntryParameters)
-    async def entry(http: HttpRequest) -> Response:
-        asked = read_parameters(http, EntryParameters)
-        shown = await side.run_on(lambda loaded: cache_of(loaded).show(asked.entry_id), models.find(asked.model))
-        return json_response(shown_json(shown, asked.chars))
+    @routes.get("/v1/cache/tree")
+    async def tree(query: TreeParameters) -> Response:
+        return await run_on(_tree, models.find(query.model), query.limit, query.at)
 
-
-def _add_changes(routes: Routes, models: Models, side: SideWork) -> None:
-    @routes.post("/v1/cache/pin", parameters=OfModel, body=takes(EntryBody))
-    async def pin(http: HttpRequest) -> Response:
-        model, body = of_model(http), await read_body(http, EntryBody)
-        return json_response(entry_json(await side.run_on(_pin, models.find(model), body.id, True)))
-
-    @routes.post("/v1/cache/unpin", parameters=OfModel, body=takes(EntryBody))
-    async def unpin(http: HttpRequest) -> Response:
-        model, body = of_model(http), await read_body(http, EntryBody)
-        return json_response(entry_json(await side.run_on(_pin, models.find(model), body.id, False)))
-
-    @routes.post("/v1/cache/gc", parameters=OfModel)
-    async def gc(http: HttpRequest) -> Response:
-        removed = await side.run_on(lambda loaded: cache_of(loaded).gc(), models.find(of_model(http)))
-        return json_response(removed_json(removed))
-
-    @routes.delete("/v1/cache", parameters=UserParameters)
-    async def remove_user(http: HttpRequest) -> Response:
-        user = read_parameters(http, UserParameters).user_id
-        return json_response(removed_json(await side.run(models.remove_user, user)))
-
-    @routes.delete("/v1/cache/{entry_id:entry_id}", parameters=OfModel)
-    async def remove(http: HttpRequest) -> Response:
-        backend, entry_id = models.find(of_model(http)), http.path_params["entry_id"]
-        removed = await side.run_on(lambda loaded: cache_of(loaded).remove(entry_id), backend)
-        return json_response(removed_json(removed))
+    @routes.get("/v1/cache/{entry_id:entry_id}")
+    async def entry(query: EntryParameters) -> Json:
+        shown = await run_on(lambda loaded: cache_of(loaded).show(query.entry_id), models.find(query.model))
+        return shown_json(shown, query.chars)
 
 
-def _add_checks(routes: Routes, models: Models, side: SideWork) -> None:
-    @routes.post("/v1/cache/explain", body=takes(ExplainedChat, ExplainedCompletion, messages=[HELLO]))
+def _add_changes(routes: Routes, served: Served) -> None:
+    models, run_on = served.models, served.side.run_on
+
+    @routes.post("/v1/cache/pin")
+    async def pin(query: OfModel, body: EntryBody) -> Json:
+        return entry_json(await run_on(_pin, models.find(query.model), body.id, True))
+
+    @routes.post("/v1/cache/unpin")
+    async def unpin(query: OfModel, body: EntryBody) -> Json:
+        return entry_json(await run_on(_pin, models.find(query.model), body.id, False))
+
+    @routes.post("/v1/cache/gc")
+    async def gc(query: OfModel) -> Json:
+        return removed_json(await run_on(lambda loaded: cache_of(loaded).gc(), models.find(query.model)))
+
+    @routes.delete("/v1/cache")
+    async def remove_user(query: UserParameters) -> Json:
+        return removed_json(await served.side.run(models.remove_user, query.user_id))
+
+    @routes.delete("/v1/cache/{entry_id:entry_id}")
+    async def remove(http: HttpRequest, query: OfModel) -> Json:
+        entry_id = http.path_params["entry_id"]
+        return removed_json(
+            await run_on(lambda loaded: cache_of(loaded).remove(entry_id), models.find(query.model))
+        )
+
+
+def _add_checks(routes: Routes, served: Served) -> None:
+    models, side = served.models, served.side
+
+    @routes.post("/v1/cache/explain", bodies=(ExplainedChat, ExplainedCompletion), example=HELLO)
     async def explain(http: HttpRequest) -> Response:
-        asked = await read_object(http)
-        body = await make_of_body(http, lambda: read_chat_or_completion(asked, ExplainedChat, ExplainedCompletion))
+        given = await read_object(http)
+        body = await make_of_body(http, lambda: read_chat_or_completion(given, ExplainedChat, ExplainedCompletion))
         backend = models.find(body.model)
         request = await make_of_body(http, lambda: to_one_request(body))
         explanation = await side.run_on(lambda loaded: cache_of(loaded).explain(request), backend)
@@ -178,17 +177,16 @@ def _add_checks(routes: Routes, models: Models, side: SideWork) -> None:
 
     verifying = asyncio.Semaphore()
 
-    @routes.post("/v1/cache/verify", parameters=OfModel, body=takes(VerifyBody, sample=1))
-    async def verify(http: HttpRequest) -> Response:
-        model, body = of_model(http), await read_body(http, VerifyBody)
+    @routes.post("/v1/cache/verify", example={"sample": 1})
+    async def verify(http: HttpRequest, query: OfModel, body: VerifyBody) -> Json:
         body.check()
         if verifying.locked():
             raise Overloaded(
                 "Stored state is being verified already: try again when that has ended.", RETRY_AFTER_S
             )
         async with verifying:
-            done, left = await while_connected(http, _verify_entries(models.find(model), side, body))
-        return json_response(verified_json(done, left))
+            done, left = await while_connected(http, _verify_entries(models.find(query.model), side, body))
+        return verified_json(done, left)
 
 
 async def _verify_entries(backend: Backend, side: SideWork, body: VerifyBody) -> tuple[list[Verified], list[str]]:

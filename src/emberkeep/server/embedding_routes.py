@@ -11,21 +11,20 @@ from starlette.responses import Response
 from emberkeep.api.embeddings import LlamaEmbeddingBody, OpenAIEmbeddingsBody, RerankBody, embedding_usage
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import embedder_of, ranker_of
-from emberkeep.backend.models import Models, using
-from emberkeep.server.json_response import json_response, list_response
-from emberkeep.server.routes import Routes, takes
-from emberkeep.server.stream import make_of_body, read_body, while_connected
+from emberkeep.backend.models import using
+from emberkeep.server.routes import Routes, Served, list_response
+from emberkeep.server.stream import make_of_body, while_connected
 from emberkeep.types.embedding import Embedded, EmbeddingRequest, Ranked, RerankRequest
+from emberkeep.types.request import Json
 
 _TEXT = "Why is the sky blue?"
 
 
-def embedding_routes(models: Models) -> Routes:
-    routes = Routes()
+def routes(served: Served) -> Routes:
+    routes, models = Routes(), served.models
 
-    @routes.post("/v1/embeddings", body=takes(OpenAIEmbeddingsBody, input=_TEXT))
-    async def embeddings(http: HttpRequest) -> Response:
-        body = await read_body(http, OpenAIEmbeddingsBody)
+    @routes.post("/v1/embeddings", example={"input": _TEXT})
+    async def embeddings(http: HttpRequest, body: OpenAIEmbeddingsBody) -> Response:
         backend = models.find(body.model)
         request = await make_of_body(http, body.to_request)
         embedded = await while_connected(http, embed_with(backend, request))
@@ -33,9 +32,8 @@ def embedding_routes(models: Models) -> Routes:
         # Thousands of numbers each: not in the loop that serves the streams.
         return await asyncio.to_thread(lambda: list_response("data", body.items(embedded), **about))
 
-    @routes.post("/embedding", "/embeddings", body=takes(LlamaEmbeddingBody, content=_TEXT))
-    async def embedding(http: HttpRequest) -> Response:
-        body = await read_body(http, LlamaEmbeddingBody)
+    @routes.post("/embedding", "/embeddings", example={"content": _TEXT})
+    async def embedding(http: HttpRequest, body: LlamaEmbeddingBody) -> Response:
         request = await make_of_body(http, body.to_request)
         embedded = await while_connected(http, embed_with(models.find(body.model), request))
         written = await asyncio.to_thread(lambda: ", ".join(map(json.dumps, body.items(embedded))))
@@ -43,14 +41,12 @@ def embedding_routes(models: Models) -> Routes:
 
     @routes.post(
         *("/v1/rerank", "/rerank", "/reranking", "/v1/reranking"),
-        body=takes(RerankBody, query=_TEXT, documents=["Air scatters blue light."]),
+        example={"query": _TEXT, "documents": ["Air scatters blue light."]},
     )
-    async def rerank(http: HttpRequest) -> Response:
-        body = await read_body(http, RerankBody)
+    async def rerank(http: HttpRequest, body: RerankBody) -> Json:
         backend = models.find(body.model)
         request = await make_of_body(http, body.to_request)
-        ranked = await while_connected(http, _rank_with(backend, request))
-        return json_response(body.answer(ranked, backend.card.id))
+        return body.answer(await while_connected(http, _rank_with(backend, request)), backend.card.id)
 
     return routes
 

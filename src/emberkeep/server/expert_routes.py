@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from pydantic import ConfigDict
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 
 from emberkeep.api.field_kinds import one_of
 from emberkeep.api.request import Body
 from emberkeep.backend.capabilities import experts_of
-from emberkeep.backend.models import Models, using
+from emberkeep.backend.models import using
 from emberkeep.errors import RequestError
-from emberkeep.server.json_response import json_response
-from emberkeep.server.routes import OfModel, Routes, of_model, takes
-from emberkeep.server.stream import read_body
+from emberkeep.server.routes import OfModel, Routes, Served
 from emberkeep.types.models import ExpertStats, LayerExperts
 from emberkeep.types.request import Json
 
@@ -24,27 +20,21 @@ class TrackingBody(Body):
     enabled: bool | None = None
     reset: bool | None = None
 
-    def check(self) -> None:
-        """Raises RequestError where nothing is asked for."""
-        if self.enabled is None and self.reset is None:
+
+def routes(served: Served) -> Routes:
+    routes, models = Routes(), served.models
+
+    @routes.get("/expert-stats", errors={400: "The model has no experts."})
+    async def expert_stats(query: OfModel) -> Json:
+        async with using(models.find(query.model)) as backend:
+            return stats_json(experts_of(backend).stats())
+
+    @routes.post("/expert-tracking")
+    async def expert_tracking(query: OfModel, body: TrackingBody) -> Json:
+        if body.enabled is None and body.reset is None:
             raise RequestError("Nothing is asked for: give enabled, reset or both.")
-
-
-def expert_routes(models: Models) -> Routes:
-    routes = Routes()
-
-    @routes.get("/expert-stats", parameters=OfModel, errors={400: "The model has no experts."})
-    async def expert_stats(http: HttpRequest) -> Response:
-        async with using(models.find(of_model(http))) as backend:
-            return json_response(stats_json(experts_of(backend).stats()))
-
-    @routes.post("/expert-tracking", parameters=OfModel, body=takes(TrackingBody))
-    async def expert_tracking(http: HttpRequest) -> Response:
-        model, body = of_model(http), await read_body(http, TrackingBody)
-        body.check()
-        async with using(models.find(model)) as backend:
-            stats = await experts_of(backend).track(body.enabled, reset=bool(body.reset))
-        return json_response(stats_json(stats))
+        async with using(models.find(query.model)) as backend:
+            return stats_json(await experts_of(backend).track(body.enabled, reset=bool(body.reset)))
 
     return routes
 

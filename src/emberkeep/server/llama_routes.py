@@ -13,7 +13,6 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 
 from emberkeep import __version__
 from emberkeep.api.llama_server import InfillBody, LlamaBody, LlamaCompletionBody, settings_json
@@ -21,41 +20,47 @@ from emberkeep.api.llama_server_answer import LlamaEnvelope, LlamaFrames, Prompt
 from emberkeep.api.request import INT32_MAX, Body, parse_list
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import cache_of, tokenizer_of
-from emberkeep.backend.models import Models
 from emberkeep.errors import InvalidField, NoSuchEntry, RequestError
-from emberkeep.server.json_response import json_response
-from emberkeep.server.routes import STREAMS, Parameters, Routes, TakenBody, read_parameters, takes
-from emberkeep.server.side_work import SideWork
-from emberkeep.server.stream import gather, make_of_body, read_body, stream
+from emberkeep.server.routes import STREAMS, Parameters, Routes, Served, json_response, respond
+from emberkeep.server.stream import make_of_body, read_body
 from emberkeep.types.cache import CacheEntry
 from emberkeep.types.events import Events
 from emberkeep.types.request import Json, Request
 
-_SCALES = TakenBody(schema={"type": "array"}, example=[])
 _MOST_NAMES = 4096
 _LOOKS, _BETWEEN_LOOKS_S = 100, 0.02
 """At a slot whose turn is being stored."""
 
 
-class LlamaModel(Parameters):
+class LlamaParameters(Parameters):
     model: str | None = None
 
 
-class SlotsParameters(LlamaModel):
+class SlotsParameters(LlamaParameters):
     fail_on_no_slot: str = ""
 
 
-class SlotParameters(LlamaModel):
+class SlotParameters(LlamaParameters):
     slot: Annotated[int, Field(ge=0, le=INT32_MAX)]
     action: Literal["save", "restore", "erase"]
 
 
-def llama_routes(models: Models, side: SideWork) -> Routes:
-    routes, saved = Routes(), SavedSlots()
+def routes(served: Served) -> Routes:
+    routes = Routes()
+    _add_completions(routes, served)
+    _add_slots(routes, served)
+    _add_settings(routes, served)
+    return routes
 
-    @routes.post("/completion", content=STREAMS, body=takes(LlamaCompletionBody, prompt="Once upon a time"))
-    async def completion(http: HttpRequest) -> Response:
-        body = await read_body(http, LlamaCompletionBody)
+
+# ── completions ──
+
+
+def _add_completions(routes: Routes, served: Served) -> None:
+    models, side = served.models, served.side
+
+    @routes.post("/completion", content=STREAMS, example={"prompt": "Once upon a time"})
+    async def completion(http: HttpRequest, body: LlamaCompletionBody) -> Json:
         backend = models.find(body.model)
         if body.needs_tokens:
             requests = await side.run_on(lambda loaded: body.to_requests(_tokenizing(loaded)), backend)
@@ -63,66 +68,16 @@ def llama_routes(models: Models, side: SideWork) -> Routes:
             requests = await make_of_body(http, partial(body.to_requests, _tokenizing(backend)))
         return await _respond(http, backend, body, requests)
 
-    @routes.post("/infill", content=STREAMS, body=takes(InfillBody, input_prefix="a", input_suffix="b"))
-    async def infill(http: HttpRequest) -> Response:
-        body = await read_body(http, InfillBody)
+    @routes.post("/infill", content=STREAMS, example={"input_prefix": "a", "input_suffix": "b"})
+    async def infill(http: HttpRequest, body: InfillBody) -> Json:
         return await _respond(http, models.find(body.model), body, await make_of_body(http, body.to_requests))
 
-    @routes.get("/props", parameters=LlamaModel)
-    async def props(http: HttpRequest) -> Response:
-        backend = models.find(read_parameters(http, LlamaModel).model)
-        return await side.run_on(lambda loaded: json_response(_props(loaded)), backend)
 
-    @routes.post("/props")
-    async def change_props(_: HttpRequest) -> Response:
-        raise RequestError(
-            "Properties cannot be changed while the server runs: send what should differ with each request, or "
-            "change its configuration and start it again."
-        )
-
-    @routes.get("/slots", parameters=SlotsParameters)
-    async def slots(http: HttpRequest) -> Response:
-        asked = read_parameters(http, SlotsParameters)
-        told = await asyncio.to_thread(_slots, models.find(asked.model))
-        if asked.fail_on_no_slot and all(slot["is_processing"] for slot in told):
-            return json_response(
-                {"error": {"code": 503, "message": "no slot available", "type": "unavailable_error"}}, 503
-            )
-        return json_response(told)
-
-    @routes.post("/slots/{slot}", parameters=SlotParameters, body=takes(SlotBody, filename="chat.bin"))
-    async def act_on_slot(http: HttpRequest) -> Response:
-        asked = read_parameters(http, SlotParameters)
-        act = {"save": saved.save, "restore": saved.restore, "erase": saved.erase}[asked.action]
-        backend = models.find(asked.model)
-        body = await read_body(http, SlotBody) if await http.body() else SlotBody()
-        return await side.run_on(lambda loaded: json_response(act(loaded, asked.slot, body.filename)), backend)
-
-    @routes.get("/lora-adapters", parameters=LlamaModel)
-    async def adapters(http: HttpRequest) -> Response:
-        return json_response(_adapters(models.find(read_parameters(http, LlamaModel).model)))
-
-    @routes.post("/lora-adapters", parameters=LlamaModel, body=_SCALES)
-    async def scale_adapters(http: HttpRequest) -> Response:
-        asked, raw = read_parameters(http, LlamaModel), await http.body()
-        wanted = await make_of_body(http, lambda: parse_list(raw))
-        _check_scales(wanted, _adapters(models.find(asked.model)))
-        return json_response({"success": True})
-
-    return routes
-
-
-# ── completions ──
-
-
-async def _respond(http: HttpRequest, backend: Backend, body: LlamaBody, requests: Sequence[Request]) -> Response:
-    """Raises what the backend raises before the first event, and ClientGone."""
+async def _respond(http: HttpRequest, backend: Backend, body: LlamaBody, requests: Sequence[Request]) -> Json:
     witness = Witness(backend, requests)
     envelope = LlamaEnvelope(backend.card.id, body, witness.records)
-    if body.stream:
-        return await stream(http, witness, requests, lambda: LlamaFrames(envelope, monotonic))
-    answer = await gather(http, witness, requests)
-    return json_response(whole_json(answer.choices, envelope))
+    streams = (lambda: LlamaFrames(envelope, monotonic)) if body.stream else None
+    return await respond(http, witness, requests, streams, lambda answer: whole_json(answer.choices, envelope))
 
 
 class Witness:
@@ -154,6 +109,32 @@ def _tokenizing(backend: Backend) -> Callable[[str, bool], list[int]]:
 
 
 # ── about the server ──
+
+
+def _add_settings(routes: Routes, served: Served) -> None:
+    models = served.models
+
+    @routes.get("/props")
+    async def props(query: LlamaParameters) -> Json:
+        return await served.side.run_on(_props, models.find(query.model))
+
+    @routes.post("/props")
+    async def change_props() -> Json:
+        raise RequestError(
+            "Properties cannot be changed while the server runs: send what should differ with each request, or "
+            "change its configuration and start it again."
+        )
+
+    @routes.get("/lora-adapters")
+    async def adapters(query: LlamaParameters) -> Json:
+        return _adapters(models.find(query.model))
+
+    @routes.post("/lora-adapters", schema={"type": "array"}, example=[])
+    async def scale_adapters(http: HttpRequest, query: LlamaParameters) -> Json:
+        raw = await http.body()
+        wanted = await make_of_body(http, lambda: parse_list(raw))
+        _check_scales(wanted, _adapters(models.find(query.model)))
+        return {"success": True}
 
 
 def _props(backend: Backend) -> dict[str, Json]:
@@ -213,6 +194,25 @@ def _check_scales(wanted: list[Json], loaded: list[dict[str, Json]]) -> None:
 
 
 # ── slots ──
+
+
+def _add_slots(routes: Routes, served: Served) -> None:
+    models, saved = served.models, SavedSlots()
+
+    @routes.get("/slots")
+    async def slots(query: SlotsParameters) -> Json:
+        listed = await asyncio.to_thread(_slots, models.find(query.model))
+        if query.fail_on_no_slot and all(slot["is_processing"] for slot in listed):
+            error = {"code": 503, "message": "no slot available", "type": "unavailable_error"}
+            return json_response({"error": error}, 503)
+        return listed
+
+    @routes.post("/slots/{slot}", bodies=(SlotBody,), example={"filename": "chat.bin"})
+    async def act_on_slot(http: HttpRequest, query: SlotParameters) -> Json:
+        act = {"save": saved.save, "restore": saved.restore, "erase": saved.erase}[query.action]
+        backend = models.find(query.model)
+        body = await read_body(http, SlotBody) if await http.body() else SlotBody()
+        return await served.side.run_on(lambda loaded: act(loaded, query.slot, body.filename), backend)
 
 
 def _without_folders(filename: str) -> str:

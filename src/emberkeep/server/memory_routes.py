@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from pydantic import ConfigDict
 from starlette.convertors import StringConvertor, register_url_convertor
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
 from emberkeep.api.errors import failure_of
@@ -32,10 +31,8 @@ from emberkeep.api.stored import found_json
 from emberkeep.backend.base import Backend
 from emberkeep.errors import EmberkeepError, InvalidField, NoSuchEntry
 from emberkeep.library.user_memory import check_fact, line, require_memory
-from emberkeep.server.json_response import json_response, page_response
-from emberkeep.server.routes import LINES, PageParameters, Routes, read_parameters, takes
+from emberkeep.server.routes import LINES, PageParameters, Routes, Served, json_response, page_response
 from emberkeep.server.side_work import SideWork
-from emberkeep.server.stream import read_body
 from emberkeep.types.memory import Fact, Forgotten, SavedConversation
 from emberkeep.types.request import Json
 
@@ -105,8 +102,8 @@ class ForgetParameters(Whose):
     conversation_id: Name | None = None
 
 
-def memory_routes(backend: Backend, side: SideWork) -> Routes:
-    routes = Routes()
+def routes(served: Served) -> Routes:
+    routes, backend, side = Routes(), served.models.default, served.side
     _add_search(routes, backend, side)
     _add_facts(routes, backend, side)
     _add_conversations(routes, backend, side)
@@ -115,87 +112,84 @@ def memory_routes(backend: Backend, side: SideWork) -> Routes:
 
 
 def _add_search(routes: Routes, backend: Backend, side: SideWork) -> None:
-    @routes.get("/v1/memory/search", parameters=SearchParameters)
-    async def search(http: HttpRequest) -> Response:
-        asked, memory = read_parameters(http, SearchParameters), require_memory(backend.memory)
-        owner, of = asked.to_namespace(), asked.conversation_id or None
+    @routes.get("/v1/memory/search")
+    async def search(query: SearchParameters) -> Json:
+        memory = require_memory(backend.memory)
+        owner, of = query.to_namespace(), query.conversation_id or None
 
-        def found() -> Response:
-            turns = memory.search(owner, asked.query, max_results=asked.max_results, conversation=of)
-            return json_response(found_json(turns))
+        def found() -> Json:
+            turns = memory.search(owner, query.query, max_results=query.max_results, conversation=of)
+            return found_json(turns)
 
         return await side.run(found)
 
     example = {"question": "Where is the spare key?", "answer": "Under the blue pot."}
 
-    @routes.post("/v1/memory/answers", parameters=Whose, body=takes(AnswerBody, **example))
-    async def store_answer(http: HttpRequest) -> Response:
-        whose, memory = read_parameters(http, Whose), require_memory(backend.memory)
-        body = await read_body(http, AnswerBody)
-        owner = one_owner(body, whose)
-        return json_response(answer_json(await side.run(memory.store_answer, owner, body.question, body.answer)))
+    @routes.post("/v1/memory/answers", example=example)
+    async def store_answer(query: Whose, body: AnswerBody) -> Json:
+        memory = require_memory(backend.memory)
+        owner = one_owner(body, query)
+        return answer_json(await side.run(memory.store_answer, owner, body.question, body.answer))
 
 
 def _add_facts(routes: Routes, backend: Backend, side: SideWork) -> None:
-    @routes.get("/v1/memory/facts", parameters=FactsParameters)
-    async def facts(http: HttpRequest) -> Response:
-        asked, memory = read_parameters(http, FactsParameters), require_memory(backend.memory)
-        owner = asked.to_namespace()
-        return await side.run(lambda: page_response(memory.facts(owner), fact_json, asked))
+    @routes.get("/v1/memory/facts")
+    async def facts(query: FactsParameters) -> Json:
+        memory = require_memory(backend.memory)
+        owner = query.to_namespace()
+        return await side.run(lambda: page_response(memory.facts(owner), fact_json, query))
 
-    @routes.get("/v1/memory/facts/{name:any_text}", parameters=FactParameters)
-    async def fact(http: HttpRequest) -> Response:
-        asked, memory = read_parameters(http, FactParameters), require_memory(backend.memory)
-        return json_response(fact_json(await side.run(_fact, memory, asked.to_namespace(), asked.name)))
+    @routes.get("/v1/memory/facts/{name:any_text}")
+    async def fact(query: FactParameters) -> Json:
+        memory = require_memory(backend.memory)
+        return fact_json(await side.run(_fact, memory, query.to_namespace(), query.name))
 
-    @routes.put("/v1/memory/facts/{name:any_text}", parameters=FactParameters, body=takes(FactBody, value="Ada"))
-    async def set_fact(http: HttpRequest) -> Response:
-        asked, memory = read_parameters(http, FactParameters), require_memory(backend.memory)
-        body = await read_body(http, FactBody)
-        check_fact(asked.name, body.value)
-        told = await side.run(_set_fact, memory, one_owner(body, asked), asked.name, body.value)
-        return json_response(fact_json(told))
+    @routes.put("/v1/memory/facts/{name:any_text}", example={"value": "Ada"})
+    async def set_fact(query: FactParameters, body: FactBody) -> Json:
+        memory = require_memory(backend.memory)
+        check_fact(query.name, body.value)
+        told = await side.run(_set_fact, memory, one_owner(body, query), query.name, body.value)
+        return fact_json(told)
 
-    @routes.delete("/v1/memory/facts/{name:any_text}", parameters=FactParameters)
-    async def delete_fact(http: HttpRequest) -> Response:
-        asked, memory = read_parameters(http, FactParameters), require_memory(backend.memory)
-        if not await side.run(memory.delete_fact, asked.to_namespace(), asked.name):
-            raise _no_fact(asked.name)
-        return json_response(forgotten_json(Forgotten(facts=1)))
+    @routes.delete("/v1/memory/facts/{name:any_text}")
+    async def delete_fact(query: FactParameters) -> Json:
+        memory = require_memory(backend.memory)
+        if not await side.run(memory.delete_fact, query.to_namespace(), query.name):
+            raise _no_fact(query.name)
+        return forgotten_json(Forgotten(facts=1))
 
 
 def _add_conversations(routes: Routes, backend: Backend, side: SideWork) -> None:
-    @routes.get("/v1/memory/conversations", parameters=ConversationsParameters)
-    async def conversations(http: HttpRequest) -> Response:
-        asked, memory = read_parameters(http, ConversationsParameters), require_memory(backend.memory)
-        saved = await side.run(memory.conversations, asked.to_namespace(), asked.limit)
-        return json_response(conversations_json(saved))
+    @routes.get("/v1/memory/conversations")
+    async def conversations(query: ConversationsParameters) -> Json:
+        memory = require_memory(backend.memory)
+        saved = await side.run(memory.conversations, query.to_namespace(), query.limit)
+        return conversations_json(saved)
 
-    @routes.get("/v1/memory/conversations/{conversation_id:any_text}", parameters=ConversationParameters)
-    async def conversation(http: HttpRequest) -> Response:
-        asked, memory = read_parameters(http, ConversationParameters), require_memory(backend.memory)
-        return await side.run(_conversation, memory, asked.to_namespace(), asked.conversation_id)
+    @routes.get("/v1/memory/conversations/{conversation_id:any_text}")
+    async def conversation(query: ConversationParameters) -> Json:
+        memory = require_memory(backend.memory)
+        return await side.run(_conversation, memory, query.to_namespace(), query.conversation_id)
 
 
 def _add_whole_memory(routes: Routes, backend: Backend, side: SideWork) -> None:
-    @routes.get("/v1/memory/stats", parameters=Whose)
-    async def stats(http: HttpRequest) -> Response:
-        whose, memory = read_parameters(http, Whose), require_memory(backend.memory)
-        return json_response(stats_json(await side.run(memory.stats, whose.to_namespace())))
+    @routes.get("/v1/memory/stats")
+    async def stats(query: Whose) -> Json:
+        memory = require_memory(backend.memory)
+        return stats_json(await side.run(memory.stats, query.to_namespace()))
 
-    @routes.get("/v1/memory/export", parameters=Whose, content=LINES)
-    async def export(http: HttpRequest) -> Response:
-        whose = read_parameters(http, Whose)
-        rows = require_memory(backend.memory).export(whose.to_namespace())
+    @routes.get("/v1/memory/export", content=LINES)
+    async def export(query: Whose) -> Response:
+        rows = require_memory(backend.memory).export(query.to_namespace())
         # The status goes out with the first lines: what is wrong from the beginning still gets its own.
         first = await side.run(_next_lines, rows)
         return StreamingResponse(_export_from(first, rows), media_type="application/x-ndjson")
 
-    @routes.delete("/v1/memory", parameters=ForgetParameters)
-    async def forget(http: HttpRequest) -> Response:
-        asked, memory = read_parameters(http, ForgetParameters), require_memory(backend.memory)
-        forgotten = await side.run(memory.forget, _named_owner(asked), asked.conversation_id)
-        return json_response(forgotten_json(forgotten))
+    @routes.delete("/v1/memory")
+    async def forget(query: ForgetParameters) -> Json:
+        memory = require_memory(backend.memory)
+        forgotten = await side.run(memory.forget, _named_owner(query), query.conversation_id)
+        return forgotten_json(forgotten)
 
 
 def _conversation(memory: Memory, owner: str, conversation_id: str) -> Response:

@@ -17,13 +17,12 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from emberkeep import __version__
 from emberkeep.backend.models import Models
 from emberkeep.server.request_metrics import RequestMetrics
-from emberkeep.server.routes import Routes
+from emberkeep.server.routes import Routes, Served
 from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
@@ -32,13 +31,13 @@ PREFIX = "emberkeep_"
 _TEXT = {"text/plain": {"schema": {"type": "string"}}}
 
 
-def metrics_routes(models: Models, requests: RequestMetrics) -> Routes:
+def routes(served: Served) -> Routes:
     routes, registry = Routes(), CollectorRegistry()
-    registry.register(StatsCollector(models))
-    registry.register(RequestCollector(requests))
+    registry.register(StatsCollector(served.models))
+    registry.register(RequestCollector(served.metrics))
 
     @routes.get("/metrics", content=_TEXT)
-    async def metrics(_: HttpRequest) -> Response:
+    async def metrics() -> Response:
         # The backend's figures may have to wait for a lock: not in the loop that serves the streams.
         text = await asyncio.to_thread(generate_latest, registry)
         return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)

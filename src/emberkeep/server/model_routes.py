@@ -14,10 +14,8 @@ from emberkeep.backend.models import Models, status_of
 from emberkeep.models.library import InstalledModel, ModelLibrary
 from emberkeep.server import anthropic_models
 from emberkeep.server.anthropic_models import is_anthropic
-from emberkeep.server.json_response import json_response, page_response
-from emberkeep.server.routes import PageParameters, Routes, read_parameters, takes
-from emberkeep.server.side_work import SideWork
-from emberkeep.server.stream import read_body, while_connected
+from emberkeep.server.routes import PageParameters, Routes, Served, page_response
+from emberkeep.server.stream import while_connected
 from emberkeep.types.models import ModelState, ModelStatus
 from emberkeep.types.request import Json
 
@@ -35,46 +33,37 @@ class ModelBody(Body):
     model: str
 
 
-def model_routes(models: Models, library: ModelLibrary, side: SideWork) -> Routes:
-    routes = Routes()
-    _add_reads(routes, models)
-    _add_changes(routes, models)
+def routes(served: Served) -> Routes:
+    routes, models = Routes(), served.models
+    example = {"model": "default"}
 
-    @routes.get("/models/installed", parameters=PageParameters)
-    async def list_installed(http: HttpRequest) -> Response:
-        return await side.run(_installed_page, models, library, read_parameters(http, PageParameters))
-
-    return routes
-
-
-def _add_reads(routes: Routes, models: Models) -> None:
     @routes.get("/v1/models", "/models")
-    async def list_models(http: HttpRequest) -> Response:
+    async def list_models(http: HttpRequest) -> Json:
         listed = await asyncio.to_thread(models.list)
         if is_anthropic(http):
-            return json_response(anthropic_models.models_json([backend.card for backend in listed]))
-        return json_response({"object": "list", "data": [model_json(models, backend) for backend in listed]})
+            return anthropic_models.models_json([backend.card for backend in listed])
+        return {"object": "list", "data": [model_json(models, backend) for backend in listed]}
 
     @routes.get("/v1/models/{model_id:path}", "/models/{model_id:model_id}")
-    async def show_model(http: HttpRequest) -> Response:
+    async def show_model(http: HttpRequest) -> Json:
         backend = models.find(http.path_params["model_id"])
-        if is_anthropic(http):
-            return json_response(anthropic_models.model_json(backend.card))
-        return json_response(model_json(models, backend))
+        return anthropic_models.model_json(backend.card) if is_anthropic(http) else model_json(models, backend)
 
-
-def _add_changes(routes: Routes, models: Models) -> None:
-    @routes.post("/models/load", body=takes(ModelBody, model="default"))
-    async def load_model(http: HttpRequest) -> Response:
-        body = await read_body(http, ModelBody)
+    @routes.post("/models/load", example=example)
+    async def load_model(http: HttpRequest, body: ModelBody) -> Json:
         backend = await while_connected(http, models.load(body.model))
-        return json_response({"success": True, "model": model_json(models, backend)})
+        return {"success": True, "model": model_json(models, backend)}
 
-    @routes.post("/models/unload", body=takes(ModelBody, model="default"))
-    async def unload_model(http: HttpRequest) -> Response:
-        body = await read_body(http, ModelBody)
+    @routes.post("/models/unload", example=example)
+    async def unload_model(http: HttpRequest, body: ModelBody) -> Json:
         backend = await while_connected(http, models.unload(body.model))
-        return json_response({"success": True, "model": model_json(models, backend)})
+        return {"success": True, "model": model_json(models, backend)}
+
+    @routes.get("/models/installed")
+    async def list_installed(query: PageParameters) -> Response:
+        return await served.side.run(_installed_page, models, served.library, query)
+
+    return routes
 
 
 def _installed_page(models: Models, library: ModelLibrary, page: PageParameters) -> Response:

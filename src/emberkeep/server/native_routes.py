@@ -14,14 +14,9 @@ from emberkeep.api.messages import MessageList, TemplateArgs, ToolList, to_messa
 from emberkeep.api.request import Body, Count
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import tokenizer_of
-from emberkeep.backend.models import Models
 from emberkeep.errors import InvalidField
-from emberkeep.server.json_response import json_response, list_response
-from emberkeep.server.middleware import Drain
 from emberkeep.server.page_routes import page_response, wants_page
-from emberkeep.server.routes import HELLO, OfModel, Routes, of_model, takes
-from emberkeep.server.side_work import SideWork
-from emberkeep.server.stream import read_body
+from emberkeep.server.routes import HELLO, OfModel, Routes, Served, json_response, list_response
 from emberkeep.types.events import Loading
 from emberkeep.types.request import Json
 
@@ -53,51 +48,51 @@ class TemplateBody(Body):
     chat_template_kwargs: TemplateArgs | None = None
 
 
-def native_routes(models: Models, drain: Drain, side: SideWork, *, is_public: bool) -> Routes:
-    """`is_public`: clients that do not have the key can read `/health`."""
-    routes, backend = Routes(), models.default
+def routes(served: Served) -> Routes:
+    routes, models, side = Routes(), served.models, served.side
+    is_public = served.config.api_key is not None  # clients that do not have the key can read `/health`
 
     @routes.get("/")
-    async def pointer(http: HttpRequest) -> Response:
+    async def pointer(http: HttpRequest) -> Json:
         if wants_page(http):
             return await page_response(http)
-        return json_response({"name": "Emberkeep", "version": __version__, "api": "/v1", "docs": "/openapi.json"})
+        return {"name": "Emberkeep", "version": __version__, "api": "/v1", "docs": "/openapi.json"}
 
     @routes.get("/health", "/v1/health", errors={503: "The model is loaded, the server stops, or it has failed."})
-    async def health(_: HttpRequest) -> Response:
-        health = backend.health()
-        told = _without_reasons(health) if is_public else health
-        told["backend_connected"] = models.failure() is None and _is_connected(health)
-        if models.failure() is not None:
-            return json_response({"status": "failed", **told}, 503)
-        if (starting := models.starting) is not None:
-            return json_response({"status": "loading", **told, **_progress(starting)}, 503)
-        if drain.draining:
-            return json_response({"status": "draining", **told}, 503)
-        return json_response({"status": "ok", **told})
+    async def health() -> Response:
+        status, more = _status(served)
+        figures = models.default.health()
+        shown = _without_reasons(figures) if is_public else figures
+        shown["backend_connected"] = models.failure() is None and _is_connected(figures)
+        return json_response({"status": status, **shown, **more}, 200 if status == "ok" else 503)
 
-    @routes.get("/v1/stats", parameters=OfModel)
-    async def stats(http: HttpRequest) -> Response:
-        model = of_model(http)
+    @routes.get("/v1/stats")
+    async def stats(query: OfModel) -> Json:
         # The figures may have to wait for locks: not in the loop that serves the streams.
-        return await asyncio.to_thread(lambda: json_response(models.find(model).stats()))
+        return await asyncio.to_thread(lambda: models.find(query.model).stats())
 
-    @routes.post("/tokenize", body=takes(TokenizeBody, content="hello world"))
-    async def tokenize(http: HttpRequest) -> Response:
-        body = await read_body(http, TokenizeBody)
+    @routes.post("/tokenize", example={"content": "hello world"})
+    async def tokenize(body: TokenizeBody) -> Response:
         return await side.run_on(_tokens, models.find(body.model), body)
 
-    @routes.post("/detokenize", body=takes(DetokenizeBody, tokens=[1, 2]))
-    async def detokenize(http: HttpRequest) -> Response:
-        body = await read_body(http, DetokenizeBody)
+    @routes.post("/detokenize", example={"tokens": [1, 2]})
+    async def detokenize(body: DetokenizeBody) -> Json:
         return await side.run_on(_text, models.find(body.model), body)
 
-    @routes.post("/apply-template", body=takes(TemplateBody, messages=[HELLO]))
-    async def apply_template(http: HttpRequest) -> Response:
-        body = await read_body(http, TemplateBody)
+    @routes.post("/apply-template", example=HELLO)
+    async def apply_template(body: TemplateBody) -> Json:
         return await side.run_on(_prompt, models.find(body.model), body)
 
     return routes
+
+
+def _status(served: Served) -> tuple[str, dict[str, Json]]:
+    """In a word, and how far a start is."""
+    if served.models.failure() is not None:
+        return "failed", {}
+    if (starting := served.models.starting) is not None:
+        return "loading", _progress(starting)
+    return "draining" if served.drain.draining else "ok", {}
 
 
 def _progress(starting: Loading) -> dict[str, Json]:
@@ -144,11 +139,11 @@ def _piece(piece: bytes) -> str | list[int]:
         return list(piece)
 
 
-def _text(backend: Backend, body: DetokenizeBody) -> Response:
-    return json_response({"content": tokenizer_of(backend).detokenize(body.tokens)})
+def _text(backend: Backend, body: DetokenizeBody) -> Json:
+    return {"content": tokenizer_of(backend).detokenize(body.tokens)}
 
 
-def _prompt(backend: Backend, body: TemplateBody) -> Response:
+def _prompt(backend: Backend, body: TemplateBody) -> Json:
     tools = [tool.to_tool() for tool in body.tools or ()]
     messages = to_messages(body.messages)
     prompt = tokenizer_of(backend, "template").apply_template(
@@ -157,4 +152,4 @@ def _prompt(backend: Backend, body: TemplateBody) -> Response:
         body.chat_template_kwargs or {},
         add_generation_prompt=body.add_generation_prompt is not False,
     )
-    return json_response({"prompt": prompt})
+    return {"prompt": prompt}

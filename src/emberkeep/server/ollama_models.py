@@ -20,17 +20,15 @@ from emberkeep.api.errors import OLLAMA_ERRORS, failure_of
 from emberkeep.api.field_kinds import one_of
 from emberkeep.api.ollama_answer import OllamaFrames
 from emberkeep.api.request import Body
-from emberkeep.backend.models import Models, status_of
+from emberkeep.backend.models import status_of
 from emberkeep.config.settings import DEFAULT_MODEL
 from emberkeep.errors import DownloadFailed, EmberkeepError, InvalidField, ModelNotFound, RequestError
 from emberkeep.models.library import ModelLibrary, is_model_id
 from emberkeep.models.spec import spec_of_ollama
-from emberkeep.server.json_response import json_response
 from emberkeep.server.ollama_cards import loaded_json, show_json, tag_json
 from emberkeep.server.ollama_routes import find_model, installed_name
-from emberkeep.server.routes import LINES, Routes, takes
-from emberkeep.server.side_work import SideWork
-from emberkeep.server.stream import read_body, while_connected
+from emberkeep.server.routes import LINES, Routes, Served
+from emberkeep.server.stream import while_connected
 from emberkeep.types.request import Json
 
 log = logging.getLogger(__name__)
@@ -71,48 +69,46 @@ class CopyBody(Body):
     destination: str
 
 
-def ollama_model_routes(models: Models, library: ModelLibrary, side: SideWork) -> Routes:
+def routes(served: Served) -> Routes:
     routes = Routes()
-    _add_reads(routes, models, library, side)
-    _add_changes(routes, models, library, side)
-    _add_pull(routes, library)
+    _add_reads(routes, served)
+    _add_changes(routes, served)
+    _add_pull(routes, served.library)
     _add_refusals(routes)
     return routes
 
 
-def _add_reads(routes: Routes, models: Models, library: ModelLibrary, side: SideWork) -> None:
+def _add_reads(routes: Routes, served: Served) -> None:
+    models, library, run = served.models, served.library, served.side.run
+
     @routes.get("/api/tags")
-    async def tags(_: HttpRequest) -> Response:
-        told = await side.run(lambda: [tag_json(backend.card, library) for backend in models.list()])
-        return json_response({"models": told})
+    async def tags() -> Json:
+        return {"models": await run(lambda: [tag_json(backend.card, library) for backend in models.list()])}
 
     @routes.get("/api/ps")
-    async def ps(_: HttpRequest) -> Response:
+    async def ps() -> Json:
         here = [(each.card, status_of(each)) for each in models.loaded() if not each.card.remote]
-        told = await side.run(lambda: [loaded_json(card, library, status) for card, status in here])
-        return json_response({"models": told})
+        return {"models": await run(lambda: [loaded_json(card, library, status) for card, status in here])}
 
-    @routes.post("/api/show", body=takes(ShowBody, model="default"))
-    async def show(http: HttpRequest) -> Response:
-        body = await read_body(http, ShowBody)
-        backend = find_model(models, body.wanted)
-        return json_response(await side.run(show_json, backend, library))
+    @routes.post("/api/show", example={"model": "default"})
+    async def show(body: ShowBody) -> Json:
+        return await run(show_json, find_model(models, body.wanted), library)
 
 
-def _add_changes(routes: Routes, models: Models, library: ModelLibrary, side: SideWork) -> None:
-    @routes.delete("/api/delete", body=takes(NamedBody, model="name"))
-    async def delete(http: HttpRequest) -> Response:
-        body = await read_body(http, NamedBody)
-        id = await side.run(_installed_id, library, body.wanted)
+def _add_changes(routes: Routes, served: Served) -> None:
+    library, run = served.library, served.side.run
+
+    @routes.delete("/api/delete", example={"model": "name"})
+    async def delete(body: NamedBody) -> Response:
+        id = await run(_installed_id, library, body.wanted)
         with suppress(ModelNotFound, RequestError):  # not served, or served alone: then it stays in memory
-            await models.unload(id)
-        await side.run(library.remove, id)
+            await served.models.unload(id)
+        await run(library.remove, id)
         return Response()
 
-    @routes.post("/api/copy", body=takes(CopyBody, source="name", destination="other"))
-    async def copy(http: HttpRequest) -> Response:
-        body = await read_body(http, CopyBody)
-        await side.run(lambda: _copy(library, body))
+    @routes.post("/api/copy", example={"source": "name", "destination": "other"})
+    async def copy(body: CopyBody) -> Response:
+        await run(_copy, library, body)
         return Response()
 
 
@@ -132,16 +128,12 @@ def _installed_id(library: ModelLibrary, name: str) -> str:
 
 
 def _add_refusals(routes: Routes) -> None:
-    for name, way_out in _NOT_HERE.items():
-        path, refuse = f"/api/{name}", partial(_refuse, name, way_out)
-        if name == "blobs":
-            path = "/api/blobs/{digest}"
-            routes.get(path, is_hidden=True)(refuse)
-        routes.post(path, is_hidden=True)(refuse)
+    async def refuse(http: HttpRequest) -> Json:
+        name = http.url.path.split("/")[2]
+        raise RequestError(f"/api/{name} is not served here: {_NOT_HERE[name]}.")
 
-
-async def _refuse(name: str, way_out: str, _: HttpRequest) -> Response:
-    raise RequestError(f"/api/{name} is not served here: {way_out}.")
+    routes.post("/api/create", "/api/push", "/api/blobs/{digest}", is_hidden=True)(refuse)
+    routes.get("/api/blobs/{digest}", is_hidden=True)(refuse)
 
 
 # ── pull ──
@@ -155,15 +147,14 @@ _EVERY_S = 0.1
 def _add_pull(routes: Routes, library: ModelLibrary) -> None:
     threads = ThreadPoolExecutor(_PULLS, thread_name_prefix="emberkeep-pull")
 
-    @routes.post("/api/pull", content=LINES, body=takes(PullBody, model="name"))
-    async def pull(http: HttpRequest) -> Response:
-        body = await read_body(http, PullBody)
+    @routes.post("/api/pull", content=LINES, example={"model": "name"})
+    async def pull(http: HttpRequest, body: PullBody) -> Json:
         spec = _pull_spec(library, body.wanted)
         lines = _pull(library, spec, threads)
         if body.stream is not False:
             return StreamingResponse(_as_bytes(lines), media_type=OllamaFrames.media_type)
         await while_connected(http, _all(lines))
-        return json_response(_SUCCESS)
+        return _SUCCESS
 
 
 _SUCCESS = {"status": "success"}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import lru_cache
 from time import perf_counter
 
@@ -29,83 +27,71 @@ from emberkeep.backend.on_demand import OnDemandBackend
 from emberkeep.errors import ModelNotFound
 from emberkeep.models.spec import parse, spec_of_ollama
 from emberkeep.server.embedding_routes import embed_with
-from emberkeep.server.json_response import json_response
-from emberkeep.server.openai import check_hops, number_in
-from emberkeep.server.routes import HELLO, LINES, Routes, takes
-from emberkeep.server.stream import gather, make_of_body, read_body, stream, while_connected
+from emberkeep.server.routes import HELLO, LINES, Routes, Served, json_response, passed_on, respond
+from emberkeep.server.stream import make_of_body, while_connected
 from emberkeep.types.embedding import Embedded
-from emberkeep.types.models import DEPTH_HEADER
-from emberkeep.types.request import Request
+from emberkeep.types.request import Json, Request
 
 log = logging.getLogger(__name__)
 
+_TEXT = "Why is the sky blue?"
 OLLAMA_VERSION = "0.13.5"
 """Whose API this is: clients ask whether it is new enough for what they want."""
 
 
-def ollama_routes(models: Models) -> Routes:
-    routes = Routes()
+def routes(served: Served) -> Routes:
+    routes, models = Routes(), served.models
 
-    @routes.post("/api/chat", content=LINES, body=takes(OllamaChatBody, messages=[HELLO]))
-    async def chat(http: HttpRequest) -> Response:
-        body = await read_body(http, OllamaChatBody)
-        return await _respond(http, models, body, body.to_request, OllamaEnvelope)
+    @routes.post("/api/chat", content=LINES, example=HELLO)
+    async def chat(http: HttpRequest, body: OllamaChatBody) -> Json:
+        return await _respond(http, models, body, OllamaEnvelope)
 
-    @routes.post("/api/generate", content=LINES, body=takes(GenerateBody, prompt="Why is the sky blue?"))
-    async def generate(http: HttpRequest) -> Response:
-        body = await read_body(http, GenerateBody)
-        return await _respond(http, models, body, body.to_request, GenerateEnvelope)
+    @routes.post("/api/generate", content=LINES, example={"prompt": _TEXT})
+    async def generate(http: HttpRequest, body: GenerateBody) -> Json:
+        return await _respond(http, models, body, GenerateEnvelope)
 
-    @routes.post("/api/embed", body=takes(EmbedBody, input="Why is the sky blue?"))
-    async def embed(http: HttpRequest) -> Response:
-        began, body = perf_counter(), await read_body(http, EmbedBody)
-        backend = find_model(models, body.model)
+    @routes.post("/api/embed", example={"input": _TEXT})
+    async def embed(http: HttpRequest, body: EmbedBody) -> Response:
+        began, backend = perf_counter(), find_model(models, body.model)
         embedded = await _embed(http, backend, body)
         # Thousands of numbers each: not in the loop that serves the streams.
         name = body.model or backend.card.id
         return await asyncio.to_thread(lambda: json_response(embedded_json(embedded, name, began)))
 
-    @routes.post("/api/embeddings", body=takes(EmbeddingsBody, prompt="Why is the sky blue?"))
-    async def embeddings(http: HttpRequest) -> Response:
-        body = await read_body(http, EmbeddingsBody)
+    @routes.post("/api/embeddings", example={"prompt": _TEXT})
+    async def embeddings(http: HttpRequest, body: EmbeddingsBody) -> Json:
         embedded = await _embed(http, find_model(models, body.model), body)
-        return json_response({"embedding": embedded.vectors[0].tolist()})
+        return {"embedding": embedded.vectors[0].tolist()}
 
     @routes.get("/api/version")
-    async def version(_: HttpRequest) -> Response:
-        return json_response({"version": OLLAMA_VERSION, "emberkeep": __version__})
+    async def version() -> Json:
+        return {"version": OLLAMA_VERSION, "emberkeep": __version__}
 
     return routes
 
 
 async def _respond(
-    http: HttpRequest,
-    models: Models,
-    body: OllamaChatBody | GenerateBody,
-    to_request: Callable[[], Request],
-    envelope_of: type[OllamaEnvelope],
-) -> Response:
-    """Raises what the backend raises before the first event, and ClientGone."""
+    http: HttpRequest, models: Models, body: OllamaChatBody | GenerateBody, envelope_of: type[OllamaEnvelope]
+) -> Json:
     backend = find_model(models, body.model)
-    name, hops = body.model or backend.card.id, check_hops(http)
+    name = body.model or backend.card.id
     if body.only_loads:
         return await _load_only(http, backend, body.keep_alive, envelope_of(name, Request()))
     _note_context(backend, body)
-    request = replace(await make_of_body(http, to_request), depth=number_in(http, DEPTH_HEADER), hops=hops)
+    request = passed_on(http, await make_of_body(http, body.to_request))
     envelope = envelope_of(name, request)
-    if body.wants_stream:
-        return await stream(http, backend, [request], lambda: OllamaFrames(envelope))
-    return json_response(whole_json(await gather(http, backend, [request]), envelope))
+    streams = (lambda: OllamaFrames(envelope)) if body.wants_stream else None
+    return await respond(http, backend, [request], streams, lambda answer: whole_json(answer, envelope))
 
 
 async def _load_only(
     http: HttpRequest, backend: Backend, keep_alive_s: float | None, envelope: OllamaEnvelope
-) -> Response:
+) -> Json:
     """A model that is served alone is always loaded."""
     is_unload = keep_alive_s == 0
     if isinstance(backend, OnDemandBackend):
         await while_connected(http, backend.unload() if is_unload else backend.load(keep_alive_s))
-    return json_response(loaded_json(envelope, "unload" if is_unload else "load"))
+    return loaded_json(envelope, "unload" if is_unload else "load")
 
 
 async def _embed(http: HttpRequest, backend: Backend, body: EmbedBody | EmbeddingsBody) -> Embedded:

@@ -9,9 +9,8 @@ from inspect import cleandoc
 from pydantic.json_schema import models_json_schema
 
 from emberkeep import __version__
-from emberkeep.api.body import Body
 from emberkeep.api.errors import AnthropicErrors, OllamaErrors, OpenAiErrors, error_shape
-from emberkeep.server.routes import JSON, ApiRoute, TakenBody
+from emberkeep.server.routes import JSON, ApiRoute
 from emberkeep.types.request import Json
 
 _WHERE = "#/components/schemas/{model}"
@@ -73,7 +72,7 @@ def document(routes: Iterable[ApiRoute]) -> dict[str, Json]:
 
 
 def _schemas(routes: Iterable[ApiRoute]) -> dict[str, Json]:
-    bodies = {model.__name__: model for route in routes for model in route.about.get("body", TakenBody()).models}
+    bodies = {body.__name__: body for route in routes for body in route.bodies}
     _, shared = models_json_schema([(body, "validation") for body in bodies.values()], ref_template=_WHERE)
     return {**shared.get("$defs", {}), **dict(_ERROR_SCHEMAS.values())}
 
@@ -92,15 +91,15 @@ def _operation(route: ApiRoute) -> dict[str, Json]:
         operation["description"] = cleandoc(route.endpoint.__doc__)
     if parameters := _parameters(route):
         operation["parameters"] = parameters
-    if body := route.about.get("body"):
-        operation["requestBody"] = {"required": True, "content": {"application/json": _content(body)}}
+    if route.bodies or "schema" in route.about:
+        operation["requestBody"] = {"required": True, "content": {"application/json": _content(route)}}
     operation["responses"] = _responses(route, has_parameters=bool(parameters))
     return operation
 
 
 def _parameters(route: ApiRoute) -> list[Json]:
     """Those in the path first. What no model reads is any text."""
-    schema = route.about.get("parameters", Body).model_json_schema()
+    schema = route.parameters.model_json_schema()
     fields, required = schema.get("properties", {}), schema.get("required", ())
     in_path = {name: fields.pop(name, _TEXT | {"title": _title(name)}) for name in route.param_convertors}
     return [
@@ -121,10 +120,12 @@ def _without_null(schema: dict[str, Json]) -> dict[str, Json]:
     return {key: value for key, value in schema.items() if (key, value) != ("default", None)}
 
 
-def _content(body: TakenBody) -> dict[str, Json]:
-    kinds = [{"$ref": _WHERE.format(model=model.__name__)} for model in body.models] or [dict(body.schema)]
+def _content(route: ApiRoute) -> dict[str, Json]:
+    kinds: list[Json] = [{"$ref": _WHERE.format(model=body.__name__)} for body in route.bodies] or [
+        route.about["schema"]
+    ]
     content: dict[str, Json] = {"schema": kinds[0] if len(kinds) == 1 else {"anyOf": kinds}}
-    return content if body.example is None else {**content, "example": body.example}
+    return {**content, "example": route.about["example"]} if "example" in route.about else content
 
 
 def _responses(route: ApiRoute, *, has_parameters: bool) -> dict[str, Json]:

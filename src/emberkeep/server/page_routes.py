@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from emberkeep.server.routes import Routes
+from emberkeep.server.routes import Routes, Served
 from emberkeep.values import dataclass
 
 INDEX = "index.html"
@@ -76,7 +76,7 @@ def _walk(folder: Traversable, prefix: str) -> list[tuple[str, Asset]]:
     return found
 
 
-def page_routes() -> Routes:
+def routes(_: Served) -> Routes:
     routes = Routes()
 
     @routes.get("/page/{path:path}", is_hidden=True)

@@ -11,15 +11,12 @@ from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
 
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
 from emberkeep.backend.base import Backend
-from emberkeep.backend.models import Models
 from emberkeep.errors import Overloaded
-from emberkeep.server.middleware import Drain
 from emberkeep.server.request_routes import told_running
-from emberkeep.server.routes import Routes, of_model
+from emberkeep.server.routes import OfModel, Routes, Served
 from emberkeep.types.models import ModelState
 from emberkeep.types.request import Json
 
@@ -90,18 +87,18 @@ async def _next_within(frames: asyncio.Queue[bytes], seconds: float) -> bytes | 
     return None
 
 
-def pulse_routes(models: Models, drain: Drain) -> Routes:
-    routes = Routes()
+def routes(served: Served) -> Routes:
+    routes, models = Routes(), served.models
     pulses: dict[str, Pulse] = {}
 
     def read(backend: Backend) -> dict[str, Json]:
         return {**pulse_json(backend.stats()), "running": told_running(models)}
 
     @routes.get("/v1/events", is_hidden=True)  # it has no end, which a document cannot say
-    async def events(http: HttpRequest) -> Response:
-        backend = models.find(of_model(http))
+    async def events(query: OfModel) -> Response:
+        backend = models.find(query.model)
         pulse = pulses.setdefault(backend.card.id, Pulse(partial(read, backend)))
-        frames = pulse.watch(lambda: drain.draining)
+        frames = pulse.watch(lambda: served.drain.draining)
         first = await anext(frames, b"")  # so that a refusal has its status
         return StreamingResponse(_after(first, frames), media_type="text/event-stream", headers=_HEADERS)
 

@@ -6,13 +6,11 @@ import asyncio
 from collections.abc import Callable, Iterator
 from time import monotonic, time
 
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from emberkeep.api.answer import lookup_json
 from emberkeep.backend.models import Models
-from emberkeep.server.json_response import page_response
-from emberkeep.server.routes import PageParameters, Routes, read_parameters
+from emberkeep.server.routes import PageParameters, Routes, Served, page_response
 from emberkeep.types.request import Json
 from emberkeep.types.timeline import RequestRecord, RequestState
 
@@ -21,12 +19,12 @@ _OfModel = tuple[str, RequestRecord]
 _OVER = (RequestState.FINISHED, RequestState.CANCELLED, RequestState.FAILED)
 
 
-def request_routes(models: Models) -> Routes:
+def routes(served: Served) -> Routes:
     routes = Routes()
 
-    @routes.get("/v1/requests", parameters=PageParameters)
-    async def requests(http: HttpRequest) -> Response:
-        return await asyncio.to_thread(_list_page, models, read_parameters(http, PageParameters))
+    @routes.get("/v1/requests")
+    async def requests(query: PageParameters) -> Response:
+        return await asyncio.to_thread(_list_page, served.models, query)
 
     return routes
 

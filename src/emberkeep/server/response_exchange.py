@@ -7,21 +7,18 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING
 
 from emberkeep.api.errors import Failure, failure_of
 from emberkeep.api.responses import PromptBody, ResponseBody, new_response_id, response_head
 from emberkeep.api.responses_items import Item, references, resolve, response_of
 from emberkeep.api.responses_output import Output, ResponseFrames, cancelled, failed
+from emberkeep.backend.base import Backend
 from emberkeep.errors import EmberkeepError, MemoryFailed, NoSuchEntry
+from emberkeep.memory.memory import Memory
 from emberkeep.types.events import Completed, Events
 from emberkeep.types.memory import StoredResponse
 from emberkeep.types.request import Json, Request
 from emberkeep.values import dataclass
-
-if TYPE_CHECKING:
-    from emberkeep.backend.base import Backend
-    from emberkeep.memory.memory import Memory
 
 log = logging.getLogger(__name__)
 

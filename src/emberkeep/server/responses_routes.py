@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from functools import partial
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 
-from emberkeep.api.request import Name, UserFields
+from emberkeep.api.request import Name
 from emberkeep.api.responses import (
     ConversationBody,
     ItemsBody,
@@ -30,19 +30,12 @@ from emberkeep.api.responses_items import Item, references, to_items
 from emberkeep.backend.capabilities import tokenizer_of
 from emberkeep.errors import InvalidField, NoSuchEntry, RequestError
 from emberkeep.library.user_memory import require_memory
-from emberkeep.server.json_response import json_response
+from emberkeep.memory.memory import Memory
 from emberkeep.server.memory_routes import Whose, one_owner
-from emberkeep.server.openai import check_hops, number_in
 from emberkeep.server.response_exchange import Background, Context, Exchange, is_stored, load_context
-from emberkeep.server.routes import STREAMS, Routes, read_parameters, takes
-from emberkeep.server.stream import gather, make_of_body, read_body, stream
-from emberkeep.types.models import DEPTH_HEADER
-
-if TYPE_CHECKING:
-    from emberkeep.backend.models import Models
-    from emberkeep.memory.memory import Memory
-    from emberkeep.server.side_work import SideWork
-    from emberkeep.types.request import Json, Request
+from emberkeep.server.routes import STREAMS, Routes, Served, passed_on, respond
+from emberkeep.server.stream import make_of_body
+from emberkeep.types.request import Json
 
 
 class _ResponseId(StringConvertor):
@@ -88,178 +81,149 @@ class ItemParameters(ConversationParameters):
     item_id: Name
 
 
-def responses_routes(models: Models, side: SideWork) -> Routes:
-    routes = Routes("/v1", "")
-    background = Background()
-    _add_create(routes, models, side, background)
-    _add_stored(routes, models, side, background)
-    _add_conversations(routes, models, side)
-    _add_items(routes, models, side)
+def routes(served: Served) -> Routes:
+    routes, background = Routes("/v1", ""), Background()
+    _add_create(routes, served, background)
+    _add_stored(routes, served, background)
+    _add_conversations(routes, served)
+    _add_items(routes, served)
     return routes
 
 
-def _add_create(routes: Routes, models: Models, side: SideWork, background: Background) -> None:
-    taken = takes(ResponseBody, input="Why is the sky blue?")
+def _add_create(routes: Routes, served: Served, background: Background) -> None:
+    models, example = served.models, {"input": "Why is the sky blue?"}
 
-    @routes.post("/responses", parameters=Whose, content=STREAMS, body=taken)
-    async def create(http: HttpRequest) -> Response:
-        whose, body = read_parameters(http, Whose), await read_body(http, ResponseBody)
+    @routes.post("/responses", content=STREAMS, example=example)
+    async def create(http: HttpRequest, query: Whose, body: ResponseBody) -> Json:
         body.check()
-        backend = models.find(body.model)
-        owner = one_owner(body, whose)
+        backend, owner = models.find(body.model), one_owner(body, query)
         memory = models.default.memory if body.store is not False else None
-        context = await _context(http, models, side, body, owner)
+        context = await _context(http, served, body, owner)
         exchange = Exchange(backend, body, context, owner, memory)
-        request = await make_of_body(http, lambda: body.to_request(context.items))
-        request = _owned(http, request, body, whose, exchange.conversation_id)
+        request = replace(
+            passed_on(http, await make_of_body(http, lambda: body.to_request(context.items))),
+            user=body.to_user() or query.to_user(),
+            namespace=owner,
+            conversation_id=exchange.conversation_id,
+        )
         if body.background:
             require_memory(memory)
-            return json_response(background.start(owner, exchange, request))
-        if body.stream:
-            return await stream(http, exchange, [request], exchange.frames)
-        await gather(http, exchange, [request])
-        return json_response(exchange.response)
+            return background.start(owner, exchange, request)
+        frames = exchange.frames if body.stream else None
+        return await respond(http, exchange, [request], frames, lambda _: exchange.response)
 
-    counted = takes(PromptBody, input="Why is the sky blue?")
-
-    @routes.post("/responses/input_tokens", parameters=Whose, body=counted)
-    async def input_tokens(http: HttpRequest) -> Response:
-        whose, body = read_parameters(http, Whose), await read_body(http, PromptBody)
+    @routes.post("/responses/input_tokens", example=example)
+    async def input_tokens(http: HttpRequest, query: Whose, body: PromptBody) -> Json:
         backend = models.find(body.model)
-        context = await _context(http, models, side, body, one_owner(body, whose))
+        context = await _context(http, served, body, one_owner(body, query))
         request = await make_of_body(http, lambda: body.to_prompt(context.items))
-        count = await side.run_on(lambda loaded: tokenizer_of(loaded).count(request), backend)
-        return json_response({"object": "response.input_tokens", "input_tokens": count})
+        count = await served.side.run_on(lambda loaded: tokenizer_of(loaded).count(request), backend)
+        return {"object": "response.input_tokens", "input_tokens": count}
 
 
-async def _context(http: HttpRequest, models: Models, side: SideWork, body: PromptBody, owner: str) -> Context:
+async def _context(http: HttpRequest, served: Served, body: PromptBody, owner: str) -> Context:
     """Without a look into memory where nothing of it is needed."""
-    asked = await make_of_body(http, body.to_items)
-    memory = models.default.memory
-    needs_memory = bool(body.previous_response_id or body.conversation or references(asked))
+    items = await make_of_body(http, body.to_items)
+    memory = served.models.default.memory
+    needs_memory = bool(body.previous_response_id or body.conversation or references(items))
     if not needs_memory and (memory is None or not is_stored(body)):
-        return Context([], asked, None, 0)
-    return await side.run(load_context, require_memory(memory), owner, body, asked)
+        return Context([], items, None, 0)
+    return await served.side.run(load_context, require_memory(memory), owner, body, items)
 
 
-def _owned(
-    http: HttpRequest, request: Request, body: UserFields, whose: UserFields, conversation_id: str | None
-) -> Request:
-    return replace(
-        request,
-        user=body.to_user() or whose.to_user(),
-        namespace=one_owner(body, whose),
-        conversation_id=conversation_id,
-        depth=number_in(http, DEPTH_HEADER),
-        hops=check_hops(http),
-    )
+def _add_stored(routes: Routes, served: Served, background: Background) -> None:
+    run, memory = served.side.run, partial(_memory, served)
 
-
-def _add_stored(routes: Routes, models: Models, side: SideWork, background: Background) -> None:
-    @routes.get("/responses/{response_id:response_id}", parameters=RetrieveParameters)
-    async def retrieve(http: HttpRequest) -> Response:
-        asked = read_parameters(http, RetrieveParameters)
-        if asked.stream:
+    @routes.get("/responses/{response_id:response_id}")
+    async def retrieve(query: RetrieveParameters) -> Json:
+        if query.stream:
             raise InvalidField("stream", "a stored response comes at once: leave it out.")
-        owner, response_id = asked.to_namespace(), asked.response_id
-        running = background.find(owner, response_id)
-        return json_response(running or await side.run(_response, _memory(models), owner, response_id))
+        owner, response_id = query.to_namespace(), query.response_id
+        return background.find(owner, response_id) or await run(_response, memory(), owner, response_id)
 
-    @routes.delete("/responses/{response_id:response_id}", parameters=ResponseParameters)
-    async def delete(http: HttpRequest) -> Response:
-        asked = read_parameters(http, ResponseParameters)
-        owner, response_id = asked.to_namespace(), asked.response_id
+    @routes.delete("/responses/{response_id:response_id}")
+    async def delete(query: ResponseParameters) -> Json:
+        owner, response_id = query.to_namespace(), query.response_id
         await background.cancel(owner, response_id)
-        await side.run(_memory(models).responses.delete, owner, response_id)
-        return json_response({"id": response_id, "object": "response", "deleted": True})
+        await run(memory().responses.delete, owner, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
 
-    @routes.post("/responses/{response_id:response_id}/cancel", parameters=ResponseParameters)
-    async def cancel(http: HttpRequest) -> Response:
-        asked = read_parameters(http, ResponseParameters)
-        owner = asked.to_namespace()
-        await background.cancel(owner, asked.response_id)
-        response = await side.run(_response, _memory(models), owner, asked.response_id)
+    @routes.post("/responses/{response_id:response_id}/cancel")
+    async def cancel(query: ResponseParameters) -> Json:
+        owner = query.to_namespace()
+        await background.cancel(owner, query.response_id)
+        response = await run(_response, memory(), owner, query.response_id)
         if not response["background"]:
             raise RequestError(_ANSWERED)
-        return json_response(response)
+        return response
 
-    @routes.get("/responses/{response_id:response_id}/input_items", parameters=InputParameters)
-    async def input_items(http: HttpRequest) -> Response:
-        asked, responses = read_parameters(http, InputParameters), _memory(models).responses
-        owner = asked.to_namespace()
-        items = await side.run(responses.items_until, owner, asked.response_id, with_output=False)
-        return json_response(_page(items, asked))
+    @routes.get("/responses/{response_id:response_id}/input_items")
+    async def input_items(query: InputParameters) -> Json:
+        owner, items_until = query.to_namespace(), memory().responses.items_until
+        return _page(await run(items_until, owner, query.response_id, with_output=False), query)
 
 
-def _add_conversations(routes: Routes, models: Models, side: SideWork) -> None:
-    @routes.post("/conversations", parameters=Whose, body=takes(ConversationBody))
-    async def create(http: HttpRequest) -> Response:
-        whose, body = read_parameters(http, Whose), await read_body(http, ConversationBody)
+def _add_conversations(routes: Routes, served: Served) -> None:
+    run, memory = served.side.run, partial(_memory, served)
+
+    @routes.post("/conversations")
+    async def create(http: HttpRequest, query: Whose, body: ConversationBody) -> Json:
         items = await make_of_body(http, lambda: _whole(to_items(body.items or [], "items")))
-        responses, owner = _memory(models).responses, one_owner(body, whose)
-        name, metadata = new_conversation_id(), body.metadata or {}
-        return json_response(
-            conversation_json(await side.run(responses.create_conversation, owner, name, metadata, items))
-        )
+        owner, name, metadata = one_owner(body, query), new_conversation_id(), body.metadata or {}
+        return conversation_json(await run(memory().responses.create_conversation, owner, name, metadata, items))
 
-    @routes.get("/conversations/{conversation_id}", parameters=ConversationParameters)
-    async def retrieve(http: HttpRequest) -> Response:
-        asked, responses = read_parameters(http, ConversationParameters), _memory(models).responses
-        found = await side.run(responses.conversation, asked.to_namespace(), asked.conversation_id)
-        return json_response(conversation_json(found))
+    @routes.get("/conversations/{conversation_id}")
+    async def retrieve(query: ConversationParameters) -> Json:
+        owner, conversation_id = query.to_namespace(), query.conversation_id
+        return conversation_json(await run(memory().responses.conversation, owner, conversation_id))
 
-    described = takes(MetadataBody, metadata={"topic": "sky"})
+    @routes.post("/conversations/{conversation_id}", example={"metadata": {"topic": "sky"}})
+    async def update(query: ConversationParameters, body: MetadataBody) -> Json:
+        set_metadata, owner = memory().responses.set_metadata, one_owner(body, query)
+        return conversation_json(await run(set_metadata, owner, query.conversation_id, body.metadata or {}))
 
-    @routes.post("/conversations/{conversation_id}", parameters=ConversationParameters, body=described)
-    async def update(http: HttpRequest) -> Response:
-        asked, body = read_parameters(http, ConversationParameters), await read_body(http, MetadataBody)
-        responses, owner = _memory(models).responses, one_owner(body, asked)
-        changed = await side.run(responses.set_metadata, owner, asked.conversation_id, body.metadata or {})
-        return json_response(conversation_json(changed))
-
-    @routes.delete("/conversations/{conversation_id}", parameters=ConversationParameters)
-    async def delete(http: HttpRequest) -> Response:
-        asked = read_parameters(http, ConversationParameters)
-        await side.run(_forget, _memory(models), asked.to_namespace(), asked.conversation_id)
-        return json_response({"id": asked.conversation_id, "object": "conversation.deleted", "deleted": True})
+    @routes.delete("/conversations/{conversation_id}")
+    async def delete(query: ConversationParameters) -> Json:
+        await run(_forget, memory(), query.to_namespace(), query.conversation_id)
+        return {"id": query.conversation_id, "object": "conversation.deleted", "deleted": True}
 
 
-def _add_items(routes: Routes, models: Models, side: SideWork) -> None:
-    @routes.get("/conversations/{conversation_id}/items", parameters=ItemsParameters)
-    async def items(http: HttpRequest) -> Response:
-        asked = read_parameters(http, ItemsParameters)
-        return json_response(_page(await _items(models, side, asked), asked))
+def _add_items(routes: Routes, served: Served) -> None:
+    run, memory = served.side.run, partial(_memory, served)
 
-    taken = takes(ItemsBody, items=[{"type": "message", "role": "user", "content": "Hello!"}])
+    async def items_of(query: ConversationParameters) -> Sequence[Item]:
+        return await run(memory().responses.items, query.to_namespace(), query.conversation_id)
 
-    @routes.post("/conversations/{conversation_id}/items", parameters=ConversationParameters, body=taken)
-    async def add(http: HttpRequest) -> Response:
-        asked, body = read_parameters(http, ConversationParameters), await read_body(http, ItemsBody)
+    @routes.get("/conversations/{conversation_id}/items")
+    async def items(query: ItemsParameters) -> Json:
+        return _page(await items_of(query), query)
+
+    @routes.post(
+        "/conversations/{conversation_id}/items",
+        example={"items": [{"type": "message", "role": "user", "content": "Hello!"}]},
+    )
+    async def add(http: HttpRequest, query: ConversationParameters, body: ItemsBody) -> Json:
         items = await make_of_body(http, lambda: _whole(to_items(body.items, "items")))
-        responses, owner = _memory(models).responses, one_owner(body, asked)
-        await side.run(responses.add_items, owner, asked.conversation_id, items)
-        return json_response(items_json(items, has_more=False))
+        await run(memory().responses.add_items, one_owner(body, query), query.conversation_id, items)
+        return items_json(items, has_more=False)
 
-    @routes.get("/conversations/{conversation_id}/items/{item_id}", parameters=ItemParameters)
-    async def item(http: HttpRequest) -> Response:
-        asked = read_parameters(http, ItemParameters)
-        return json_response(_one(await _items(models, side, asked), asked.item_id))
+    @routes.get("/conversations/{conversation_id}/items/{item_id}")
+    async def item(query: ItemParameters) -> Json:
+        found = next((item for item in await items_of(query) if item["id"] == query.item_id), None)
+        if found is None:
+            raise NoSuchEntry("The conversation has no such item: list its items.")
+        return found
 
-    @routes.delete("/conversations/{conversation_id}/items/{item_id}", parameters=ItemParameters)
-    async def delete(http: HttpRequest) -> Response:
+    @routes.delete("/conversations/{conversation_id}/items/{item_id}")
+    async def delete(query: ItemParameters) -> Json:
         """Answers with the conversation that it was in."""
-        asked, responses = read_parameters(http, ItemParameters), _memory(models).responses
-        owner, conversation_id = asked.to_namespace(), asked.conversation_id
-        await side.run(responses.delete_item, owner, conversation_id, asked.item_id)
-        return json_response(conversation_json(await side.run(responses.conversation, owner, conversation_id)))
+        responses, owner, conversation_id = memory().responses, query.to_namespace(), query.conversation_id
+        await run(responses.delete_item, owner, conversation_id, query.item_id)
+        return conversation_json(await run(responses.conversation, owner, conversation_id))
 
 
-async def _items(models: Models, side: SideWork, asked: ConversationParameters) -> Sequence[Item]:
-    return await side.run(_memory(models).responses.items, asked.to_namespace(), asked.conversation_id)
-
-
-def _memory(models: Models) -> Memory:
-    return require_memory(models.default.memory)
+def _memory(served: Served) -> Memory:
+    return require_memory(served.models.default.memory)
 
 
 def _response(memory: Memory, owner: str, response_id: str) -> dict[str, Json]:
@@ -277,13 +241,6 @@ def _whole(items: list[Item]) -> list[Item]:
     if references(items):
         raise InvalidField("items", "give the items themselves, not references to them.")
     return items
-
-
-def _one(items: Sequence[Item], item_id: str) -> Item:
-    found = next((item for item in items if item["id"] == item_id), None)
-    if found is None:
-        raise NoSuchEntry("The conversation has no such item: list its items.")
-    return found
 
 
 def _page(items: Sequence[Item], page: ItemsPage) -> dict[str, Json]:

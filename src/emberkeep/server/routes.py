@@ -1,27 +1,44 @@
-"""Routes: which function answers a path and a method, how its parameters are read, and what the OpenAPI document
-says of it."""
+"""Routes: which function answers a path and a method, what is read of the request for it, and what the OpenAPI
+document says of it.
+
+A function gets what it names: `http` (the request), `query` (what path and query say) and `body`, both checked by
+the models that stand as their types. It returns a response, or JSON.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import field
-from typing import Annotated, TypedDict, TypeVar, Unpack
+import json
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import Annotated, Any, TypedDict, TypeVar, Unpack, get_type_hints
 
 from pydantic import ConfigDict, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from emberkeep.api.answer import Answer, Frames
 from emberkeep.api.body import B, Body, validate
 from emberkeep.api.field_kinds import INT32_MAX
-from emberkeep.types.request import Json
+from emberkeep.backend.models import Models
+from emberkeep.config.settings import Config
+from emberkeep.errors import RemoteLoop
+from emberkeep.models.library import ModelLibrary
+from emberkeep.server.middleware import Drain
+from emberkeep.server.request_metrics import RequestMetrics
+from emberkeep.server.side_work import SideWork
+from emberkeep.server.stream import Answers, gather, read_body, stream
+from emberkeep.types.models import DEPTH_HEADER, HOPS_HEADER
+from emberkeep.types.request import Json, Request
 from emberkeep.values import dataclass
 
-Handler = Callable[[HttpRequest], Awaitable[Response]]
+Handler = Callable[..., Awaitable[Json]]
 H = TypeVar("H", bound=Handler)
+T = TypeVar("T")
 
-HELLO = {"role": "user", "content": "Why is the sky blue?"}
-"""A message for examples."""
+HELLO = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+"""A chat for examples."""
 
 JSON: Mapping[str, Json] = {"application/json": {"schema": {}}}
 STREAMS: Mapping[str, Json] = {**JSON, "text/event-stream": {}}
@@ -29,11 +46,23 @@ STREAMS: Mapping[str, Json] = {**JSON, "text/event-stream": {}}
 LINES: Mapping[str, Json] = {**JSON, "application/x-ndjson": {}}
 """The same for a stream of lines, as Ollama has it."""
 
-
 PAGE = 1000
 """Items that are listed at a time."""
 
-# ── parameters ──
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What routes work with."""
+
+    models: Models
+    config: Config
+    library: ModelLibrary
+    side: SideWork
+    drain: Drain
+    metrics: RequestMetrics
+
+
+# ── what a request says ──
 
 
 class Parameters(Body):
@@ -58,37 +87,76 @@ def read_parameters(http: HttpRequest, model: type[B]) -> B:
     return validate(model, {**http.query_params, **http.path_params})
 
 
-def of_model(http: HttpRequest) -> str | None:
-    """Raises InvalidField."""
-    return read_parameters(http, OfModel).model
+_MOST_HOPS = 8
+_DIGITS = 4
+"""Most digits of a number in a header."""
 
 
-# ── what is told of a route ──
+def passed_on(http: HttpRequest, request: Request) -> Request:
+    """`request`, with how often it was passed on. Raises RemoteLoop if too many servers have done so: a circle."""
+    hops = _number_in(http, HOPS_HEADER)
+    if hops > _MOST_HOPS:
+        raise RemoteLoop(f"This request was passed on by {hops} servers: check whose backend asks whom.")
+    return replace(request, depth=_number_in(http, DEPTH_HEADER), hops=hops)
 
 
-@dataclass(frozen=True, slots=True)
-class TakenBody:
-    """The body of a route."""
-
-    models: tuple[type[Body], ...] = ()
-    """Its kinds."""
-    schema: Mapping[str, Json] = field(default_factory=dict)
-    """Of a body that no model reads."""
-    example: Json = None
-    """One that is accepted."""
+def _number_in(http: HttpRequest, header: str) -> int:
+    """0 for what is no number."""
+    value = http.headers.get(header, "")
+    return int(value[:_DIGITS]) if value.isascii() and value.isdecimal() else 0
 
 
-def takes(*models: type[Body], **example: Json) -> TakenBody:
-    """A body that may be of several kinds, and fields that make one which is accepted."""
-    return TakenBody(models, example=example or None)
+# ── what is answered ──
+
+
+async def respond(
+    http: HttpRequest,
+    backend: Answers,
+    requests: Sequence[Request],
+    frames: Callable[[], Frames] | None,
+    whole: Callable[[Answer], Json],
+) -> Json:
+    """The answer as a stream of `frames`, or what `whole` makes of it where they are None.
+
+    Both are called once the backend answers. Raises what it raises before the first event, and ClientGone.
+    """
+    if frames is not None:
+        return await stream(http, backend, requests, frames)
+    return whole(await gather(http, backend, requests))
+
+
+def json_response(value: Json, status: int = 200) -> Response:
+    return Response(json.dumps(value).encode(), status, media_type="application/json")
+
+
+def list_response(name: str, items: Iterable[Json], **more: Json) -> Response:
+    """An object with a list under `name`, which may be long: each item is written by itself, so that other threads
+    go on in between."""
+    written = ", ".join(map(json.dumps, items))
+    rest = "".join(f", {json.dumps(key)}: {json.dumps(value)}" for key, value in more.items())
+    return Response(f"{{{json.dumps(name)}: [{written}]{rest}}}", media_type="application/json")
+
+
+def page_response(
+    items: Sequence[T], to_json: Callable[[T], Json], page: PageParameters, **more: Json
+) -> Response:
+    shown = items[page.offset : page.offset + page.limit]
+    has_more = page.offset + len(shown) < len(items)
+    return list_response("data", map(to_json, shown), object="list", has_more=has_more, **more)
+
+
+# ── routes ──
 
 
 class About(TypedDict, total=False):
-    """What the OpenAPI document says of a route besides its path and its method."""
+    """What the OpenAPI document says of a route besides its path, its method and what its function is given."""
 
-    parameters: type[Body]
-    """What is read of the path and the query; what is in the path only may be left out."""
-    body: TakenBody
+    bodies: tuple[type[Body], ...]
+    """Kinds of a body that the function reads by itself."""
+    schema: Mapping[str, Json]
+    """Of a body that no model reads."""
+    example: Json
+    """A body that is accepted."""
     content: Mapping[str, Json]
     """Of its answer; JSON unless it is said."""
     errors: Mapping[int, str]
@@ -99,10 +167,28 @@ class About(TypedDict, total=False):
 
 class ApiRoute(Route):
     def __init__(self, method: str, path: str, handler: Handler, about: About) -> None:
-        super().__init__(path, handler, methods=[method], include_in_schema=not about.get("is_hidden"))
+        given: dict[str, Any] = get_type_hints(handler)
+        endpoint = _endpoint(handler, given)
+        super().__init__(path, endpoint, methods=[method], include_in_schema=not about.get("is_hidden"))
         self.methods = {method}  # HEAD is GET when it comes here: see PathMiddleware
         self.method = method
         self.about = about
+        self.parameters: type[Body] = given.get("query", Body)
+        self.bodies: tuple[type[Body], ...] = (given["body"],) if "body" in given else about.get("bodies", ())
+
+
+def _endpoint(handler: Handler, given: Mapping[str, Any]) -> Callable[[HttpRequest], Awaitable[Response]]:
+    @wraps(handler)
+    async def endpoint(http: HttpRequest) -> Response:
+        arguments: dict[str, Any] = {"http": http} if "http" in given else {}
+        if "query" in given:
+            arguments["query"] = read_parameters(http, given["query"])
+        if "body" in given:
+            arguments["body"] = await read_body(http, given["body"])
+        answer = await handler(**arguments)
+        return answer if isinstance(answer, Response) else json_response(answer)
+
+    return endpoint
 
 
 class Routes:
@@ -128,10 +214,10 @@ class Routes:
 
     def _adding(self, method: str, paths: tuple[str, ...], about: About) -> Callable[[H], H]:
         def add(handler: H) -> H:
-            told = about
+            first: About = about
             for path in (f"{prefix}{path}" for prefix in self._prefixes for path in paths):
-                self.listed.append(ApiRoute(method, path, handler, told))
-                told = {"is_hidden": True}
+                self.listed.append(ApiRoute(method, path, handler, first))
+                first = {"is_hidden": True}
             return handler
 
         return add

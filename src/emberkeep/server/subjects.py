@@ -5,43 +5,56 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
+from importlib import import_module
 from threading import Lock
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
-from emberkeep.backend.models import Models
-from emberkeep.config.settings import Config
-from emberkeep.models.library import ModelLibrary
-from emberkeep.server.json_response import json_response
-from emberkeep.server.middleware import Drain
-from emberkeep.server.request_metrics import RequestMetrics
-from emberkeep.server.routes import ApiRoute, Routes
-from emberkeep.server.side_work import SideWork
+from emberkeep.server.routes import ApiRoute, Routes, Served
 from emberkeep.types.request import Json
-from emberkeep.values import dataclass
+
+SUBJECTS: tuple[tuple[str, ...], ...] = (
+    ("openai", "/v1/chat/completions", "/chat/completions", "/v1/completions", "/completions"),
+    ("ollama_routes", "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/version"),
+    ("ollama_models", "/api"),
+    ("anthropic_routes", "/v1/messages"),
+    ("responses_routes", "/v1/responses", "/responses", "/v1/conversations", "/conversations"),
+    (
+        *("embedding_routes", "/v1/embeddings", "/embeddings", "/embedding"),
+        *("/v1/rerank", "/rerank", "/v1/reranking", "/reranking"),
+    ),
+    ("llama_routes", "/completion", "/infill", "/props", "/slots", "/lora-adapters"),
+    ("model_routes", "/v1/models", "/models"),
+    ("native_routes", "/", "/health", "/v1/health", "/v1/stats", "/tokenize", "/detokenize", "/apply-template"),
+    ("cache_routes", "/v1/cache"),
+    ("warm_routes", "/v1/warm"),
+    ("memory_routes", "/v1/memory"),
+    ("expert_routes", "/expert-stats", "/expert-tracking"),
+    ("metrics", "/metrics"),
+    ("page_routes", "/page"),
+    ("pulse", "/v1/events"),
+    ("request_routes", "/v1/requests"),
+    ("tool_routes", "/v1/tools"),
+)
+"""Modules, whose `routes` makes them, each with its paths: it has the routes of these and of what is below them.
+The longest path counts."""
+
+_MOST_PARTS = 1 + max(path.count("/") for _, *paths in SUBJECTS for path in paths)
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What routes work with."""
-
-    models: Models
-    config: Config
-    library: ModelLibrary
-    side: SideWork
-    drain: Drain
-    metrics: RequestMetrics
+def make_routes(module: str, served: Served) -> Routes:
+    """Blocks for some hundredths of a second the first time."""
+    routes: Routes = import_module(f"emberkeep.server.{module}").routes(served)
+    return routes
 
 
 class Subjects:
     """ASGI. Hands a request to the routes of its subject. Raises HTTPException where there are none."""
 
     def __init__(self, served: Served) -> None:
-        self._all = [_Subject(partial(make, served)) for make, *_ in SUBJECTS]
+        self._all = [_Subject(partial(make_routes, module, served)) for module, *_ in SUBJECTS]
         named = zip(self._all, SUBJECTS, strict=True)
         self._by_path = {path: subject for subject, (_, *paths) in named for path in paths}
         self._by_path["/openapi.json"] = _Subject(self._document_routes)
@@ -72,8 +85,8 @@ class Subjects:
         routes = Routes()
 
         @routes.get("/openapi.json", is_hidden=True)
-        async def openapi(_: HttpRequest) -> Response:
-            return await asyncio.to_thread(lambda: json_response(self.document))
+        async def openapi() -> Json:
+            return await asyncio.to_thread(lambda: self.document)
 
         return routes
 
@@ -97,143 +110,3 @@ class _Subject:
             if self.router is None:
                 self.router = Router(self._make().listed, redirect_slashes=False)
             return self.router
-
-
-# ── the subjects ──
-
-
-def _openai(served: Served) -> Routes:
-    from emberkeep.server.openai import openai_routes
-
-    return openai_routes(served.models)
-
-
-def _ollama(served: Served) -> Routes:
-    from emberkeep.server.ollama_routes import ollama_routes
-
-    return ollama_routes(served.models)
-
-
-def _ollama_models(served: Served) -> Routes:
-    from emberkeep.server.ollama_models import ollama_model_routes
-
-    return ollama_model_routes(served.models, served.library, served.side)
-
-
-def _anthropic(served: Served) -> Routes:
-    from emberkeep.server.anthropic_routes import anthropic_routes
-
-    return anthropic_routes(served.models, served.side)
-
-
-def _responses(served: Served) -> Routes:
-    from emberkeep.server.responses_routes import responses_routes
-
-    return responses_routes(served.models, served.side)
-
-
-def _embeddings(served: Served) -> Routes:
-    from emberkeep.server.embedding_routes import embedding_routes
-
-    return embedding_routes(served.models)
-
-
-def _llama(served: Served) -> Routes:
-    from emberkeep.server.llama_routes import llama_routes
-
-    return llama_routes(served.models, served.side)
-
-
-def _models(served: Served) -> Routes:
-    from emberkeep.server.model_routes import model_routes
-
-    return model_routes(served.models, served.library, served.side)
-
-
-def _native(served: Served) -> Routes:
-    from emberkeep.server.native_routes import native_routes
-
-    return native_routes(served.models, served.drain, served.side, is_public=served.config.api_key is not None)
-
-
-def _cache(served: Served) -> Routes:
-    from emberkeep.server.cache_routes import cache_routes
-
-    return cache_routes(served.models, served.side)
-
-
-def _warm(served: Served) -> Routes:
-    from emberkeep.server.warm_routes import warm_routes
-
-    return warm_routes(served.models)
-
-
-def _memory(served: Served) -> Routes:
-    from emberkeep.server.memory_routes import memory_routes
-
-    return memory_routes(served.models.default, served.side)
-
-
-def _experts(served: Served) -> Routes:
-    from emberkeep.server.expert_routes import expert_routes
-
-    return expert_routes(served.models)
-
-
-def _metrics(served: Served) -> Routes:
-    from emberkeep.server.metrics import metrics_routes
-
-    return metrics_routes(served.models, served.metrics)
-
-
-def _page(served: Served) -> Routes:
-    from emberkeep.server.page_routes import page_routes
-
-    return page_routes()
-
-
-def _pulse(served: Served) -> Routes:
-    from emberkeep.server.pulse import pulse_routes
-
-    return pulse_routes(served.models, served.drain)
-
-
-def _requests(served: Served) -> Routes:
-    from emberkeep.server.request_routes import request_routes
-
-    return request_routes(served.models)
-
-
-def _tools(served: Served) -> Routes:
-    from emberkeep.server.tool_routes import tool_routes
-
-    return tool_routes(served.models, is_enabled=served.config.server_tools)
-
-
-_MOST_PARTS = 4
-"""Of the paths in the table, with the empty one before the first slash."""
-
-SUBJECTS: tuple[tuple[Callable[[Served], Routes], *tuple[str, ...]], ...] = (
-    (_openai, "/v1/chat/completions", "/chat/completions", "/v1/completions", "/completions"),
-    (_ollama, "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/version"),
-    (_ollama_models, "/api"),
-    (_anthropic, "/v1/messages"),
-    (_responses, "/v1/responses", "/responses", "/v1/conversations", "/conversations"),
-    (
-        *(_embeddings, "/v1/embeddings", "/embeddings", "/embedding"),
-        *("/v1/rerank", "/rerank", "/v1/reranking", "/reranking"),
-    ),
-    (_llama, "/completion", "/infill", "/props", "/slots", "/lora-adapters"),
-    (_models, "/v1/models", "/models"),
-    (_native, "/", "/health", "/v1/health", "/v1/stats", "/tokenize", "/detokenize", "/apply-template"),
-    (_cache, "/v1/cache"),
-    (_warm, "/v1/warm"),
-    (_memory, "/v1/memory"),
-    (_experts, "/expert-stats", "/expert-tracking"),
-    (_metrics, "/metrics"),
-    (_page, "/page"),
-    (_pulse, "/v1/events"),
-    (_requests, "/v1/requests"),
-    (_tools, "/v1/tools"),
-)
-"""Each with its paths: it has the routes of these and of what is below them. The longest one counts."""

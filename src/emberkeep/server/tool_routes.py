@@ -6,16 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Literal
 
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-
 from emberkeep.api.request import Body
 from emberkeep.backend.models import Models
 from emberkeep.backend.server_tools import ToolDesk
 from emberkeep.errors import NoSuchEntry
-from emberkeep.server.json_response import json_response
-from emberkeep.server.routes import Routes, takes
-from emberkeep.server.stream import read_body
+from emberkeep.server.routes import Routes, Served
 from emberkeep.types.events import Decision
 from emberkeep.types.request import Json
 
@@ -25,21 +20,19 @@ class DecisionBody(Body):
     decision: Literal["once", "no", "always", "never"]
 
 
-def tool_routes(models: Models, *, is_enabled: bool) -> Routes:
-    """`is_enabled`: the operator lets the server run tools."""
-    routes = Routes()
+def routes(served: Served) -> Routes:
+    routes, models = Routes(), served.models
 
     @routes.get("/v1/tools")
-    async def tools(_: HttpRequest) -> Response:
-        return json_response(tools_json(_tools_of(models), is_enabled=is_enabled))
+    async def tools() -> Json:
+        return tools_json(_tools_of(models), is_enabled=served.config.server_tools)
 
-    @routes.post("/v1/tools/decisions", body=takes(DecisionBody, id="question", decision="once"))
-    async def decide(http: HttpRequest) -> Response:
-        body = await read_body(http, DecisionBody)
+    @routes.post("/v1/tools/decisions", example={"id": "question", "decision": "once"})
+    async def decide(body: DecisionBody) -> Json:
         decision = Decision(body.decision)
         if not any(tools.decide(body.id, decision) for tools in _tools_of(models)):
             raise NoSuchEntry("Nothing waits for this decision: the call was answered already, or given up.")
-        return json_response({"object": "tool.decision", "id": body.id, "decision": decision})
+        return {"object": "tool.decision", "id": body.id, "decision": decision}
 
     return routes
 

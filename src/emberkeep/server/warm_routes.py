@@ -7,17 +7,14 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 
 from emberkeep.api.field_kinds import one_of
 from emberkeep.api.messages import BeginningList, TemplateArgs, ToolList, prefix_of_chats
 from emberkeep.api.request import KvBits, OwnerFields
 from emberkeep.backend.capabilities import warm_prefix
-from emberkeep.backend.models import Models
 from emberkeep.errors import InvalidField
-from emberkeep.server.json_response import json_response
-from emberkeep.server.routes import Routes, takes
-from emberkeep.server.stream import make_of_body, read_body, while_connected
+from emberkeep.server.routes import Routes, Served
+from emberkeep.server.stream import make_of_body, while_connected
 from emberkeep.types.cache import Warmed
 from emberkeep.types.request import Json, Request, Ttl
 
@@ -52,15 +49,14 @@ class WarmBody(OwnerFields):
         return replace(base, prompt=self.text, is_prefix=True)
 
 
-def warm_routes(models: Models) -> Routes:
+def routes(served: Served) -> Routes:
     routes = Routes()
 
-    @routes.post("/v1/warm", body=takes(WarmBody, messages=[_SYSTEM]))
-    async def warm(http: HttpRequest) -> Response:
-        body = await read_body(http, WarmBody)
-        backend = models.find(body.model)
+    @routes.post("/v1/warm", example={"messages": [_SYSTEM]})
+    async def warm(http: HttpRequest, body: WarmBody) -> Json:
+        backend = served.models.find(body.model)
         request = await make_of_body(http, body.to_request)
-        return json_response(warmed_json(await while_connected(http, warm_prefix(backend, request))))
+        return warmed_json(await while_connected(http, warm_prefix(backend, request)))
 
     return routes
 
