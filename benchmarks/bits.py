@@ -34,7 +34,7 @@ from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
 from emberkeep.sched.sequence import Sequence as Sequence_
 from emberkeep.types.events import TokenLogprob
-from emberkeep.types.request import EXACT, EXACT_BITS, Lineage, Request, Sampling, private_namespace
+from emberkeep.types.request import EXACT, EXACT_BITS, Execution, Lineage, Request, Sampling, private_namespace
 
 Logits = npt.NDArray[np.float32]
 
@@ -196,7 +196,7 @@ class _Bench:
     ) -> list[int]:
         listener = Listener()
         made = prompt_of_ids(np.asarray(prompt, np.int32), lineage, max_new=length)
-        request = Request(from_store=from_store, is_kept=is_kept)
+        request = Request(execution=Execution(from_store=from_store, is_kept=is_kept))
         self._loop.submit(Sequence_(made, request, sampler, listener))
         await asyncio.wrap_future(listener.ending)
         return listener.tokens

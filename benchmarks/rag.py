@@ -134,8 +134,7 @@ async def _ask(plan: Workload, model: HfModelUnderTest, question: Question, way:
             sampling=Sampling(temperature=0),
             stop=("\n",),
             top_logprobs=CANDIDATES,
-            is_kept=False,
-        )
+        ).decided(is_kept=False)
     )
     lookup = reply.result.lookup
     blended = model.blended - before

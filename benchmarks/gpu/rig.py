@@ -27,7 +27,7 @@ from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
 from emberkeep.sched.sequence import Sequence as Sequence_
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.events import LookupRecord
-from emberkeep.types.request import Request, Sampling
+from emberkeep.types.request import Execution, Request, Sampling
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ class Rig:
         """`afresh`: without stored state, and without storing any. Raises EngineError."""
         prompt = prompt_of_ids(tokens, max_new=max_new)  # in a server the tokenizer has made it
         sampler = Sampler(Sampling(temperature=0))
-        request = Request(use_cache=not afresh, is_kept=not afresh)
+        request = Request(use_cache=not afresh, execution=Execution(is_kept=not afresh))
         listener = Listener()
         self._loop.submit(Sequence_(prompt, request, sampler, listener))
         ending = listener.ending.result()

@@ -64,7 +64,7 @@ def _row(rig: Rig, loop: Scheduler, plan: Workload, batch: int, *, agrees: bool)
 
 def answers(loop: Scheduler, count: int, prompts: list[TokenArray], *, speculation: bool) -> list[Ending]:
     listeners = [Listener() for _ in prompts]
-    request = Request(use_cache=False, is_kept=False, speculation=None if speculation else False)
+    request = Request(use_cache=False, speculation=None if speculation else False).decided(is_kept=False)
     for prompt, listener in zip(prompts, listeners, strict=True):
         ids = prompt_of_ids(prompt, max_new=count)
         loop.submit(Sequence(ids, request, Sampler(_NEVER_TWICE), listener))

@@ -155,7 +155,7 @@ def test_clients_of_openais_apis_mark_and_count_the_same(
 
     def told(question: str) -> tuple[int, int]:
         body = ChatBody.model_validate(asked(question))
-        _, completed = end_of(read_events(backend, replace(body.to_request(), from_store=True)))
+        _, completed = end_of(read_events(backend, body.to_request().decided(from_store=True)))
         settle(backend)
         details = usage_json(completed.usage)["prompt_tokens_details"]
         return details["cached_tokens"], details["cache_write_tokens"]

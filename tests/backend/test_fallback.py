@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 import pytest
 
@@ -118,7 +117,7 @@ def test_an_answer_that_no_client_has_seen_yet_is_given_by_another() -> None:
     first, second = Far("first"), Far("second")
     first.provider = ScriptedProvider(lambda request: [TextDelta(0, "Hel"), RemoteDown("Gone.")])
     chain = FallbackBackend([first.link(), second.link()])
-    *events, completed = read_events(chain, replace(HELLO, in_pieces=False))
+    *events, completed = read_events(chain, HELLO.decided(in_pieces=False))
     assert text_of(events) == "second says hello."
     assert isinstance(completed, Completed)
     assert completed.answered_by == "second"

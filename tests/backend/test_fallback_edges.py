@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -141,7 +140,7 @@ def test_one_that_cannot_be_opened_later_is_told_and_the_first_failure_is_raised
 
 def test_one_that_is_opened_late_is_started_and_keeps_the_same_warm() -> None:
     first, second, chain = pair()
-    prefix = replace(HELLO, is_prefix=True)
+    prefix = HELLO.decided(is_prefix=True)
     chain.keep_warm([prefix])
     first.fails = RemoteDown("Gone.")
     asyncio.run(read(chain))

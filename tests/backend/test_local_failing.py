@@ -109,7 +109,7 @@ def test_an_engine_that_fails_is_told_to_those_who_wait_and_to_those_who_come(ba
     for ask_now in (lambda: backend.cache.gc(), lambda: backend.cache.remove_user("ann")):
         with pytest.raises(EngineError, match="has failed"):
             ask_now()
-    warmed = asyncio.run(backend.warmer.warm(Request(prompt="harbour", is_prefix=True, max_tokens=0)))
+    warmed = asyncio.run(backend.warmer.warm(Request(prompt="harbour", max_tokens=0).decided(is_prefix=True)))
     assert "has failed" in str(warmed.error)
 
 

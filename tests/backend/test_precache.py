@@ -21,8 +21,8 @@ from helpers.scheduling import Unmeasured
 from helpers.waiting import eventually
 
 SYSTEM = "You are the assistant of a small library that is open from nine to five. " * 6
-PREFIX = Request(
-    messages=(Message("system", SYSTEM),), user=SHARED, namespace=SHARED, is_prefix=True, max_tokens=0
+PREFIX = Request(messages=(Message("system", SYSTEM),), user=SHARED, namespace=SHARED, max_tokens=0).decided(
+    is_prefix=True
 )
 ALICE = private_namespace("alice")
 

@@ -11,7 +11,7 @@ from emberkeep.types.request import Request
 from helpers.fake_backend import fake_backend
 from helpers.scheduling import PATIENCE, Gate
 
-PREFIX = Request(prompt="harbour " * 400, is_prefix=True, max_tokens=0)
+PREFIX = Request(prompt="harbour " * 400, max_tokens=0).decided(is_prefix=True)
 
 
 def test_no_request_waits_for_a_prefix_that_is_being_warmed(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_results_that_fill_the_context_make_room_for_later_ones(harbour, engine,
 
 
 def test_a_warmed_prefix_is_the_beginning_of_such_chats(harbour, engine):
-    prefix = Request(messages=(Message("system", "Be brief."),), is_prefix=True)
+    prefix = Request(messages=(Message("system", "Be brief."),)).decided(is_prefix=True)
     warmed = harbour._runner.run(harbour.backend.warmer.warm(prefix))
     assert warmed.error is None
     engine.will_say("Hello.")

@@ -205,7 +205,7 @@ def test_what_was_moved_is_in_the_prompt_and_in_no_history(open_backend):
 
 def test_what_is_warmed_has_no_header_either(open_backend):
     backend = open_backend()
-    prefix = replace(chat(HEADER.format("fa690") + DUTIES), is_prefix=True, max_tokens=0)
+    prefix = replace(chat(HEADER.format("fa690") + DUTIES), max_tokens=0).decided(is_prefix=True)
     prefix = replace(prefix, messages=prefix.messages[:1])
     ask(backend, prefix)
     assert ask(backend, chat(HEADER.format("65abc") + DUTIES)).usage.cached_tokens > 300

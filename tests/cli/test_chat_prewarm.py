@@ -39,7 +39,7 @@ def test_the_system_message_is_made_ready_while_its_author_types(backend: Script
     chat("--system", "Be kind.")
     (prefix,) = backend.kept_warm
     assert prefix.messages == (Message("system", "Be kind."),)
-    assert (prefix.is_prefix, prefix.max_tokens, prefix.namespace) == (True, 0, "")
+    assert (prefix.execution.is_prefix, prefix.max_tokens, prefix.namespace) == (True, 0, "")
     assert backend.requests == []
 
 

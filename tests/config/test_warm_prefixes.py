@@ -87,7 +87,7 @@ def test_declared_prefixes_are_shared_and_count_against_no_user(tmp_path):
     flags = {"warm": [{"system": "Be brief.", "ttl": "long"}, {"prompt": "Once"}, {"tools": [tool]}]}
     system, raw, tools = declared_prefixes(load_config(flags, env={}, cwd=tmp_path).config)
     assert {r.namespace for r in (system, raw, tools)} == {r.user for r in (system, raw, tools)} == {SHARED}
-    assert all(request.is_prefix for request in (system, raw, tools))
+    assert all(request.execution.is_prefix for request in (system, raw, tools))
     assert (system.messages, system.ttl) == ((Message("system", "Be brief."),), Ttl.LONG)
     assert raw.prompt == "Once"
     assert [tool.name for tool in tools.tools] == ["find"]

@@ -23,7 +23,7 @@ from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.results import Result
 from emberkeep.types.cache import EntryKind
 from emberkeep.types.events import FinishReason, MissReason, Progress
-from emberkeep.types.request import JsonFormat, Message, Request, Sampling, private_namespace
+from emberkeep.types.request import Execution, JsonFormat, Message, Request, Sampling, private_namespace
 from helpers import tiny_gguf
 from helpers.serve_command import assistant, serve, system, user
 from helpers.server_process import ServerProcess
@@ -290,7 +290,7 @@ def test_requests_side_by_side_are_answered_as_one_by_one(llm: Emberkeep, kind: 
     chats = [Chat(llm, kind) for _ in range(6)]
     for number, chat in enumerate(chats):
         chat.messages.append(Message("user", f"ship {number}, how many guns?"))
-    alone = [chat.ask(use_cache=False, is_kept=False) for chat in chats]
+    alone = [chat.ask(use_cache=False, execution=Execution(is_kept=False)) for chat in chats]
     together: list[Result | None] = [None] * len(chats)
 
     def ask(number: int) -> None:

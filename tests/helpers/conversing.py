@@ -191,7 +191,8 @@ class Harbour:
     def fresh(self, answer: Answer, **more: Json) -> list[int]:
         """What a model says to the same prompt that has no state which was spliced, moved or stored."""
         more = {"max_tokens": 2, "sampling": GREEDY, **more}
-        alone = Request(prompt=answer.prompt_ids, namespace="no user", use_cache=False, is_kept=False, **more)
+        alone = Request(prompt=answer.prompt_ids, namespace="no user", use_cache=False, **more)
+        alone = alone.decided(is_kept=False)
         return self.ask(alone).ids
 
     def archived(self, owner: str = "") -> list[dict[str, Json]]:

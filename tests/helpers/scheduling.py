@@ -28,7 +28,7 @@ from emberkeep.sched.sequence import Sequence as Sequence_
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import Label
 from emberkeep.types.events import LookupRecord, Progress, TokenLogprob
-from emberkeep.types.request import EXACT, Approximation, Lineage, Request, Sampling
+from emberkeep.types.request import EXACT, Approximation, Execution, Lineage, Request, Sampling
 from helpers.kv_building import chunks_of, lineage_of
 
 GREEDY = Sampling(temperature=0)
@@ -185,9 +185,10 @@ class Rig:
         if not self.engine.capabilities.kv_unit.has_snapshots:
             more.pop("borders", None)
         of_request = {name: more.pop(name) for name in list(more) if name in _REQUEST}
+        execution = Execution(**{name: more.pop(name) for name in list(more) if name in _EXECUTION})
         sequence = Sequence_(
             prompt_of(tokens, **more),
-            Request(**of_request, top_logprobs=top_logprobs),
+            Request(**of_request, top_logprobs=top_logprobs, execution=execution),
             Sampler(sampling, top_logprobs=top_logprobs),
             recorder,
             approximation=approximate,
@@ -212,7 +213,8 @@ class Rig:
             pass
 
 
-_REQUEST = {field.name for field in fields(Request)} - {"lineage", "namespace", "prediction"}
+_REQUEST = {field.name for field in fields(Request)} - {"namespace", "prediction"}
+_EXECUTION = {field.name for field in fields(Execution)} - {"lineage"}
 
 
 def prompt_of(

@@ -103,7 +103,7 @@ class ScriptedBackend:
 
     async def warm(self, request: Request) -> Warmed:
         usage = Usage()
-        async for event in self.generate(replace(request, is_prefix=True, max_tokens=0)):
+        async for event in self.generate(replace(request, max_tokens=0).decided(is_prefix=True)):
             usage = event.usage if isinstance(event, Completed) else usage
         return Warmed(usage.prompt_tokens, usage.cached_tokens, 0.01, "0123456789ab")
 

@@ -101,7 +101,7 @@ def test_texts_are_raw_and_messages_are_chats_and_results_are_in_order() -> None
     assert [result.text for result in results] == ["to a", "to b", "to c"]
     assert [request.prompt for request in backend.requests] == ["a", None, None]
     assert {request.sampling.seed for request in backend.requests} == {3}
-    assert not any(request.in_pieces for request in backend.requests)
+    assert not any(request.execution.in_pieces for request in backend.requests)
 
 
 def test_the_best_of_each_is_given() -> None:

@@ -20,7 +20,7 @@ from emberkeep.runtime.parts import rest_budgets
 from emberkeep.runtime.served_models import open_models, serves_others
 from emberkeep.types.events import Completed
 from emberkeep.types.models import ModelState, RemoteModel
-from emberkeep.types.request import Message, Request, Sampling
+from emberkeep.types.request import Execution, Message, Request, Sampling
 from helpers.several_models import install, load_fake_engines, with_memory_for_one
 
 LONG = "The tides, the winds and the harbours of this coast. " * 8
@@ -28,7 +28,7 @@ ASKED = Request(
     messages=(Message("user", LONG),),
     max_tokens=4,
     sampling=Sampling(temperature=0),
-    from_store=True,  # whether or not a fake engine would evaluate it faster
+    execution=Execution(from_store=True),  # whether or not a fake engine would evaluate it faster
 )
 
 

@@ -117,7 +117,7 @@ def test_bits_that_the_model_cannot_do_are_no_default(tmp_path: Path) -> None:
 
 
 def test_declared_prefixes_are_ready_in_the_configured_bits(tmp_path: Path) -> None:
-    prefix = Request(messages=(Message("system", "Be brief. " * 60),), namespace=SHARED, is_prefix=True)
+    prefix = Request(messages=(Message("system", "Be brief. " * 60),), namespace=SHARED).decided(is_prefix=True)
     backend = fake_backend(Config(data_dir=tmp_path, kv_bits=8))
     try:
         warmed = asyncio.run(backend.warmer.warm(prefix))

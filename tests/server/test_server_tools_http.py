@@ -242,7 +242,7 @@ def test_the_depth_of_a_request_is_in_its_header(
     raw = [(b"X-Emberkeep-Depth", header.encode())]
     response = http.post("/v1/chat/completions", json={"messages": HELLO}, headers=raw)  # type: ignore[arg-type]
     assert response.status_code == 200
-    assert backend.last.depth == depth
+    assert backend.last.execution.depth == depth
 
 
 @pytest.mark.parametrize(
@@ -546,7 +546,7 @@ def test_servers_that_pass_a_request_on_in_a_circle_notice_it(stream: bool) -> N
     assert failed.status_code == 508
     assert failed.json()["error"]["code"] == "backend_loop"
     assert "check its backends" in failed.json()["error"]["message"]
-    assert [request.hops for request in mirror.requests] == list(range(9))
+    assert [request.execution.hops for request in mirror.requests] == list(range(9))
 
 
 def test_a_chain_leaves_a_circle_for_the_next_backend() -> None:

@@ -37,7 +37,7 @@ def test_a_billing_header_is_dropped_as_a_line():
     hygiene = Hygiene(BY_DEFAULT)
     one, two = (hygiene.apply(chat(f"{HEADER.format(cch)}\n{RULES}")) for cch in ("fa690", "65abc"))
     assert systems(one) == systems(two) == [RULES]
-    assert one.tidied.rules == ("billing-header",)
+    assert one.execution.tidied.rules == ("billing-header",)
 
 
 def test_a_billing_header_is_dropped_as_a_message():
@@ -75,7 +75,7 @@ def test_tools_come_in_the_order_in_which_this_client_has_sent_them_first():
     assert hygiene.apply(chat(RULES, tools=(b, a, c))).tools == (b, a, c)
     shuffled = hygiene.apply(chat(RULES, tools=(c, replace(b, description="new"), a)))
     assert shuffled.tools == (replace(b, description="new"), a, c)
-    assert shuffled.tidied.rules == ("tool-order",)
+    assert shuffled.execution.tidied.rules == ("tool-order",)
     assert hygiene.apply(chat(RULES, tools=(c, b, a), namespace="another")).tools == (c, b, a)
     assert hygiene.apply(chat(RULES, tools=(c, a))).tools == (c, a)
     hygiene.forget({""})
@@ -91,8 +91,8 @@ def test_a_line_with_the_time_moves_to_the_end_of_the_latest_message():
     hygiene = Hygiene([TIMESTAMPS])
     request = hygiene.apply(chat(f"It is 10:05 now.\n{RULES}", Message("user", "a"), Message("assistant", "b")))
     assert systems(request) == [RULES]
-    assert request.tidied.moved == "It is 10:05 now."
-    seen = with_moved(request.messages, request.tidied.moved)
+    assert request.execution.tidied.moved == "It is 10:05 now."
+    seen = with_moved(request.messages, request.execution.tidied.moved)
     assert [message.content for message in seen] == [RULES, "a\n\nIt is 10:05 now.", "b"]
 
 
@@ -107,7 +107,7 @@ def test_a_frozen_value_is_the_first_of_its_client():
     assert systems(hygiene.apply(chat("This is run 7 of 9."))) == ["This is run 7 of 9."]
     second = hygiene.apply(chat("This is run 8 of 9."))
     assert systems(second) == ["This is run 7 of 9."]
-    assert second.tidied.rules == ("own",)
+    assert second.execution.tidied.rules == ("own",)
     assert systems(hygiene.apply(chat("This is run 8 of 9.", namespace="b"))) == ["This is run 8 of 9."]
 
 
@@ -143,14 +143,14 @@ def test_two_rules_together_take_no_question_away():
     rules = [HygieneRule(name, f"^{name}", HygieneWhere.USER) for name in ("now", "then")]
     hygiene = Hygiene(rules)
     once = hygiene.apply(chat(RULES, Message("user", "now what?\nthen what?")))
-    assert (once.messages[-1].content, once.tidied.moved) == ("then what?", "now what?")
+    assert (once.messages[-1].content, once.execution.tidied.moved) == ("then what?", "now what?")
     assert hygiene.apply(once) == once
 
 
 def test_what_a_user_says_beside_its_question_is_moved():
     said = Message("user", "Time: 10:05\nWhy?"), Message("assistant", "So."), Message("user", "Time: 10:06\nHow?")
     request = own(r"^Time: ", "move", "user").apply(chat(RULES, *said))
-    seen = with_moved(request.messages, request.tidied.moved)
+    seen = with_moved(request.messages, request.execution.tidied.moved)
     assert [message.content for message in seen] == [RULES, "Why?", "So.", "How?\n\nTime: 10:05\nTime: 10:06"]
 
 

@@ -28,7 +28,7 @@ from emberkeep.types.events import (
     ToolCallDelta,
     Usage,
 )
-from emberkeep.types.request import Message, Request, Tool, ToolCall, private_namespace
+from emberkeep.types.request import Execution, Message, Request, Tool, ToolCall, private_namespace
 from helpers.events import outcomes_of, text_of
 from helpers.scripted_backend import ScriptedBackend, Step, answer
 from helpers.tool_calls import calling_all, depth, sink
@@ -249,7 +249,7 @@ def test_a_tool_knows_for_which_user_it_runs() -> None:
 
     namespace = private_namespace("ada", "")
     model = Model(calling_all(("who", {})), answer("You."))
-    act(model, box(who), namespace=namespace, depth=1)
+    act(model, box(who), namespace=namespace, execution=Execution(depth=1))
     assert seen == [Caller(namespace, 1)]
 
 

@@ -70,7 +70,7 @@ def test_the_question_comes_after_what_it_needs_to_know() -> None:
 def test_a_model_that_is_asked_knows_how_many_models_passed_it_on() -> None:
     consultants = Consultants()
     call(box(consultants, depth_limit=3), "ask_qwen", '{"question": "Why?"}', Caller(depth=2))
-    assert consultants.asked[0][1].depth == 3
+    assert consultants.asked[0][1].execution.depth == 3
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -279,12 +279,8 @@ def prefix_of_chats(base: Request, messages: list[MessageBody], tools: list[Tool
     """A request for the user of `base`, with a prefix to have ready for chats. Raises InvalidField."""
     if not (messages or tools):
         raise InvalidField("messages", "give messages, tools or a text.")
-    return replace(
-        base,
-        messages=to_messages(messages),
-        tools=tuple(tool.to_tool() for tool in tools),
-        is_prefix=True,
-    )
+    known = tuple(tool.to_tool() for tool in tools)
+    return replace(base, messages=to_messages(messages), tools=known).decided(is_prefix=True)
 
 
 class NamedFunction(Body):

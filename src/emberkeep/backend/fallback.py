@@ -116,7 +116,8 @@ class FallbackBackend:
                         if isinstance(event, Accepted):
                             yield event  # it may still fail before its first word
                             continue
-                        if not has_begun and (request.in_pieces or isinstance(event, ToolEvent | Completed)):
+                        is_seen = request.execution.in_pieces or isinstance(event, ToolEvent | Completed)
+                        if not has_begun and is_seen:
                             has_begun = True
                             self._activate(link, failures)
                         # Where the client gets nothing before the end, another one can still answer.

@@ -206,7 +206,7 @@ class LocalBackend:
             if arrival is not None:
                 conversation = await self._wait_for(arrival, conversation)
             if self._forgotten.since(asked_at, request.namespace):
-                request = replace(request, is_kept=False)
+                request = request.decided(is_kept=False)
             prompt, channel = conversation.prompt, Channel[Item](self._outbox)
             for index in range(request.n):
                 choice = self._choice(request, conversation, index, channel, permit)
@@ -232,8 +232,9 @@ class LocalBackend:
                     if request.tools or event.usage.reasoning_tokens:
                         await asyncio.to_thread(self._note_written, request, sequences)
                     usage = replace(event.usage, marked=await noting) if request.breakpoints else event.usage
-                    fit = replace(_timed(conversation.fit, lookup), clamped_to=request.clamped_to)
-                    yield replace(event, usage=usage, lookup=lookup, fit=fit, hygiene=request.tidied.rules)
+                    done = request.execution
+                    fit = replace(_timed(conversation.fit, lookup), clamped_to=done.clamped_to)
+                    yield replace(event, usage=usage, lookup=lookup, fit=fit, hygiene=done.tidied.rules)
                 else:
                     yield event
         finally:
@@ -302,7 +303,7 @@ class LocalBackend:
             prompt.max_new,
             bits=lineage.bits,
             most_slice=conversation.request.prefill_slice,
-            is_kept=conversation.request.is_kept,
+            is_kept=conversation.request.execution.is_kept,
             in_ram=lambda: self._tokens_in_ram(prompt),
         )
         bits = self._lineages.repacked(lineage, admitted.plan.kv_bits).bits
@@ -314,7 +315,7 @@ class LocalBackend:
 
     def _truncate(self, request: Request, lineage: Lineage, error: ContextExceeded | TooLarge) -> Conversation:
         """The longest end of a request that fits. Raises `error` where there is none, or nothing is truncated."""
-        if self._settings.auto_truncate and not request.is_prefix:
+        if self._settings.auto_truncate and not request.execution.is_prefix:
             limit = error.suggested_max_tokens if isinstance(error, TooLarge) else self.scheduler.context
             for shorter in self._conversations.truncations(request, lineage, limit):
                 with suppress(TooLarge):
@@ -342,7 +343,7 @@ class LocalBackend:
             TextStream.for_request(self._vocab, request, index=index, prompt=conversation.prompt.written.tail),
             channel,
             permit,
-            in_pieces=request.in_pieces,
+            in_pieces=request.execution.in_pieces,
             grows_to=request.max_tokens if conversation.can_grow else 0,
             echo=self._scored_echo(conversation.prompt) if request.scores_prompt else None,
         )
@@ -376,16 +377,16 @@ class LocalBackend:
     def _start_noting(self, request: Request, prompt: Prompt, sequences: list[Sequence]) -> asyncio.Future[Marked]:
         """Off the critical path: the prompt is being evaluated meanwhile, and nothing waits for it."""
         loop = asyncio.get_running_loop()
-        if request.breakpoints or (prompt.keys.stable and request.is_kept):
+        if request.breakpoints or (prompt.keys.stable and request.execution.is_kept):
             return loop.run_in_executor(None, self._note_prefixes, request, prompt, sequences)
         return loop.create_future()
 
     def _note_prefixes(self, request: Request, prompt: Prompt, sequences: list[Sequence]) -> Marked:
         """Never raises."""
         try:
-            if request.is_kept:
+            if request.execution.is_kept:
                 self._explainer.volatility.learn(request)
-            stable = self._prompts.stable(request, prompt) if request.is_kept else None
+            stable = self._prompts.stable(request, prompt) if request.execution.is_kept else None
             marked = self._prompts.marked(request, prompt)
         except EngineError:  # the model was unloaded meanwhile
             return Marked()
@@ -404,7 +405,7 @@ class LocalBackend:
         if lookup.reason is MissReason.DIVERGED and request.prompt is None:
             lookup = await asyncio.to_thread(self._locate, request, prompt, lookup)
         self._lookups.add(request, lookup)
-        if prompt.keys.stable and request.is_kept:
+        if prompt.keys.stable and request.execution.is_kept:
             self.warmer.seen(request, prompt.lineage.stored, prompt.keys)
         if self._forgotten.since(asked_at, request.namespace):
             self._lookups.forget({request.namespace})
@@ -427,7 +428,7 @@ class LocalBackend:
 
     def _note_written(self, request: Request, sequences: list[tuple[Sequence, Choice]]) -> None:
         """Remember an answer whose client may send it back in other words."""
-        if request.prompt is not None or not request.is_kept or len(sequences) != 1:
+        if request.prompt is not None or not request.execution.is_kept or len(sequences) != 1:
             return
         ((sequence, _),) = sequences
         ids = sequence.tokens[sequence.prompt_length : sequence.answer_end].tolist()

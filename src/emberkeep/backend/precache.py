@@ -84,7 +84,7 @@ class Precache:
 
     async def warm(self, request: Request) -> Warmed:
         """Evaluate a prefix now. Raises RequestError; any other failure is in the log and the result's `error`."""
-        prefix = replace(request, is_prefix=True, max_tokens=0, n=1, in_pieces=False, echo=False)
+        prefix = replace(request, max_tokens=0, n=1, echo=False).decided(is_prefix=True, in_pieces=False)
         prefix, lineage = self._prepare(prefix)
         begin = monotonic()
         usage, error = None, None
@@ -129,12 +129,11 @@ class Precache:
         prefix = replace(
             request,
             messages=stable_messages(request.messages),
-            is_prefix=True,
             conversation_id=None,
             breakpoints=(),
             max_tokens=0,
             user=SHARED,  # no user asked for it: it counts against no user's limit
-        )
+        ).decided(is_prefix=True)
         now, key = monotonic(), (lineage, _name(keys))
         with self._changed:
             known = self._prefixes.get(key) or _Prefix(prefix, lineage, False, now, now)

@@ -103,7 +103,7 @@ class ServerTools:
         self._deadline_s = deadline_s
 
     def applies(self, request: Request) -> bool:
-        return not request.is_prefix and self.equip(request) is not request
+        return not request.execution.is_prefix and self.equip(request) is not request
 
     def equip(self, request: Request) -> Request:
         """With our tools, where it is a chat with one answer that may call tools, and has none of that name.
@@ -113,7 +113,7 @@ class ServerTools:
         choice = request.tool_choice.mode
         may_call = choice == "auto" or (choice != "none" and bool(request.tools))
         is_free = request.n == 1 and request.format is None and may_call
-        is_chat = request.is_prefix or any(message.role == "user" for message in request.messages)
+        is_chat = request.execution.is_prefix or any(message.role == "user" for message in request.messages)
         if request.prompt is not None or not (is_free and is_chat):
             return request
         known = {tool.name for tool in request.tools}

@@ -165,7 +165,7 @@ class ToolLoop:
                 current.request = shorter
 
     async def _execute(self, asked: Request, calls: Sequence[ToolCall], history: CallHistory) -> Events:
-        caller = Caller(asked.namespace, asked.depth)
+        caller = Caller(asked.namespace, asked.execution.depth)
         repeated = {call.id: reason for call in calls if (reason := history.refusal(call)) is not None}
         async with aclosing(self.gate.ask([call for call in calls if call.id not in repeated])) as questions:
             async for question in questions:

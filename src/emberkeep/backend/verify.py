@@ -8,7 +8,7 @@ from dataclasses import replace
 from emberkeep.types.cache import CacheEntry, Verified
 from emberkeep.types.events import Completed, Events, LookupRecord, TextDelta
 from emberkeep.types.models import Vocab
-from emberkeep.types.request import SHARED, Lineage, Request, Sampling
+from emberkeep.types.request import SHARED, Execution, Lineage, Request, Sampling
 from emberkeep.values import dataclass
 
 
@@ -28,11 +28,9 @@ class Verifier:
             max_tokens=tokens,
             user=SHARED,  # it counts against no user's limit
             namespace=lineage.owner,
-            lineage=lineage,
-            is_kept=False,
-            from_store=True,
             approximate=False,
             speculation=False,  # steps of another shape round differently
+            execution=Execution(lineage, is_kept=False, from_store=True),
         )
         stored, lookup = await self._continue(greedy)
         fresh, _ = await self._continue(replace(greedy, use_cache=False))

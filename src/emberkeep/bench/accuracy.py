@@ -25,7 +25,7 @@ from emberkeep.errors import EmberkeepError
 from emberkeep.library.results import Result
 from emberkeep.library.verify_report import VerifyReport, holds_answer
 from emberkeep.types.events import TokenLogprob
-from emberkeep.types.request import Message, Request, Sampling, private_namespace
+from emberkeep.types.request import Execution, Message, Request, Sampling, private_namespace
 from emberkeep.values import dataclass
 
 TURNS, HOT, RAM, DISK, TURNS_DISK = "turns, hot", "hot", "RAM", "disk", "turns, disk"
@@ -46,7 +46,7 @@ _FACTOR = 2.0
 _NOTHING = 1e-4
 """Nats: what float32 leaves of a logprob where an engine happens to give the same bytes twice."""
 
-_STORED = Request(from_store=True)
+_STORED = Request(execution=Execution(from_store=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +194,8 @@ class Examination:
         results = []
         for number, asked in enumerate(self._asked):
             self._say(way, number)
-            request = replace(
-                self._request(asked.ids, number if own else None),
-                use_cache=cache.use_cache,
-                from_store=cache.from_store,
-                is_kept=False,
-            )
+            request = replace(self._request(asked.ids, number if own else None), use_cache=cache.use_cache)
+            request = request.decided(from_store=cache.execution.from_store, is_kept=False)
             results.append((await model.ask(request)).result)
         return results
 
@@ -209,16 +205,16 @@ class Examination:
             self._say(f"{HOT} and {RAM}", number)
             if stored := asked.stored(number):
                 await model.ask(replace(self._request(stored, number), max_tokens=0, top_logprobs=None))
-            again = replace(self._request(asked.ids, number), is_kept=False)
+            again = self._request(asked.ids, number).decided(is_kept=False)
             self._warm[HOT].append((await model.ask(again)).result)
-            self._warm[RAM].append((await model.ask(replace(again, from_store=True))).result)
+            self._warm[RAM].append((await model.ask(again.decided(from_store=True))).result)
 
     async def _evaluate_beside_others(self, model: ModelUnderTest) -> list[Result]:
         results: list[Result] = []
         for first in range(0, len(self._asked), _AT_ONCE):
             self._say(ROUNDING, first)
             some = self._asked[first : first + _AT_ONCE]
-            fresh = [replace(self._request(asked.ids), use_cache=False, is_kept=False) for asked in some]
+            fresh = [replace(self._request(asked.ids), use_cache=False).decided(is_kept=False) for asked in some]
             results += [reply.result for reply in await asyncio.gather(*map(model.ask, fresh))]
         return results
 

@@ -305,7 +305,7 @@ class PromptBuilder:
     def stable(self, request: Request, prompt: Prompt) -> Stable | None:
         """The stable beginning of a prompt. Nothing waits for it: call it when the prompt is on its way."""
         key = stable_hash(request)
-        if key is None or request.is_prefix:
+        if key is None or request.execution.is_prefix:
             return None
         try:
             ids = self._stable_prefix(request, prompt.lineage)
@@ -366,7 +366,7 @@ class PromptBuilder:
             self.check_ids(request.prompt, "prompt")
             tokenized = TokenizedText(list(request.prompt), [], is_given=True)
             return SeamedText(self.detokenize(request.prompt)), tokenized, frozenset()
-        if request.is_prefix and request.prompt is None and _is_stable(request):
+        if request.execution.is_prefix and request.prompt is None and _is_stable(request):
             ids = self._stable_prefix(request, lineage).tolist()
             return SeamedText(self.detokenize(ids)), TokenizedText(ids, []), frozenset()
         written = self._raw_text(request) if request.prompt is not None else self._render(request, messages)
@@ -381,15 +381,16 @@ class PromptBuilder:
         return infill_text(self._vocab, request.prompt, request.infill, self._template.quote)
 
     def _render(self, request: Request, messages: tuple[Message, ...]) -> SeamedText:
-        if not messages and not (request.is_prefix and request.tools):
+        execution = request.execution
+        if not messages and not (execution.is_prefix and request.tools):
             raise InvalidField("messages", "at least one message is needed.")
-        messages = messages if request.is_prefix else with_moved(messages, request.tidied.moved)
+        messages = messages if execution.is_prefix else with_moved(messages, execution.tidied.moved)
         if request.continues and messages[-1].role == "assistant":
             return self._render_beginning(request, messages)
         return self._template.render(
             messages,
             request.tools,
-            add_generation_prompt=not request.is_prefix,
+            add_generation_prompt=not request.execution.is_prefix,
             args=request.template_args,
         )
 
@@ -496,7 +497,7 @@ def splice_between(longer: Prompt, shorter: Prompt, *, may_shift: bool) -> Splic
 def label_of(request: Request) -> Label:
     """What the state that `request` leaves behind is called."""
     keys = cache_keys(request)
-    is_prefix = request.is_prefix and not request.conversation_id
+    is_prefix = request.execution.is_prefix and not request.conversation_id
     if is_prefix and request.prompt is None and keys.stable and _is_stable(request):
         return _stable_label(request, keys.stable)
     return Label(
@@ -510,7 +511,7 @@ def label_of(request: Request) -> Label:
 
 
 def _stable_label(request: Request, key: str) -> Label:
-    ttl = request.ttl if request.is_prefix else _stable_ttl(request)
+    ttl = request.ttl if request.execution.is_prefix else _stable_ttl(request)
     return Label(EntryKind.PREFIX, key, stable_head(request), ttl, source=key)
 
 

@@ -129,7 +129,7 @@ def prefix_request(prompt_or_messages: Messages, tools: Tools | None, options: P
     """
     options = {**options, "max_tokens": 0}
     if isinstance(prompt_or_messages, str):
-        return replace(prompt_request(prompt_or_messages, options), is_prefix=True)
+        return prompt_request(prompt_or_messages, options).decided(is_prefix=True)
     given = {"messages": _plain(list(prompt_or_messages)), "tools": _plain(tools)}
     call = validate(_PrefixCall, {**_settle(_PrefixCall, options), **given})
     return prefix_of_chats(call.to_base(), call.messages, call.tools or [])

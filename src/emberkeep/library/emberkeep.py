@@ -121,7 +121,7 @@ class Emberkeep:
         They share steps, and what several begin with is evaluated once. One that fails has its `error` in its
         result, and the others go on. Raises RequestError, before anything runs, for what cannot be asked.
         """
-        requests = [replace(request, in_pieces=False) for request in batch_requests(prompts, options)]
+        requests = [request.decided(in_pieces=False) for request in batch_requests(prompts, options)]
         results = self._bridge.run(Batch(self._backend.generate, requests).run(self._at_once))
         return [_asked_for(result, options) for result in results]
 
@@ -133,7 +133,7 @@ class Emberkeep:
         `tool_calls`. Raises RequestError, EngineError, and ConfigError for a function that is no tool.
         """
         request, toolbox = _request_and_toolbox(messages, tools, options)
-        whole = replace(request, in_pieces=False)
+        whole = request.decided(in_pieces=False)
         return _read(self._start(whole) if toolbox is None else self._act(whole, toolbox))
 
     def stream(self, messages: Messages, *, tools: Tools | None = None, **options: Unpack[ChatOptions]) -> Stream:
@@ -236,7 +236,7 @@ class Emberkeep:
     def _verify(self, asked: Request, answers: Sequence[str] = ()) -> VerifyReport:
         if not asked.approximate:
             self._finish(replace(asked, max_tokens=0))
-        greedy = replace(asked, top_logprobs=CANDIDATES, from_store=True, is_kept=False)
+        greedy = replace(asked, top_logprobs=CANDIDATES).decided(from_store=True, is_kept=False)
         fresh = self._finish(replace(greedy, approximate=False, use_cache=False))
         return VerifyReport(self._finish(greedy), fresh, self._follow(greedy, fresh), tuple(answers))
 
@@ -304,7 +304,7 @@ class Emberkeep:
         return Stream(self._bridge.iterate(lambda: self._backend.generate(request)))
 
     def _finish(self, request: Request) -> Result:
-        return _read(self._start(replace(request, in_pieces=False)))
+        return _read(self._start(request.decided(in_pieces=False)))
 
     async def _stats(self) -> dict[str, Json]:
         return self._backend.stats()

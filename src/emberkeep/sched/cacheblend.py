@@ -39,7 +39,7 @@ class CacheBlend:
         found = self._store.match_elsewhere(sequence.prompt.lineage, sequence.wanted, begin, approximation)
         sequence.moved = list(found)  # all of it is pinned, whatever becomes of it
         for moved in found:
-            if sequence.request.from_store or self._store.costs.is_worth_loading(
+            if sequence.request.execution.from_store or self._store.costs.is_worth_loading(
                 moved.chunks, moved.end - moved.start
             ):
                 sequence.pieces += self._fetched(moved)

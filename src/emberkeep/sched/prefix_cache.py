@@ -119,7 +119,7 @@ class PrefixCache:
         hot = self._slots.computed_match(sequence.prompt.lineage, wanted)
         match = self._store.match(sequence.prompt.lineage, wanted, snapshots=self._has_snapshots)
         is_better = match.snapshot and match.snapshot.start > hot.tokens  # and restored as a whole
-        if is_better or sequence.request.from_store:
+        if is_better or sequence.request.execution.from_store:
             hot = HotMatch(None, 0)
         hot = self._in_whole_chunks(sequence, hot, match)
         try:
@@ -199,7 +199,7 @@ class PrefixCache:
     def _chosen(self, sequence: Sequence, match: Match, computed: int) -> tuple[Segment, ...]:
         """What is worth loading behind the first `computed` tokens."""
         useful = tuple(s for s in match.segments if s.end > computed)
-        return useful if sequence.request.from_store else self._store.costs.worth_loading(useful)
+        return useful if sequence.request.execution.from_store else self._store.costs.worth_loading(useful)
 
     def _slot_with(self, sequence: Sequence, hot: HotMatch) -> int | None:
         """A slot that holds exactly the hot prefix."""
@@ -265,7 +265,7 @@ class PrefixCache:
         """Everything up to a snapshot, or nothing."""
         ranges = [(s.chunk, s.end) for s in match.segments] if self._has_ranges else []
         chunks = [*ranges, (snapshot, snapshot.start)]
-        must_load = sequence.request.from_store
+        must_load = sequence.request.execution.from_store
         if must_load or self._store.costs.is_worth_loading([chunk for chunk, _ in chunks], snapshot.start):
             return chunks
         sequence.reuse.reason = MissReason.CHEAPER

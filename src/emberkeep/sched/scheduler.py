@@ -882,7 +882,7 @@ class Scheduler:
         if self._draft is None:
             return
         self._draft.ended(sequence)
-        if sequence.request.is_prefix:
+        if sequence.request.execution.is_prefix:
             self._draft.warm(sequence)
 
     def _count(self, sequence: Sequence) -> None:
@@ -899,7 +899,7 @@ class Scheduler:
 
     def _saving(self, sequence: Sequence) -> float:
         """Seconds that its reuse has saved whoever waited; nobody has waited for what was only to be ready."""
-        if sequence.request.is_prefix:
+        if sequence.request.execution.is_prefix:
             return 0.0
         spared = self.store.costs.evaluate.seconds(sequence.reuse.in_place + sequence.reuse.moved)
         return max(spared - sequence.reuse.load_seconds, 0.0)

@@ -284,8 +284,8 @@ class Sequence:
         self.submitted = monotonic() if arrived is None else arrived
         self.deadline = self.submitted + request.deadline_s if request.deadline_s is not None else None
         self.phase = Phase.WAITING
-        self.is_kept = request.is_kept
-        self.label: Label | None = label_of(request) if request.is_kept else None
+        self.is_kept = request.execution.is_kept
+        self.label: Label | None = label_of(request) if request.execution.is_kept else None
         self.stable: Stable | None = None
         self.marked = Marked()
         """May be noted by any thread until the turn ends."""

@@ -49,7 +49,7 @@ def _record(sequence: Sequence) -> RequestRecord:
         namespace=request.namespace if is_known else "",
         user=request.user if is_known else "",
         conversation_id=request.conversation_id if is_known else None,
-        is_prefix=request.is_prefix,
+        is_prefix=request.execution.is_prefix,
         state=_state(sequence),
         slot=sequence.slot,
         asked_at=sequence.submitted,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import wraps
 from typing import Annotated, Any, TypedDict, TypeVar, Unpack, get_type_hints
 
@@ -97,7 +96,7 @@ def passed_on(http: HttpRequest, request: Request) -> Request:
     hops = _number_in(http, HOPS_HEADER)
     if hops > _MOST_HOPS:
         raise RemoteLoop(f"This request was passed on by {hops} servers: check whose backend asks whom.")
-    return replace(request, depth=_number_in(http, DEPTH_HEADER), hops=hops)
+    return request.decided(depth=_number_in(http, DEPTH_HEADER), hops=hops)
 
 
 def _number_in(http: HttpRequest, header: str) -> int:

@@ -88,7 +88,7 @@ class Answers(Protocol):
 async def gather(http: HttpRequest, backend: Answers, requests: Sequence[Request]) -> Answer:
     """Waits for the whole answer. Raises what the backend raises, and ClientGone."""
     answer = Answer(sum(request.n for request in requests))
-    whole = [replace(request, in_pieces=False) for request in requests]
+    whole = [request.decided(in_pieces=False) for request in requests]
     async with _feed(http, backend, whole) as feed:
         while batch := await feed.take():
             answer.add(batch)

@@ -46,7 +46,7 @@ class WarmBody(OwnerFields):
             return prefix_of_chats(chat, self.messages or [], self.tools or [])
         if self.messages or self.tools:
             raise InvalidField("text", "goes without messages and tools: leave one of them out.")
-        return replace(base, prompt=self.text, is_prefix=True)
+        return replace(base, prompt=self.text).decided(is_prefix=True)
 
 
 def routes(served: Served) -> Routes:

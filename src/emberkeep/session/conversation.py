@@ -102,7 +102,7 @@ class Conversations:
                 return self._fitted(self._shown(request, lineage))
             return self._fitted(Conversation(request, lineage, self._prompts.build(request, lineage)))
         except ContextExceeded as error:
-            is_chat = request.prompt is None and not request.is_prefix
+            is_chat = request.prompt is None and not request.execution.is_prefix
             if is_chat and not self._auto_truncate and not self._sessions.may_evict(request):
                 raise ContextExceeded(
                     error.prompt_tokens, error.context, may_evict=False, is_counted=error.is_counted

@@ -88,9 +88,9 @@ class Hygiene:
         if not work.touched:
             return request
         moved = "\n".join(work.moved)
-        rules = tuple(dict.fromkeys([*request.tidied.rules, *work.touched]))
-        tidied = Tidied(rules, moved or request.tidied.moved)
-        return replace(_with_messages(request, messages), tools=tools, tidied=tidied)
+        rules = tuple(dict.fromkeys([*request.execution.tidied.rules, *work.touched]))
+        tidied = Tidied(rules, moved or request.execution.tidied.moved)
+        return replace(_with_messages(request, messages), tools=tools).decided(tidied=tidied)
 
     def forget(self, owners: Container[str]) -> None:
         with self._lock:

@@ -132,7 +132,7 @@ class Sessions:
 
     def applies(self, request: Request) -> bool:
         """Whether the request is a conversation that is tracked here."""
-        is_chat = request.prompt is None and not request.is_prefix
+        is_chat = request.prompt is None and not request.execution.is_prefix
         return is_chat and (self.may_evict(request) or self._memory is not None or bool(self._unwritten))
 
     def may_evict(self, request: Request) -> bool:

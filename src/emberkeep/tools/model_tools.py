@@ -8,7 +8,7 @@ from emberkeep.errors import ToolFailed
 from emberkeep.tools.function import Answered, ToolFunction, as_tool, tool
 from emberkeep.types.events import Caller
 from emberkeep.types.models import RemoteModel
-from emberkeep.types.request import Message, Request
+from emberkeep.types.request import Execution, Message, Request
 from emberkeep.values import dataclass
 
 GROUP = "models"
@@ -79,8 +79,7 @@ def _request(remote: RemoteModel, question: str, context: str, caller: Caller) -
     return Request(
         messages=(Message("user", text),),
         max_tokens=remote.max_tokens,
-        depth=caller.depth + 1,
-        in_pieces=False,
+        execution=Execution(depth=caller.depth + 1, in_pieces=False),
     )
 
 

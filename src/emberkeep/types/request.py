@@ -367,8 +367,32 @@ class Approximation:
 
 
 @dataclass(frozen=True, slots=True)
+class Execution:
+    """What was decided about a request where it is answered. Its client says none of it."""
+
+    lineage: Lineage | None = None
+    """Reuse the state of this one, whatever the request says: to check it. None: as the request says."""
+    is_kept: bool = True
+    """False: nothing of what is computed is kept."""
+    from_store: bool = False
+    """Load what is stored even where the engine has it too, or would be faster: to check it."""
+    is_prefix: bool = False
+    """No client waits for an answer: it is evaluated so that others find it, and ends where its messages end."""
+    in_pieces: bool = True
+    """False: the answer is read when it is whole, so its events may come late and all together."""
+    clamped_to: int | None = None
+    """The longest answer that the configuration allows, where more was asked for."""
+    depth: int = 0
+    """How many models stand between the user and this request."""
+    hops: int = 0
+    """How many servers have passed it on."""
+    tidied: Tidied = NOT_TIDIED
+    """What rules of prefix hygiene have done to it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
-    """One generation. Exactly one of `messages` and `prompt` is set."""
+    """One generation, as its client wants it. Exactly one of `messages` and `prompt` is set."""
 
     messages: tuple[Message, ...] = ()
     prompt: str | tuple[int, ...] | None = None
@@ -383,8 +407,6 @@ class Request:
     """What the answer must look like. None: anything goes."""
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
-    clamped_to: int | None = None
-    """What the configuration allows, where that is less than was asked for. No client says it."""
     stop: tuple[str, ...] = ()
     line_seconds: float | None = None
     """The answer ends with the first line that is complete later than this after its first token."""
@@ -406,22 +428,12 @@ class Request:
     for it. Services elsewhere have defaults of their own."""
     continues: bool = False
     """The last message, the assistant's, is the beginning of the answer: it goes on where that ends."""
-    depth: int = 0
-    """How many models stand between the user and this request."""
-    hops: int = 0
-    """How many servers have passed it on."""
     user: str = ""
     """Who asks: limits and fairness are per user."""
     namespace: str = ""
     """Requests share stored state only within one namespace, and what is in `SHARED`."""
     use_cache: bool = True
     """False: evaluate everything afresh; what is computed is still kept."""
-    is_kept: bool = True
-    """False: nothing of what is computed is kept."""
-    from_store: bool = False
-    """Load what is stored even where the engine has it too, or would be faster: to check it."""
-    lineage: Lineage | None = None
-    """Reuse the state of this one, whatever the request says otherwise: to check it. None: as it says."""
     approximate: Approximation | Literal[False] | None = None
     """False: only state that was computed for exactly these tokens at exactly this place is reused. None: as
     configured."""
@@ -433,8 +445,6 @@ class Request:
     """In how many bits the state is stored: 16 is exact, 8 and 4 are not. None: as configured."""
     prefill_slice: int | None = None
     """Most prompt tokens in a step, where that is fewer than configured."""
-    is_prefix: bool = False
-    """No client waits for an answer: it is evaluated so that others find it, and ends where its messages end."""
     asks_permission: bool = False
     """Its client can ask a person before a dangerous tool of the server runs."""
     conversation_id: str | None = None
@@ -449,8 +459,6 @@ class Request:
     slot: int | None = None
     """The engine's slot that the client prefers."""
     want_progress: bool = False
-    in_pieces: bool = True
-    """False: its client reads the answer when it is whole, so its events may come late and all together."""
     deadline_s: float | None = None
     keep_alive_s: float | None = None
     """How long its model stays loaded after it, where models are loaded on demand. 0: it is unloaded at once;
@@ -460,14 +468,17 @@ class Request:
     differently in steps with drafts, and a seed is to give the same text again."""
     prediction: str = ""
     """What the client expects the answer to be like: OpenAI's `prediction`."""
-    tidied: Tidied = NOT_TIDIED
-    """What rules of prefix hygiene have done to it here. No client says it."""
+    execution: Execution = Execution()
+
+    def decided(self, **decisions: Any) -> Request:
+        """The same request with other values for these fields of `Execution`."""
+        return replace(self, execution=replace(self.execution, **decisions))
 
     def clamped(self, most: int | None) -> Request:
         """With an answer of at most so many tokens. None: as it is."""
         if most is None or (self.max_tokens is not None and self.max_tokens <= most):
             return self
-        return replace(self, max_tokens=most, clamped_to=most)
+        return replace(self, max_tokens=most).decided(clamped_to=most)
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
@@ -540,8 +551,8 @@ class Lineages:
 
     def of(self, request: Request) -> Lineage:
         """What `request` may reuse and may leave behind. Raises InvalidField for what the engine cannot do."""
-        if request.lineage is not None:
-            return request.lineage
+        if request.execution.lineage is not None:
+            return request.execution.lineage
         if self.exact:
             return Lineage(request.namespace)
         if request.kv_bits is not None and request.kv_bits not in self.packs:
@@ -555,7 +566,7 @@ class Lineages:
 
         Prefixes are made for others, who may want them exact. Raises InvalidField for what the engine cannot do.
         """
-        if self.exact or request.is_prefix or request.approximate is False:
+        if self.exact or request.execution.is_prefix or request.approximate is False:
             return None
         if request.approximate is not None and not self.can_move:
             raise InvalidField("approximate", _CANNOT_MOVE)

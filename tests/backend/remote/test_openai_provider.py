@@ -285,7 +285,7 @@ def test_a_schema_is_strict_where_openai_can_hold_an_answer_to_it() -> None:
 
 
 def test_the_depth_travels_to_other_servers_and_not_to_openai() -> None:
-    deep = Request(messages=HELLO.messages, depth=2)
+    deep = Request(messages=HELLO.messages).decided(depth=2)
 
     async def use(provider: OpenAIProvider, server: OpenAIServer) -> str | None:
         await events_of(provider, deep)

@@ -235,7 +235,7 @@ class RemoteBackend:
             draft_n_accepted=usage.accepted_prediction_tokens,
         )
         lookup = LookupRecord(usage.prompt_tokens, reason=MissReason.REMOTE)
-        fit = replace(fitted.fit, clamped_to=fitted.shown.clamped_to)
+        fit = replace(fitted.fit, clamped_to=fitted.shown.execution.clamped_to)
         return Completed(usage, timings, lookup, fit, self.name)
 
     def stats(self) -> dict[str, Json]:

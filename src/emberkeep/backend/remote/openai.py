@@ -311,9 +311,9 @@ def _address_server(body: dict[str, Any], request: Request) -> None:
     body["user"] = request.user or None
     if request.template_args:
         body["extra_body"]["chat_template_kwargs"] = dict(request.template_args)
-    body["extra_headers"][HOPS_HEADER] = str(request.hops + 1)
-    if request.depth:
-        body["extra_headers"][DEPTH_HEADER] = str(request.depth)
+    body["extra_headers"][HOPS_HEADER] = str(request.execution.hops + 1)
+    if request.execution.depth:
+        body["extra_headers"][DEPTH_HEADER] = str(request.execution.depth)
 
 
 def _messages(sent: Sequence[Message], dialect: ServerDialect, history: ReplayedHistory) -> list[dict[str, Json]]:
