@@ -23,7 +23,7 @@ from emberkeep.errors import MemoryFailed
 from emberkeep.library.user_memory import open_memory
 from emberkeep.memory.memory import Memory
 from emberkeep.server.app import create_app
-from emberkeep.server.middleware import AccessLog
+from emberkeep.server.request_log import RequestLog
 from emberkeep.types.events import Eviction, Finished, FinishReason, Fit
 from emberkeep.types.memory import ToolUse, Turn
 from emberkeep.types.request import Json, Message, Recall, ToolCall, private_namespace
@@ -307,8 +307,8 @@ def test_a_server_that_stops_takes_nothing_in_any_more(memory: Memory) -> None:
 
 
 def test_a_client_that_got_everything_has_not_left(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="emberkeep.server.middleware")
-    asked(AccessLog(app_over(memory)), "GET", "/v1/memory/export")
+    caplog.set_level(logging.INFO, logger="emberkeep.server.request_log")
+    asked(RequestLog(app_over(memory)), "GET", "/v1/memory/export")
     assert caplog.messages == ["GET /v1/memory/export 200"]
 
 

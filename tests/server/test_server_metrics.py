@@ -21,7 +21,7 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import DeadlineExceeded, EngineError, Overloaded
 from emberkeep.server.app import create_app
 from emberkeep.server.metrics import FIGURES
-from emberkeep.server.middleware import AccessLog
+from emberkeep.server.request_log import RequestLog
 from emberkeep.types.events import Finished, FinishReason, MissReason, TextDelta
 from emberkeep.types.request import Json, Request, Sampling
 from emberkeep.types.speculation import LENGTH_BUCKETS, SourceStats, SpeculationStats
@@ -60,7 +60,7 @@ class Site:
     def __init__(self, *script: Step, config: Config | None = None) -> None:
         self.backend = ScriptedBackend(script)
         app = create_app(Models(self.backend), config or Config())
-        self._app = AccessLog(app, app.state.metrics.observe)
+        self._app = RequestLog(app, app.state.metrics.observe)
 
     def client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(transport=httpx.ASGITransport(self._app), base_url="http://localhost")

@@ -14,18 +14,15 @@ from helpers.scripted_server import ScriptedBackend
 
 
 @pytest.mark.parametrize("key", [None, "secret"])
-def test_the_warmup_reaches_the_route_but_not_the_backend(
-    key: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_warmup_reaches_the_route_but_not_the_backend(key: str | None) -> None:
     sent: list[object] = []
 
     async def listen(message: object) -> None:
         sent.append(message)
 
-    monkeypatch.setattr("emberkeep.server.http_server._nowhere", listen)
     config = Config(api_key=key)
     backend = ScriptedBackend()
-    asyncio.run(warmup(create_app(Models(backend), config), config))
+    asyncio.run(warmup(create_app(Models(backend), config), config, listen))
     start, body = sent
     assert isinstance(start, dict)
     assert isinstance(body, dict)

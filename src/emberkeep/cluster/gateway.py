@@ -21,7 +21,7 @@ from emberkeep.cluster.replica_answer import Part, Whole
 from emberkeep.cluster.scatter import Merge, merge_for, merged
 from emberkeep.errors import Overloaded
 from emberkeep.routing import RouteKeys
-from emberkeep.server.middleware import record_of
+from emberkeep.server.request_log import record_of
 from emberkeep.values import dataclass
 
 RETRY_AFTER_S = 1.0

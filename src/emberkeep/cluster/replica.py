@@ -27,7 +27,7 @@ from emberkeep.logs import begin_logging
 from emberkeep.routing import RouteKeys
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import warmup
-from emberkeep.server.middleware import AccessLog
+from emberkeep.server.request_log import RequestLog
 
 log = logging.getLogger("emberkeep.cluster")
 
@@ -53,7 +53,7 @@ class ReplicaServer:
         self._models = await asyncio.to_thread(opening, own)
         keep_warm(self._models.default, declared_prefixes(own))
         app = create_app(self._models, own, is_checked=True)
-        self._app = AccessLog(app, app.state.metrics.observe)
+        self._app = RequestLog(app, app.state.metrics.observe)
         await self._models.start()
         await warmup(app, own)
         log.info("Replica %s is ready in %s.", self._slot.name, self._slot.folder)

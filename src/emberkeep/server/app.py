@@ -15,16 +15,8 @@ from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.models.library import ModelLibrary
 from emberkeep.server.limits import Limits, affordable
-from emberkeep.server.middleware import (
-    BodyBounds,
-    Drain,
-    DrainMiddleware,
-    LastResort,
-    PathMiddleware,
-    RequestId,
-    SecurityMiddleware,
-    failure_response,
-)
+from emberkeep.server.middleware import Drain, PathMiddleware, RequestGate, SecurityMiddleware
+from emberkeep.server.request_log import CLIENT_LEFT, failure_response
 from emberkeep.server.request_metrics import RequestMetrics
 from emberkeep.server.routes import Served
 from emberkeep.server.side_work import SideWork
@@ -48,13 +40,10 @@ def create_app(
     app.state.drain = drain
     app.state.limits = limits or Limits(connections=affordable(config.connections))
     app.state.metrics = metrics
-    app.add_middleware(BodyBounds, drain=drain, limits=app.state.limits)
-    app.add_middleware(LastResort)
     app.add_middleware(PathMiddleware)
-    app.add_middleware(DrainMiddleware, drain=drain)
+    app.add_middleware(RequestGate, drain=drain, limits=app.state.limits)
     if not is_checked:
-        app.add_middleware(SecurityMiddleware, config=config)
-    app.add_middleware(RequestId)  # added last, it comes first
+        app.add_middleware(SecurityMiddleware, config=config)  # added last, it comes first
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
@@ -97,4 +86,4 @@ def _allowed(http: HttpRequest) -> str:
 
 
 async def _on_client_gone(http: HttpRequest, error: Exception) -> Response:
-    return Response(status_code=499)  # only the log reads it
+    return Response(status_code=CLIENT_LEFT)

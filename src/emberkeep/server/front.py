@@ -10,15 +10,8 @@ from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.server.limits import Limits, affordable
 from emberkeep.server.metrics import read_requests
-from emberkeep.server.middleware import (
-    BodyBounds,
-    Drain,
-    DrainMiddleware,
-    LastResort,
-    RequestId,
-    SecurityMiddleware,
-    failure_response,
-)
+from emberkeep.server.middleware import Drain, RequestGate, SecurityMiddleware
+from emberkeep.server.request_log import failure_response
 from emberkeep.server.request_metrics import RequestMetrics
 
 
@@ -34,11 +27,8 @@ def create_front(answer: ASGIApp, config: Config) -> Starlette:
     app.state.metrics = metrics
     app.state.read_metrics = lambda: read_requests(metrics)
     app.add_middleware(_Instead, answer=answer)
-    app.add_middleware(BodyBounds, drain=drain, limits=app.state.limits)
-    app.add_middleware(LastResort)
-    app.add_middleware(DrainMiddleware, drain=drain)
-    app.add_middleware(SecurityMiddleware, config=config)
-    app.add_middleware(RequestId)  # added last, it comes first
+    app.add_middleware(RequestGate, drain=drain, limits=app.state.limits)
+    app.add_middleware(SecurityMiddleware, config=config)  # added last, it comes first
     return app
 
 

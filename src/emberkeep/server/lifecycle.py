@@ -86,16 +86,16 @@ def serve_mcp(host: McpHost, config: Config) -> None:
     import uvicorn
 
     from emberkeep.mcp.server import HTTP_PATH
-    from emberkeep.server.http_server import Connections, uvicorn_config
+    from emberkeep.server.http_server import uvicorn_config
     from emberkeep.server.limits import Limits, affordable
-    from emberkeep.server.middleware import BodyBounds, Drain, SecurityMiddleware
+    from emberkeep.server.middleware import Drain, RequestGate, SecurityMiddleware
 
     check_exposure(config)
     limits = Limits(connections=affordable(config.connections))
-    app = SecurityMiddleware(BodyBounds(host.http_app(), Drain(), limits), config)
+    app = SecurityMiddleware(RequestGate(host.http_app(), Drain(), limits), config)
     with bind(config.host, config.port) as listener:
         url = reachable_url(config.host, listener.getsockname()[1])
-        server = uvicorn.Server(uvicorn_config(app, config, Connections(limits), lifespan="on"))
+        server = uvicorn.Server(uvicorn_config(app, config, limits, lifespan="on"))
         for number in ending_signals():
             signal.signal(number, server.handle_exit)
         print(f"MCP is ready at {url}{HTTP_PATH}\n  stop   Ctrl-C", file=sys.stderr, flush=True)

@@ -13,35 +13,24 @@ _FILES_PER_CONNECTION = 2
 @dataclass(frozen=True, slots=True)
 class Limits:
     connections: int = 1000
-    """At a time. Beyond them the one that has waited longest with an unfinished request gives way."""
+    """At a time. Beyond them the one whose client has kept us waiting longest gives way."""
     spare_connections: int = 32
     """On top of these: if all are busy, others are still told so, and `/health` still answers."""
-
-    target_bytes: int = 64_000
-    """Of a request line's path and query: a question to the memory has up to 4096 characters, of 12 bytes each."""
-    header_bytes: int = 32 << 10
-    headers: int = 128
+    head_bytes: int = 96 << 10
+    """Path, query and headers: a question to the memory has up to 4096 characters, of 12 bytes each."""
     head_s: float = 10.0
     """From the first byte of a request, or from the connection, to the end of the headers."""
-    pipelined: int = 16
-    """Requests sent on a connection before the one in front of them was answered."""
-
     body_bytes: int = 16 << 20
     """Several times the text of the longest contexts."""
     bodies_bytes: int = 256 << 20
     """Bodies of all requests that are being received or answered."""
-    body_parts: int = 1000
-    """Pieces of less than 64 bytes on average that a body may have: each costs as much as a large one."""
     body_s: float = 20.0
-    body_bytes_per_s: float = 16 << 10
-    """A body gets `body_s`, and another second for each of these that have come."""
-
     stalled_s: float = 30.0
-    read_bytes_per_s: float = 1 << 10
-    """The slowest rate at which a client may read; one that is slower for `stalled_s` is disconnected."""
+    bytes_per_s: float = 16 << 10
+    """A client gets `body_s` to send a body, `stalled_s` to read what waits for it, and another second for each of
+    these."""
     unsent_bytes: int = 4 << 20
     """Bytes of a stream's events that wait because the client has not read earlier ones."""
-
     linger_s: float = 2.0
     """Time to read a refusal while the rest of what was refused still comes."""
 

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from dataclasses import field
 
 from emberkeep.api.errors import Failure
-from emberkeep.server.middleware import RequestOutcome, RequestRecord
+from emberkeep.server.request_log import RequestOutcome, RequestRecord
 from emberkeep.types.events import Completed, MissReason
 from emberkeep.values import dataclass
 

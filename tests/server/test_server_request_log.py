@@ -16,11 +16,11 @@ from emberkeep.config.settings import Config
 from emberkeep.errors import ContextExceeded, DeadlineExceeded
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import warmup
-from emberkeep.server.middleware import AccessLog
+from emberkeep.server.request_log import RequestLog
 from emberkeep.types.events import TextDelta
 from helpers.scripted_server import HANG, ScriptedBackend, says
 
-LOGGER = "emberkeep.server.middleware"
+LOGGER = "emberkeep.server.request_log"
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 FIGURES = "12 prompt tokens, 8 reused, first token after 21 ms, 3 tokens at 100.0/s"
@@ -35,7 +35,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 def call(method: str, path: str, script: list[Any] | None = None, **options: Any) -> httpx.Response:
     async def send() -> httpx.Response:
-        app = AccessLog(
+        app = RequestLog(
             create_app(Models(ScriptedBackend(script or ())), Config(api_key=options.pop("key", None)))
         )
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
@@ -115,7 +115,7 @@ def test_a_client_that_leaves_is_named_as_the_reason(lines: Callable[[], list[st
         "scheme": "http",
         "http_version": "1.1",
     }
-    asyncio.run(AccessLog(create_app(Models(backend), Config()))(scope, receive, send))
+    asyncio.run(RequestLog(create_app(Models(backend), Config()))(scope, receive, send))
     assert lines() == [f"POST {CHAT} 499: the client left"]
 
 

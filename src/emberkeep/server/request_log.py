@@ -1,0 +1,160 @@
+"""What every request leaves behind: a record, filled in along its way, a line in the log, and its figures."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable
+from dataclasses import field
+from enum import StrEnum
+from time import monotonic
+from urllib.parse import quote
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from emberkeep.api.errors import Failure, error_shape
+from emberkeep.logs import request_id
+from emberkeep.types.events import Completed, merge_usage
+from emberkeep.values import dataclass
+
+log = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/health", "/v1/health"})
+CLIENT_LEFT = 499
+"""A status for the log: nobody reads the answer."""
+
+_RECORD = "emberkeep.record"
+_TAKEN_ON = frozenset({"server_error", "upstream_error", "deadline"})
+"""Types of failures that do not count as refusals."""
+
+
+class RequestOutcome(StrEnum):
+    FINISHED = "finished"
+    FAILED = "failed"  # an error of ours, or of a service that was asked, or time ran out
+    CANCELLED = "cancelled"  # the client left before the end
+    REFUSED = "refused"  # by what was asked, by who asked, or for want of room
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What one HTTP request asked for, what came of it, and what it cost: kept with its scope, filled in along its
+    way."""
+
+    id: str = field(default_factory=lambda: f"req_{os.urandom(12).hex()}")
+    """What the client called it, or a name of ours."""
+    prompts: int = 0
+    completed: list[Completed] = field(default_factory=list)
+    """One for every prompt that was answered."""
+    status: int | None = None
+    """What was sent; None: nothing yet."""
+    failure: Failure | None = None
+    """What the client got in place of an answer."""
+    broken_off: bool = False
+    """An answer that had begun ended with an error."""
+
+    @property
+    def outcome(self) -> RequestOutcome | None:
+        """Asked when the request has ended; None when it wanted no answer of the model and went well."""
+        if self.broken_off or (self.failure and self.failure.type in _TAKEN_ON):
+            return RequestOutcome.FAILED
+        if self.failure:
+            return RequestOutcome.REFUSED
+        if len(self.completed) < self.prompts:
+            return RequestOutcome.CANCELLED
+        return RequestOutcome.FINISHED if self.prompts else None
+
+
+def record_of(scope: Scope) -> RequestRecord:
+    record: RequestRecord = scope.setdefault(_RECORD, RequestRecord())
+    return record
+
+
+def failure_response(failure: Failure) -> Response:
+    return _FailureResponse(failure)
+
+
+class _FailureResponse(Response):
+    """Enters itself into the request's record, wherever on the way to the backend it was made."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(status_code=failure.status)
+        self._failure = failure
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """In the shape that the clients of this path expect."""
+        record = record_of(scope)
+        record.failure = self._failure
+        body = json.dumps(error_shape(scope["path"]).body(self._failure, record.id)).encode()
+        await Response(body, self.status_code, self._failure.headers, "application/json")(scope, receive, send)
+
+
+# ── a name, a line in the log, and the metrics ──
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_QUIET_PATHS = OPEN_PATHS | {"/metrics"}
+"""Asked by machines every few seconds: logged at the level debug."""
+_BEFORE_NAMES = ("/v1/memory/facts/", "/v1/memory/conversations/")
+"""Paths after which a user's text follows, which is not logged."""
+
+
+class RequestLog:
+    """ASGI. Every answer names its request, as the client called it or as we do. When it has ended, `observe` gets
+    its record and how long it took, and the log a line."""
+
+    def __init__(
+        self, app: ASGIApp, observe: Callable[[RequestRecord, float], None] = lambda record, seconds: None
+    ) -> None:
+        self._app = app
+        self._observe = observe
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record, begin = record_of(scope), monotonic()
+        given = Headers(scope=scope).get("x-request-id", "")
+        if _REQUEST_ID.fullmatch(given):
+            record.id = given
+        request_id.set(record.id)
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status, name = message["status"], record.id.encode()
+                # `request-id`: Anthropic's clients look there.
+                message["headers"] = [*message["headers"], (b"x-request-id", name), (b"request-id", name)]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_named)
+        finally:
+            self._observe(record, monotonic() - begin)
+            level = logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO
+            if log.isEnabledFor(level):
+                log.log(level, "%s", _line(scope, record))
+
+
+def _line(scope: Scope, record: RequestRecord) -> str:
+    # Quoted again, so that no path can look like a line of its own; without the query, which may hold secrets.
+    line = f"{scope['method']} {quote(_without_name(scope['path']))[:200]} {record.status}"
+    if record.completed and len(record.completed) == record.prompts:
+        return f"{line}: {_figures(merge_usage(record.completed))}"
+    if record.status == CLIENT_LEFT or record.outcome is RequestOutcome.CANCELLED:
+        return f"{line}: the client left"
+    return f"{line}: broken off" if record.broken_off else line
+
+
+def _without_name(path: str) -> str:
+    return next((f"{before}..." for before in _BEFORE_NAMES if path.startswith(before)), path)
+
+
+def _figures(completed: Completed) -> str:
+    usage, timings = completed.usage, completed.timings
+    return (
+        f"{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} reused, "
+        f"first token after {timings.ttft_ms:.0f} ms, "
+        f"{usage.completion_tokens} tokens at {timings.predicted_per_second:.1f}/s"
+    )
