@@ -22,7 +22,7 @@ from emberkeep.bench.figures import Series, series
 from emberkeep.bench.report import BenchResult, Row, Table, Value
 from emberkeep.bench.stage import Stage
 from emberkeep.chat.prompt import prompt_of_ids
-from emberkeep.config.settings import Config, slice_tokens
+from emberkeep.config.settings import PREFILL_SLICE, Config
 from emberkeep.engine.base import Exported, Outcome, Payload
 from emberkeep.engine.llamacpp.context import LlamaSettings, one_core_each
 from emberkeep.engine.llamacpp.engine import LlamaEngine
@@ -151,7 +151,7 @@ class _Bench:
         self._plan = plan
         self._ends = engine.vocab.eog | engine.vocab.controls
         self._store = open_store(config, engine.fingerprint, {"model": "benchmark"})
-        self._loop = Scheduler(engine, self._store, SchedulerSettings(1, slice_tokens(config)), thread=thread)
+        self._loop = Scheduler(engine, self._store, SchedulerSettings(1, PREFILL_SLICE), thread=thread)
 
     async def own_text(self, opening: Sequence[int], seed: int) -> Tokens:
         """What the model writes after `opening`."""
@@ -208,7 +208,7 @@ class _Bench:
 
 async def run(stage: Stage, plan: Workload) -> BenchResult:
     config = Config(model=str(stage.model), data_dir=stage.new_data_dir(), parallel=1)
-    settings = LlamaSettings(context=plan.context, cells=2 * plan.context, sequences=2, batch=slice_tokens(config))
+    settings = LlamaSettings(context=plan.context, cells=2 * plan.context, sequences=2, batch=PREFILL_SLICE)
     thread = EngineThread()
     engine = thread.submit(lambda: _open(stage, settings)).result()
     findings = {bits: _Findings() for bits in _BITS if bits in engine.capabilities.packs}

@@ -22,7 +22,7 @@ from emberkeep.bench.figures import Series, overhead, series
 from emberkeep.bench.http_client import is_settled
 from emberkeep.bench.report import BenchResult, Row, Table
 from emberkeep.bench.stage import Stage
-from emberkeep.config.settings import Config, slice_tokens
+from emberkeep.config.settings import PREFILL_SLICE, Config
 from emberkeep.engine.base import Engine, Outcome, Rows
 from emberkeep.engine.llamacpp.context import LlamaSettings, one_core_each
 from emberkeep.engine.llamacpp.engine import LlamaEngine
@@ -86,7 +86,7 @@ class _Recorder(LlamaEngine):
 
 async def run(stage: Stage, plan: Workload) -> BenchResult:
     config = Config(model=str(stage.model), data_dir=stage.new_data_dir(), parallel=1)
-    settings = LlamaSettings(context=plan.context, cells=plan.context, sequences=1, batch=slice_tokens(config))
+    settings = LlamaSettings(context=plan.context, cells=plan.context, sequences=1, batch=PREFILL_SLICE)
     thread = EngineThread()
     engine, bare = thread.submit(lambda: _open_both(stage.model, settings)).result()
     backend = assemble(config, engine, _TEMPLATE, ModelCard("benchmark", 0, settings.context), thread)

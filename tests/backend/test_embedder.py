@@ -226,33 +226,17 @@ def test_more_requests_than_may_wait_are_refused() -> None:
     run(crowd())
 
 
-@pytest.mark.parametrize(("shorter", "wanted"), [((), 4), ((2, 4), 4), (None, 8)])
-def test_a_vector_is_cut_where_the_model_allows_it_and_has_the_length_one_again(
-    shorter: tuple[int, ...] | None, wanted: int
-) -> None:
-    engine = FakeEmbeddingEngine(shorter=shorter)
+@pytest.mark.parametrize("wanted", [1, 3, 8])
+def test_a_vector_is_cut_to_what_is_asked_for_and_has_the_length_one_again(wanted: int) -> None:
+    engine = FakeEmbeddingEngine()
     (vector,) = run(embedder_over(engine).embed(EmbeddingRequest(("cat",), dimensions=wanted))).vectors
     whole = engine.vector(engine.framing.text(engine.vocab, "cat"))
     np.testing.assert_allclose(vector, unit(whole[:wanted]), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("shorter", "wanted", "reason"),
-    [
-        (None, 4, "tiny-embed has 8, and does not say that they may be cut: leave it out, or let the server cut"),
-        ((2, 4), 3, "tiny-embed may be cut to 2, 4"),
-        ((), 9, "tiny-embed has 8: give 8 or fewer"),
-    ],
-)
-def test_otherwise_fewer_dimensions_are_refused(shorter: tuple[int, ...] | None, wanted: int, reason: str) -> None:
-    with pytest.raises(InvalidField, match=f"^dimensions: {reason}"):
-        run(embedder_over(FakeEmbeddingEngine(shorter=shorter)).embed(EmbeddingRequest(("a",), dimensions=wanted)))
-
-
-def test_the_server_may_be_told_to_cut_vectors_of_any_model() -> None:
-    embedder = embedder_over(FakeEmbeddingEngine(), cuts_any=True)
-    (vector,) = run(embedder.embed(EmbeddingRequest(("cat",), dimensions=3))).vectors
-    assert len(vector) == 3
+def test_more_dimensions_than_there_are_are_refused() -> None:
+    with pytest.raises(InvalidField, match=r"^dimensions: tiny-embed has 8: give 8 or fewer"):
+        run(embedder_over(FakeEmbeddingEngine()).embed(EmbeddingRequest(("a",), dimensions=9)))
 
 
 def test_documents_are_ranked_in_pairs_with_the_query() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from time import sleep
+from unittest.mock import patch
 
 import pytest
 
@@ -15,6 +17,7 @@ from emberkeep.backend.local import LocalBackend
 from emberkeep.config.settings import Config
 from emberkeep.engine.base import KvUnit, Rows
 from emberkeep.engine.fake import FakeEngine
+from emberkeep.kv.remote_link import RemoteSettings
 from emberkeep.types.events import Completed, LookupRecord, Source
 from emberkeep.types.request import Message, Request, Sampling, private_namespace
 from helpers.events import end_of, read_events, text_of
@@ -46,8 +49,9 @@ def folders(tmp_path: Path) -> Iterator[Path]:
 def host(
     server: ValkeyServer, folder: Path, unit: KvUnit = KvUnit.RANGE, **settings: object
 ) -> Iterator[LocalBackend]:
-    config = Config(data_dir=folder, remote=server.url, remote_deadline_s=10.0, **settings)
-    backend = fake_backend(config, FakeEngine(kv_unit=unit, on_evaluate=take_time))
+    config = Config(data_dir=folder, remote=server.url, **settings)
+    with patch("emberkeep.runtime.parts.RemoteSettings", partial(RemoteSettings, deadline_s=10.0)):
+        backend = fake_backend(config, FakeEngine(kv_unit=unit, on_evaluate=take_time))
     try:
         yield backend
     finally:

@@ -162,10 +162,11 @@ def test_the_prefix_of_an_open_conversation_is_kept_and_of_a_closed_one_let_go(h
 
 
 def test_only_so_many_conversations_are_looked_after(house):
-    backend, _ = house.open(tracked_conversations=3)
-    for number in range(6):
+    backend, _ = house.open()
+    for number in range(18):
         completed(backend, chat("When?", system=f"{number} {SYSTEM}"))
-    assert [p.request.messages[0].content[0] for p in backend.warmer._prefixes.values()] == ["3", "4", "5"]
+    kept = [prefix.request.messages[0].content.split()[0] for prefix in backend.warmer._prefixes.values()]
+    assert kept == [str(number) for number in range(2, 18)]
 
 
 def test_an_idle_conversation_leaves_engine_and_ram_and_comes_back(house):

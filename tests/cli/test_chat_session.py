@@ -239,7 +239,7 @@ def test_quit_ends_the_chat(bench: Bench) -> None:
 def test_help_lists_every_command(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     bench.say("/help")
     listed = {line.split()[0] for line in capsys.readouterr().err.splitlines() if line.startswith("/")}
-    assert listed == {"/help", "/stats", "/system", "/save", "/memory", "/tools", "/consulted", "/clear", "/quit"}
+    assert listed == {"/help", "/stats", "/system", "/save", "/memory", "/tools", "/clear", "/quit"}
 
 
 def test_an_unknown_command_is_not_sent_to_the_model(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:

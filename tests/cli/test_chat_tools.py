@@ -89,7 +89,6 @@ class Bench:
         answers: Iterable[str | type[BaseException]] = (),
         asks: bool = True,
         memory: Memory | None = None,
-        shows_consulted: bool = False,
     ) -> None:
         left = iter(rounds)
         self.backend = ScriptedBackend(lambda request: next(left))
@@ -101,7 +100,6 @@ class Bench:
         self.out = io.StringIO()
         self.conversation = ChatHistory()
         self.questions: list[str] = []
-        self.shows_consulted = shows_consulted
         self._answers = iter(answers)
         self.journal = Journal(UserMemory(memory) if memory else None)
 
@@ -124,7 +122,7 @@ class Bench:
             self.llm,
             self.conversation,
             {"max_tokens": 90},
-            Terminal(self.out, interactive=True, ask=self._ask, shows_consulted=self.shows_consulted),
+            Terminal(self.out, interactive=True, ask=self._ask),
             self.journal,
             self.acting,
         ).run(lines)
@@ -159,26 +157,14 @@ def ask_harbour(question: str) -> Answered:
     return Answered("harbour says: Seven metres.\nAt low tide six.", "harbour (pilot-2), 9 + 8 tokens, 0.1 s")
 
 
-def test_a_model_that_was_asked_is_named_and_its_answer_shown_when_wanted(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    said = ["  harbour says: Seven metres.", "  At low tide six."]
-    for shows in (False, True):
-        rounds = calling("ask_harbour", question="How deep?"), answer("Seven.")
-        with Bench(*rounds, functions=[ask_harbour], shows_consulted=shows) as bench:
-            bench.say("How deep?")
-        _, ended, *rest = capsys.readouterr().err.splitlines()
-        assert ended.startswith("  ✓ harbour (pilot-2), 9 + 8 tokens")
-        assert rest[:-1] == (said if shows else [])
-        assert bench.out.getvalue() == "Seven.\n"
-
-
-def test_what_the_latest_model_answered_can_be_read_afterwards(capsys: pytest.CaptureFixture[str]) -> None:
-    with Bench(calling("ask_harbour", question="?"), answer("Seven."), functions=[ask_harbour]) as bench:
-        bench.say("/consulted", "How deep?", "/consulted")
-    before, *_, first, second = capsys.readouterr().err.splitlines()
-    assert before.startswith("No other model was asked in this chat")
-    assert (first, second) == ("harbour says: Seven metres.", "At low tide six.")
+def test_a_model_that_was_asked_is_named_and_its_answer_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    rounds = calling("ask_harbour", question="How deep?"), answer("Seven.")
+    with Bench(*rounds, functions=[ask_harbour]) as bench:
+        bench.say("How deep?")
+    _, ended, *rest = capsys.readouterr().err.splitlines()
+    assert ended.startswith("  ✓ harbour (pilot-2), 9 + 8 tokens")
+    assert rest[:-1] == ["  harbour says: Seven metres.", "  At low tide six."]
+    assert bench.out.getvalue() == "Seven.\n"
 
 
 def test_the_next_turn_has_the_call_and_its_result() -> None:

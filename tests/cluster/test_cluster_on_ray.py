@@ -415,7 +415,7 @@ def test_with_a_shared_server_replicas_go_on_with_what_others_computed(cluster: 
     from emberkeep.cluster.lifecycle import deploy
 
     with running_valkey(tmp_path) as valkey:
-        config = replace(cluster.config, queue=50, routing="round_robin", remote=valkey.url, remote_deadline_s=5.0)
+        config = replace(cluster.config, queue=50, routing="round_robin", remote=valkey.url)
         # So slow that loading is worth its while, as with a real model.
         shared = replace(cluster, url=deploy(config, slow_models(STEP_S, seconds_per_token=1e-3)))
 

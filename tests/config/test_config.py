@@ -51,23 +51,18 @@ def test_a_flag_beats_a_variable_beats_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("env", "expected"),
     [
-        ({}, ("auto", None, 24)),
-        (
-            {"EMBERKEEP_SPECULATION": "off", "EMBERKEEP_DRAFT_MODEL": "none", "EMBERKEEP_DRAFT_MAX": "64"},
-            ("off", None, 64),
-        ),
-        ({"EMBERKEEP_DRAFT_MODEL": "small", "EMBERKEEP_DRAFT_MAX": "1"}, ("auto", "small", 1)),
+        ({}, ("auto", None)),
+        ({"EMBERKEEP_SPECULATION": "off", "EMBERKEEP_DRAFT_MODEL": "none"}, ("off", None)),
+        ({"EMBERKEEP_DRAFT_MODEL": "small"}, ("auto", "small")),
     ],
     ids=["default", "off", "model"],
 )
 def test_drafts_are_configured(tmp_path: Path, env: dict[str, str], expected: tuple[object, ...]) -> None:
     config = load(tmp_path, env=env)
-    assert (config.speculation, config.draft_model, config.draft_max) == expected
+    assert (config.speculation, config.draft_model) == expected
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("draft_max", "0"), ("draft_max", "65"), ("speculation", "on"), ("draft_model", "")]
-)
+@pytest.mark.parametrize(("key", "value"), [("speculation", "on"), ("draft_model", "")])
 def test_a_setting_of_drafts_that_is_out_of_bounds_is_named(tmp_path: Path, key: str, value: str) -> None:
     assert f"--{key.replace('_', '-')}" in refusal(tmp_path, {key: value})
 

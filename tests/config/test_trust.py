@@ -19,8 +19,8 @@ HARMLESS = {
     "threads",  # no more than there are cores
     *("accept_any_model", "ctx", "parallel", "kv_type", "flash_attention", "gpu_layers", "cpu_moe"),
     *("tensor_split", "engine", "device", "dtype", "quantization", "attention", "residency", "keep_first"),
-    *("keep_last", "prefill_slice", "kv_bits", "approximate", "speculation", "draft_max", "auto_truncate"),
-    *("evict", "low_water", "pooling", "truncate_dimensions", "reasoning", "show_consulted"),
+    *("keep_last", "kv_bits", "approximate", "speculation", "auto_truncate"),
+    *("evict", "pooling", "reasoning"),
 }
 """Before a setting comes in here: could somebody who writes it into a repository run, read, send or redirect
 something with it, fill the disk, take a limit or a protection away, or hide a warning?"""

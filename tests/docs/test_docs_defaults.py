@@ -20,7 +20,7 @@ KEYS = list(public_values(Config()))
 _KEY = rf"`(?:--)?({'|'.join(key.replace('_', '[_-]') for key in KEYS)})`"
 _VALUE = r"`?(\d[\d.,]*(?: (?:KiB|MiB|GiB|TiB))?|[a-z][a-z0-9_.]*)`?"
 _SAID = [
-    # `tool_timeout_s` (60 s); `drain_s` seconds (20 unless configured); | `remote_deadline_s` | ... (0.5 s) |
+    # `tool_timeout_s` (60 s); `drain_s` seconds (20 unless configured); | `disk_budget` | ... (20 GiB) |
     re.compile(
         _KEY + r"[^`().|]{0,40}\((\d[\d.,]*(?: (?:KiB|MiB|GiB|TiB))?)(?: s| seconds)?(?: unless configured)?\)"
     ),
@@ -60,8 +60,7 @@ def test_a_default_that_is_told_beside_its_setting_is_the_codes(page: Path) -> N
 
 def test_such_places_are_found() -> None:
     found = {key for page in PAGES for key, _ in said(page)}
-    assert {"connections", "consult_depth", "disk_writes_per_day", "drain_s", "flash_attention"} <= found
-    assert {"gpu_layers", "remote_deadline_s", "remote_retries", "remote_writes_per_s", "tool_output"} <= found
+    assert {"disk_writes_per_day", "flash_attention", "gpu_layers"} <= found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -74,17 +73,17 @@ def test_the_patterns_read_what_they_are_for(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "Both have `tool_timeout_s` (61 s).\nThey go on for up to `drain_s`\nseconds (20 unless configured).\n\n"
-        "| `remote_writes_per_s` | bytes a second (256 MiB) |\n- **`gpu_layers`** is `auto` by default.\n",
+        "| `disk_budget` | bytes on disk (20 GiB) |\n- **`gpu_layers`** is `auto` by default.\n",
         encoding="utf-8",
     )
     assert set(said(page)) == {
         ("tool_timeout_s", "61"),
         ("drain_s", "20"),
-        ("remote_writes_per_s", "256 MiB"),
+        ("disk_budget", "20 GiB"),
         ("gpu_layers", "auto"),
     }
     assert not is_default("tool_timeout_s", "61")
-    assert is_default("tool_output", "8,000")
+    assert is_default("port", "8,080")
 
 
 _NUMBERS = {1: "one", 2: "two", 4: "four", 5: "five", 10: "ten", 60: "sixty"}
@@ -96,15 +95,10 @@ def in_words(seconds: float) -> str:
     return f"{_NUMBERS.get(int(minutes), int(minutes))} minutes" if minutes >= 1 else f"{seconds:g} seconds"
 
 
-def shares(part: float) -> str:
-    return {0.5: "half", 0.25: "a quarter", 0.1: "a tenth"}.get(part, f"{part:.0%}")
-
-
 DEFAULTS = Config()
 SENTENCES = [
     ("docs/guide.md", f"unloaded {in_words(DEFAULTS.unload_after_s or 0)} after"),
     ("docs/architecture.md", f"for up to {in_words(DEFAULTS.drain_s)}, writes its queue"),
-    ("docs/how-it-works.md", f"until the prompt fills {shares(DEFAULTS.low_water)} of the context (`low_water`"),
     ("docs/other-apis.md", f"(`{DEFAULTS.ttl_short_s / 60:g}m`: `ttl_short_s`"),
     ("docs/other-apis.md", f"`{DEFAULTS.ttl_long_s / 3600:g}h`: `ttl_long_s`)"),
     (
@@ -113,8 +107,6 @@ SENTENCES = [
     ),
     ("docs/benchmarks.md", f"uses the default settings (`recall = {DEFAULTS.recall}`)"),
     ("docs/http-api.md", f'base_url="http://{DEFAULTS.host}:{DEFAULTS.port}/v1"'),
-    ("docs/architecture.md", f"the state of up to {DEFAULTS.chunk_size} tokens (`chunk_size`)"),
-    ("docs/remote-tier.md", f"blocks of {DEFAULTS.chunk_size} (so `chunk_size` stays as it is)"),
     ("README.md", DEFAULTS.local_model),
 ]
 """Defaults that pages tell in words. Who changes one changes the page."""

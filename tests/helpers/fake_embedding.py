@@ -44,10 +44,9 @@ class FakeEmbeddingEngine:
         context: int = 32,
         batch: int = 64,
         sequences: int = 8,
-        shorter: tuple[int, ...] | None = None,
     ) -> None:
         width = 1 if pooling is Pooling.RANK else dimension
-        self.capabilities = EmbeddingCapabilities(width, context, pooling, batch, sequences, shorter)
+        self.capabilities = EmbeddingCapabilities(width, context, pooling, batch, sequences)
         self.fingerprint = hashlib.sha256(repr(self.capabilities).encode()).digest()
         self.steps: list[list[int]] = []
         self.begun = threading.Event()
@@ -80,11 +79,10 @@ def embedder_over(
     *,
     file: VectorFile | None = None,
     limit: int = 100,
-    cuts_any: bool = False,
     truncates: bool = False,
 ) -> LocalEmbedder:
     """Its steps run on a thread of their own, as the real ones do."""
-    settings = EmbedderSettings(Permits(limit), truncates=truncates, cuts_any=cuts_any)
+    settings = EmbedderSettings(Permits(limit), truncates=truncates)
     return _embedder("tiny-embed", engine, EngineThread(), file, settings)
 
 

@@ -40,7 +40,6 @@ def main() -> None:
         parallel=options.sequences // 2,
         drain_s=5.0,
         remote=options.remote,
-        remote_deadline_s=options.deadline,
     )
     engine = FakeEngine(
         sequences=options.sequences, cells=8192, weights=options.weights, on_evaluate=_take_as_long_as_a_model
@@ -59,7 +58,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--ram-budget", type=int, default=1 << 20)
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--remote")
-    parser.add_argument("--deadline", type=float, default=0.2)
     parser.add_argument("--die-at", type=int, default=0)
     return parser.parse_args()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep import Emberkeep
-from emberkeep.errors import ConfigError, ContextExceeded, EngineError
+from emberkeep.errors import EngineError
 from helpers import tiny_gguf, tiny_hf
 from helpers.hub_repo_server import ServedRepo, serving_repo
 
@@ -94,29 +94,3 @@ def test_without_torch_there_is_one_clear_sentence(
     assert str(caught.value) == (
         "The Hugging Face engine needs torch and transformers: pip install 'emberkeep[hf]'."
     )
-
-
-def test_the_pool_has_no_more_blocks_than_are_asked_for(folder: Path, tmp_path: Path) -> None:
-    def blocks(llm: Emberkeep) -> int:
-        return llm.stats()["engine"]["pool"]["blocks"]
-
-    with Emberkeep.from_pretrained(folder, **settings(tmp_path)) as llm:
-        usual, first = blocks(llm), llm.chat(QUESTION, max_tokens=8, temperature=0)
-    with Emberkeep.from_pretrained(folder, **settings(tmp_path), num_blocks=10) as llm:
-        assert (blocks(llm), llm.card.context) == (10, 8 * 32)
-        again = llm.chat(QUESTION, max_tokens=8, temperature=0)
-        with pytest.raises(ContextExceeded):
-            llm.generate("word " * 300)
-    assert usual > 10
-    assert again.lookup.cold_tokens >= again.usage.prompt_tokens - 1  # the size of the pool changes no byte
-    assert again.tokens == first.tokens
-
-
-def test_more_blocks_than_are_needed_change_nothing(folder: Path, tmp_path: Path) -> None:
-    with Emberkeep.from_pretrained(folder, **settings(tmp_path), num_blocks=100_000) as llm:
-        assert llm.card.context == 512
-
-
-def test_too_few_blocks_are_refused_with_how_many_are_needed(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^num_blocks = 11 .* parallel = 4: use 12 or more\.$"):
-        Emberkeep.from_pretrained(folder, data_dir=tmp_path, parallel=4, num_blocks=11)

@@ -88,18 +88,6 @@ def test_without_modules_the_architecture_tells(
 
 
 @pytest.mark.parametrize(
-    ("config", "shorter"),
-    [({}, None), ({"is_matryoshka": True}, ()), ({"matryoshka_dimensions": [128, 64]}, (128, 64))],
-)
-def test_whether_vectors_may_be_cut_is_said_in_the_configuration(
-    tmp_path: Path, config: dict[str, Json], shorter: tuple[int, ...] | None
-) -> None:
-    found = embedding_folder(write_folder(tmp_path / "model", architectures=["BertModel"], **config))
-    assert found is not None
-    assert found.shorter == shorter
-
-
-@pytest.mark.parametrize(
     ("modules", "mode", "said"),
     [
         (MODULES, "pooling_mode_max_tokens", "has pooling_mode_max_tokens, and mean, cls and last are known"),

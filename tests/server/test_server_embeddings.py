@@ -33,7 +33,7 @@ WIDTH = 8
 
 @pytest.fixture(scope="module")
 def engine() -> FakeEmbeddingEngine:
-    return FakeEmbeddingEngine(dimension=WIDTH, context=32, shorter=())
+    return FakeEmbeddingEngine(dimension=WIDTH, context=32)
 
 
 @pytest.fixture(scope="module")

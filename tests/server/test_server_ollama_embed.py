@@ -21,7 +21,7 @@ MODEL = "tiny-embed"
 
 @pytest.fixture(scope="module")
 def engine() -> FakeEmbeddingEngine:
-    return FakeEmbeddingEngine(dimension=8, context=32, shorter=(4,))
+    return FakeEmbeddingEngine(dimension=8, context=32)
 
 
 @pytest.fixture(scope="module")

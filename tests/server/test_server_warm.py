@@ -187,7 +187,7 @@ def test_no_room_to_keep_it_is_no_error(tmp_path: Path) -> None:
 def test_a_client_that_leaves_stops_it_and_what_was_computed_is_kept(tmp_path: Path) -> None:
     engine = FakeEngine()
     text = "~" * 3000
-    with served(tmp_path, engine, prefill_slice=512) as sea:
+    with served(tmp_path, engine) as sea:
         gate = Gate(engine, holds=lambda step: step == 2)
         connection = send_raw(sea.server.port, "/v1/warm", text=text)
         gate.reached()

@@ -33,8 +33,8 @@ class Consultants:
         return Consulted(self._text, remote.model or "claude-sonnet-5-5", 1200, 34, 1500.0)
 
 
-def box(consultants: Consultants, depth_limit: int = 1) -> ToolBox:
-    return ToolBox(ModelTools([QWEN, CLAUDE], consultants, depth_limit).functions(), ToolPolicy())
+def box(consultants: Consultants) -> ToolBox:
+    return ToolBox(ModelTools([QWEN, CLAUDE], consultants).functions(), ToolPolicy())
 
 
 def call(toolbox: ToolBox, name: str, arguments: str, caller: Caller | None = None) -> ToolOutcome:
@@ -42,7 +42,7 @@ def call(toolbox: ToolBox, name: str, arguments: str, caller: Caller | None = No
 
 
 def test_each_model_is_a_tool_that_says_what_it_is_good_at() -> None:
-    functions = ModelTools([QWEN, CLAUDE], Consultants(), 1).functions()
+    functions = ModelTools([QWEN, CLAUDE], Consultants()).functions()
     assert [function.name for function in functions] == ["ask_qwen", "ask_claude"]
     assert {function.group for function in functions} == {"models"}
     assert not any(function.is_dangerous for function in functions)
@@ -69,8 +69,8 @@ def test_the_question_comes_after_what_it_needs_to_know() -> None:
 
 def test_a_model_that_is_asked_knows_how_many_models_passed_it_on() -> None:
     consultants = Consultants()
-    call(box(consultants, depth_limit=3), "ask_qwen", '{"question": "Why?"}', Caller(depth=2))
-    assert consultants.asked[0][1].execution.depth == 3
+    call(box(consultants), "ask_qwen", '{"question": "Why?"}', Caller())
+    assert consultants.asked[0][1].execution.depth == 1
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -79,10 +79,6 @@ def test_models_do_not_ask_each_other_forever(depth: int) -> None:
     outcome = call(box(consultants), "ask_qwen", '{"question": "Why?"}', Caller(depth=depth))
     assert outcome.failed and "answer with what you know" in outcome.text
     assert consultants.asked == []
-
-
-def test_there_are_no_such_tools_where_no_model_may_ask_another() -> None:
-    assert ModelTools([QWEN], Consultants(), 0).functions() == []
 
 
 def test_a_model_that_fails_fails_alone() -> None:

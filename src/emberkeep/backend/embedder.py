@@ -39,8 +39,6 @@ class EmbedderSettings:
     permits: Permits
     truncates: bool = False
     """Inputs that are too long are cut, also where a request does not say so."""
-    cuts_any: bool = False
-    """Vectors may be cut to fewer dimensions though the model does not say that it was trained for that."""
 
 
 @dataclass(slots=True)
@@ -118,19 +116,9 @@ class LocalEmbedder:
 
     def _check_dimensions(self, wanted: int | None) -> None:
         """Raises InvalidField."""
-        whole, shorter = self.shape.dimension, self._engine.capabilities.shorter
-        if wanted is None or wanted == whole or (wanted < whole and self._settings.cuts_any):
-            return
-        if wanted > whole:
+        whole = self.shape.dimension
+        if wanted is not None and wanted > whole:
             raise InvalidField("dimensions", f"{self._name} has {whole}: give {whole} or fewer.")
-        if shorter is None:
-            raise InvalidField(
-                "dimensions",
-                f"{self._name} has {whole}, and does not say that they may be cut: leave it out, or let the "
-                "server cut them with truncate_dimensions.",
-            )
-        if shorter and wanted not in shorter:
-            raise InvalidField("dimensions", f"{self._name} may be cut to {', '.join(map(str, shorter))}.")
 
     # ── tokens ──
 

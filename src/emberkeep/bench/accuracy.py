@@ -153,7 +153,7 @@ class Examination:
         async with open_under_test(self._config()) as model:
             self._warm[DISK] = await self._one_by_one(model, DISK, _STORED, own=True)
             self._warm[TURNS_DISK] = await self._one_by_one(model, TURNS_DISK, _STORED)
-        async with open_under_test(replace(self._config(), parallel=_AT_ONCE, prefill_slice=_SLICE)) as model:
+        async with open_under_test(replace(self._config(), parallel=_AT_ONCE)) as model:
             self._warm[ROUNDING] = await self._evaluate_beside_others(model)
         return [
             Answer(number, way, VerifyReport(result, self._cold[number], answers=asked.question.answers))
@@ -214,7 +214,8 @@ class Examination:
         for first in range(0, len(self._asked), _AT_ONCE):
             self._say(ROUNDING, first)
             some = self._asked[first : first + _AT_ONCE]
-            fresh = [replace(self._request(asked.ids), use_cache=False).decided(is_kept=False) for asked in some]
+            own = [replace(self._request(asked.ids), use_cache=False, prefill_slice=_SLICE) for asked in some]
+            fresh = [request.decided(is_kept=False) for request in own]
             results += [reply.result for reply in await asyncio.gather(*map(model.ask, fresh))]
         return results
 

@@ -131,9 +131,9 @@ class ChatCommand(TyperCommand):
         "evict",
         "recall",
     ),
-    *("residency", "keep_first", "keep_last", "gpu_memory", "speculation", "draft_model", "draft_max"),
+    *("residency", "keep_first", "keep_last", "gpu_memory", "speculation", "draft_model"),
     *("tools", "enable_tools", "disable_tools", "tools_from", "tools_root", "backend", "base_url"),
-    *("show_consulted", "continued", "save", "list_all", "export", "data_dir", "config"),
+    *("continued", "save", "list_all", "export", "data_dir", "config"),
 )
 def chat(*, loaded: LoadedConfig, words: Words = None, answers: AnswerFlags, saved: SavedFlags) -> None:
     """Talk to a model in this terminal; /help lists what can be done there.
@@ -214,7 +214,7 @@ def talk(
     with _connected(running) if running else open_model(own) as llm, tools_of(llm, config) as acting:
         journal = open_journal(llm, config, is_saving=is_saving)
         is_talk = sys.stdin.isatty() and not question
-        terminal = Terminal(sys.stdout, interactive=is_talk, shows_consulted=config.show_consulted)
+        terminal = Terminal(sys.stdout, interactive=is_talk)
         session = ChatSession(llm, conversation, options, terminal, journal, acting)
         if session.interactive and (conversation.system or acting):
             _prewarm(llm, conversation.system, acting)

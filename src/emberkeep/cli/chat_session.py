@@ -63,8 +63,6 @@ class Terminal:
     out: TextIO
     interactive: bool
     ask: Callable[[str], str] = ask_aloud
-    shows_consulted: bool = False
-    """What a model answered that another one asked is shown, too."""
 
 
 class ChatSession:
@@ -104,10 +102,6 @@ class ChatSession:
 
     def stats(self) -> Mapping[str, Json]:
         return self.llm.stats()
-
-    @property
-    def consulted(self) -> str:
-        return self._calls.consulted
 
     def search(self, query: str) -> list[Recollection]:
         return self._journal.search(query)
@@ -212,9 +206,6 @@ class ChatSession:
 class CallView:
     """`tell`: a remark to the person who is asked at the `terminal`."""
 
-    consulted = ""
-    """What the latest model answered that another one asked."""
-
     def __init__(self, acting: ToolSession | None, tell: Callable[[str], None], terminal: Terminal) -> None:
         self._acting = acting
         self._tell = tell
@@ -227,9 +218,7 @@ class CallView:
         elif isinstance(event, CallEnded):
             self._tell(f"  {_outcome_line(event.outcome)}")
             if event.outcome.remark:  # only those of other models have one
-                self.consulted = event.outcome.text
-                if self._terminal.shows_consulted:
-                    self._tell(indent(self.consulted, "  "))
+                self._tell(indent(event.outcome.text, "  "))
         else:
             self._decide(event.call)
 

@@ -29,7 +29,7 @@ Examples:
 _DEPLOYED = (
     *("model", "models", "host", "port", "data_dir", "ctx", "parallel", "ram_budget", "disk_budget", "api_key"),
     *("threads", "kv_type", "engine", "device", "dtype", "gpu_layers", "max_concurrent_per_user", "backend"),
-    *("base_url", "cluster_replicas", "cluster_max_replicas", "cluster_target", "cluster_cpus", "cluster_gpus"),
+    *("base_url", "cluster_replicas", "cluster_max_replicas", "cluster_gpus"),
     *("cluster_backends", "cluster_address", "routing", "config"),
 )
 app = typer.Typer(

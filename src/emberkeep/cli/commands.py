@@ -11,6 +11,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from emberkeep.config.removed import why_gone
+from emberkeep.errors import ConfigError
+
 
 class Home(NamedTuple):
     """Where a command is defined."""
@@ -69,9 +72,21 @@ def _reading_plainly(command: Any) -> Any:
         return params
 
     command.get_params = get_params
+    command.parse_args = partial(_parse_args, command.parse_args)
     for inner in getattr(command, "commands", {}).values():
         _reading_plainly(inner)
     return command
+
+
+def _parse_args(parse: Callable[[Any, list[str]], list[str]], context: Any, arguments: list[str]) -> list[str]:
+    """As `parse` does. Raises ConfigError for the flag of a setting that was removed, with what to use instead."""
+    try:
+        return parse(context, arguments)
+    except Exception as error:
+        flag = str(getattr(error, "option_name", ""))  # only that of NoSuchOption, which has two homes in Typer
+        if gone := why_gone(flag.lstrip("-").removeprefix("no-").replace("-", "_"), flag):
+            raise ConfigError(gone) from error
+        raise
 
 
 def _process_value(param: Any, process: Callable[[Any, Any], Any], context: Any, value: Any) -> Any:

@@ -32,9 +32,6 @@ class Chat(Protocol):
     @property
     def acting(self) -> ToolSession | None: ...
 
-    @property
-    def consulted(self) -> str: ...
-
     def say(self, *messages: Message) -> None: ...
 
 
@@ -123,10 +120,6 @@ def _tools(chat: Chat, argument: str) -> str:
     return "\n".join(align(rows) + servers) or nothing
 
 
-def _consulted(chat: Chat, argument: str) -> str:
-    return chat.consulted or "No other model was asked in this chat: `emberkeep api list` has those that can be."
-
-
 def _prompts(chat: Chat) -> Sequence[McpPrompt]:
     return chat.acting.prompts() if chat.acting else ()
 
@@ -174,7 +167,6 @@ COMMANDS: Mapping[str, Command] = {
     "save": Command("/save PATH", "write the conversation as .md or .json", _save),
     "memory": Command("/memory QUERY", "search what has left the context, now or before", _memory),
     "tools": Command("/tools [NAME]", "what the model can do here", _tools),
-    "consulted": Command("/consulted", "what the latest model answered that was asked by this one", _consulted),
     "clear": Command("/clear", "begin a new conversation", _clear),
     "quit": Command("/quit", "leave", _quit),
 }

@@ -7,7 +7,6 @@ import json
 import shlex
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
@@ -48,7 +47,6 @@ app = typer.Typer(
 )
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="As `emberkeep tools list` has it.")]
-_ALL_OUTPUT = 1 << 24
 _EXAMPLES: Mapping[str, Json] = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
 
 
@@ -123,7 +121,7 @@ def run(
     async def call(box: ToolBox) -> str:
         return await _call(box, name, arguments or [], user, may_run=yes)
 
-    text = _with_tools(replace(config, tool_output=_ALL_OUTPUT), call)
+    text = _with_tools(config, call, whole=True)
     print(printable(text) if sys.stdout.isatty() else text)
 
 
@@ -167,15 +165,15 @@ def _rows(config: Config) -> list[ToolRow]:
     return _with_tools(config, list_known)
 
 
-def _with_tools(config: Config, work: Callable[[ToolBox], Awaitable[T]]) -> T:
-    """Raises ConfigError."""
+def _with_tools(config: Config, work: Callable[[ToolBox], Awaitable[T]], *, whole: bool = False) -> T:
+    """`whole`: results are not divided into pages. Raises ConfigError."""
     from emberkeep.runtime.memory import open_memory_or_none
     from emberkeep.runtime.tools import open_toolbox
 
     async def done() -> T:
         memory = open_memory_or_none(config)
         try:
-            box = open_toolbox(config, memory=memory, asks=True)
+            box = open_toolbox(config, memory=memory, asks=True, whole=whole)
             try:
                 await box.start()
                 return await work(box)

@@ -218,7 +218,7 @@ def _replicas(config: Config) -> serve.Deployment:
         ReplicaServer,
         name=REPLICAS,
         **scale,
-        ray_actor_options={"num_cpus": config.cluster_cpus or 0, "num_gpus": config.cluster_gpus},
+        ray_actor_options={"num_cpus": 0, "num_gpus": config.cluster_gpus},
         max_constructor_retry_count=_STARTS,
         rolling_update_percentage=_ONE_AT_A_TIME,
         max_ongoing_requests=config.parallel + config.queue + _SIDE_REQUESTS,
@@ -236,5 +236,5 @@ def _autoscaling(config: Config) -> AutoscalingConfig:
         min_replicas=config.cluster_replicas,
         max_replicas=most_replicas(config),
         initial_replicas=config.cluster_replicas,
-        target_ongoing_requests=config.cluster_target or config.parallel,
+        target_ongoing_requests=config.parallel,
     )

@@ -97,7 +97,7 @@ def config_of_replica(config: Config, slot: Slot, rank: int, cores: int) -> Conf
         backend=_backend(config, rank),
         ram_budget=config.ram_budget // replicas,
         disk_budget=config.disk_budget // replicas,
-        threads=config.threads or max(1, int(config.cluster_cpus or cores // replicas)),
+        threads=config.threads or max(1, cores // replicas),
     )
 
 

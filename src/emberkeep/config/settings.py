@@ -52,6 +52,9 @@ DEFAULT_MODEL = "smollm2-135m"
 OFF = "off"
 """`approximate`: state that was stored at another position is not reused. `speculation`: nothing is drafted."""
 
+PREFILL_SLICE = 512
+"""Most prompt tokens in one step on a CPU, so that others do not wait long."""
+
 _YEAR_S = 365 * 86_400
 
 
@@ -217,28 +220,12 @@ class Config:
     gpu_memory: int | None = _setting(
         None, or_word(BYTES, "auto"), "Most memory of a GPU that the hf engine uses; auto: what is free."
     )
-    num_blocks: int | None = _setting(
-        None,
-        or_word(whole(6, 1 << 22), "auto"),
-        "Most blocks of 32 tokens in which the hf engine holds state; auto: as many as parallel contexts fill, or "
-        "as memory has room for.",
-    )
-    prefill_slice: int | None = _harmless(
-        None,
-        or_word(whole(1, 1 << 16), "auto"),
-        "Most prompt tokens evaluated in one step, so that others do not wait; auto: 512, on a GPU up to 4096.",
-    )
     ram_budget: int = _setting(
         _quarter_of_ram,
         or_word(BYTES, "auto", _quarter_of_ram),
         "RAM for stored prompt state; auto takes a quarter of the memory.",
     )
     disk_budget: int = _setting(20 << 30, BYTES, "Disk space for stored prompt state.")
-    chunk_size: int = _setting(
-        128,
-        whole(32, 1024),
-        "Tokens whose state is stored together; state in chunks of other sizes is found, too.",
-    )
     remote: str | None = _setting(
         None,
         or_word(SHARED_SERVER, "none"),
@@ -251,10 +238,6 @@ class Config:
     remote_key: str | None = _setting(
         None, SECRET, "Secret that all hosts have, with which everything in that server is encrypted."
     )
-    remote_deadline_s: float = _setting(
-        0.5, seconds(0.01, 60), "How long a request waits for an answer of that server before it goes on without."
-    )
-    remote_writes_per_s: int = _setting(256 << 20, BYTES, "Bytes a second that are written there.")
     kv_bits: int = _harmless(
         16,
         one_number_of(16, 8, 4),
@@ -280,7 +263,6 @@ class Config:
         "A small model with the same vocabulary that drafts, too: an installed name, a file or a folder.",
         harmless=_is_name_here,
     )
-    draft_max: int = _harmless(24, whole(1, 64), "Most tokens that are drafted for one answer in one step.")
     planning: bool = _setting(True, SWITCH, "Predict the memory of every request, and refuse one that cannot fit.")
     memory_margin: float = _setting(
         0.1, share(0, 10), "Share of the predicted memory that is kept free besides, in case it becomes more."
@@ -307,9 +289,6 @@ class Config:
     evict: bool = _harmless(
         True, SWITCH, "Let the oldest messages leave a conversation that is too long; otherwise it is an error."
     )
-    low_water: float = _harmless(
-        0.5, share(0.1, 0.9), "Share of the context that is still filled after messages have left."
-    )
     memory: bool = _setting(True, SWITCH, "Archive what leaves a context, so that it can be found again.")
     memory_path: Path | None = _setting(
         None, or_word(PATH, "auto"), "File of the memory; auto: memory.sqlite3 in data_dir."
@@ -322,11 +301,6 @@ class Config:
         one_of(*Recall),
         "How archived turns come back: tool lets the model search, auto puts the best before the question.",
     )
-    recall_tokens: int | None = _setting(
-        None,
-        or_word(whole(16, 1 << 20), "auto"),
-        "Most tokens that auto puts there; auto takes an eighth of the context, at most 512.",
-    )
     embeddings: bool = _setting(
         False, SWITCH, "Search memory by meaning too; needs the extra emberkeep[embeddings]."
     )
@@ -334,12 +308,6 @@ class Config:
         "auto",
         one_of("auto", "mean", "cls", "last"),
         "How states become one vector for embeddings; auto: as the model says, and a chat model gives none.",
-    )
-    truncate_dimensions: bool = _harmless(
-        False, SWITCH, "Let requests shorten vectors of models that do not say they were trained for it."
-    )
-    vector_budget: int = _setting(
-        1 << 30, BYTES, "Disk space for vectors that were computed for embeddings; 0 keeps them in RAM only."
     )
     tools: str = _setting(
         "auto",
@@ -361,9 +329,6 @@ class Config:
     )
     tools_root: Path = _setting(Path.cwd, PATH, "Folder that file tools cannot leave, and where commands run.")
     tool_timeout_s: float = _setting(60.0, seconds(0.1, 86_400), "Longest time one tool call may take.")
-    tool_output: int = _setting(
-        8000, whole(200, 1 << 24), "Most characters of a tool's result that the model gets at a time."
-    )
     tool_turns: int = _setting(16, whole(1, 1000), "Rounds of tool calls before a model has to answer.")
     http_private: tuple[str, ...] = _setting(
         (), NAMES, "Hosts in private networks, or host:port, that the HTTP tools may reach all the same."
@@ -389,15 +354,6 @@ class Config:
         (), REMOTES, "Models that run somewhere else, as `emberkeep api add` adds them."
     )
     base_url: str | None = _setting(None, or_word(URL, "none"), "Address of a backend that is named by its kind.")
-    consult_depth: int = _setting(
-        1, whole(0, 8), "How many models may ask one another in a chain; 0: none asks another."
-    )
-    show_consulted: bool = _harmless(
-        False, SWITCH, "Show in a chat what a model answered that another one asked, and not only who it was."
-    )
-    remote_retries: int = _setting(
-        2, whole(0, 20), "How often a request is sent again that a remote service failed."
-    )
     warm: tuple[WarmPrefix, ...] = _setting(
         (), PREFIXES, "System prompt to have ready for all users, or a file with one (.json: messages and tools)."
     )
@@ -418,13 +374,6 @@ class Config:
     )
     sweep_s: float = _setting(
         30.0, clamped_seconds(1, 3600), "How often to look for prefixes to warm again and conversations to let go."
-    )
-    turns_to_warm: int = _setting(
-        2, whole(1, 1000), "Turns of its conversation after which an unused branch leaves the engine for RAM."
-    )
-    turns_to_cold: int = _setting(4, whole(1, 1000), "Turns after which it leaves RAM for the disk.")
-    tracked_conversations: int = _setting(
-        16, whole(1, 10_000), "Conversations whose slot and prefix are looked after at a time."
     )
     disk_writes_per_day: int | None = _setting(
         200 << 30, or_word(BYTES, "none"), "Bytes a day written to disk; beyond them only what has been reused is."
@@ -448,16 +397,6 @@ class Config:
     )
     cluster_max_replicas: int | None = _setting(
         None, or_word(whole(1, 1000), "none"), "The most; none: always as many as cluster_replicas says."
-    )
-    cluster_target: float | None = _setting(
-        None,
-        or_word(share(0.1, 10_000), "auto"),
-        "Requests per replica beyond which another one is started; auto: as many as parallel says.",
-    )
-    cluster_cpus: float | None = _setting(
-        None,
-        or_word(share(0.1, 1024), "auto"),
-        "Cores that Ray keeps for each replica; auto: none are kept, and replicas share those of their machine.",
     )
     cluster_gpus: float = _setting(0.0, share(0, 64), "GPUs that Ray gives to each replica, which sees no others.")
     cluster_backends: tuple[str, ...] = _setting(
@@ -492,11 +431,6 @@ class Config:
 
 
 FIELDS: Mapping[str, Field[Any]] = {entry.name: entry for entry in fields(Config)}
-
-
-def slice_tokens(config: Config, *, on_gpu: bool = False) -> int:
-    """Most prompt tokens per step. A GPU takes as long for 500 tokens as for thousands."""
-    return config.prefill_slice or (4096 if on_gpu else 512)
 
 
 def placed_by_itself(config: Config) -> Config:

@@ -19,6 +19,7 @@ from typing import Any
 import platformdirs
 
 from emberkeep.config.kinds import readable_size
+from emberkeep.config.removed import why_gone
 from emberkeep.config.settings import FIELDS, Config, is_harmless, kind_of
 from emberkeep.config.tables import spread_models
 from emberkeep.config.trust import is_trusted
@@ -147,7 +148,8 @@ def read_config_file(path: Path) -> ConfigFile:
     settings = spread_models(_parse_file(path, data))
     for key in settings:
         if key not in FIELDS:
-            raise ConfigError(f"Unknown key {key!r} in {path}{_nearest(key)}")
+            gone = why_gone(key, f"{key} (file {path})")
+            raise ConfigError(gone or f"Unknown key {key!r} in {path}{_nearest(key)}")
     return ConfigFile(path, settings, hashlib.sha256(data).hexdigest())
 
 
@@ -189,8 +191,9 @@ def _from_env(env: Mapping[str, str], cwd: Path) -> Iterable[_Given]:
         if name == ENV_FILE or name.startswith(ENV_TEST_PREFIX):
             continue
         if name not in known:
-            nearest = _nearest(name.removeprefix(ENV_PREFIX).lower(), _variable)
-            raise ConfigError(f"Unknown environment variable {name}{nearest}")
+            key = name.removeprefix(ENV_PREFIX).lower()
+            unknown = f"Unknown environment variable {name}{_nearest(key, _variable)}"
+            raise ConfigError(why_gone(key, name) or unknown)
         yield _Given(known[name], env[name], f"env {name}", cwd)
 
 
@@ -199,7 +202,7 @@ def _from_flags(flags: Mapping[str, object], as_arguments: bool, cwd: Path) -> I
         if value is None or key == "config":
             continue
         if key not in FIELDS:
-            raise ConfigError(f"Unknown setting {key!r}{_nearest(key)}")
+            raise ConfigError(why_gone(key, key) or f"Unknown setting {key!r}{_nearest(key)}")
         yield _Given(key, value, ARGUMENT if as_arguments else f"flag --{key.replace('_', '-')}", cwd)
 
 

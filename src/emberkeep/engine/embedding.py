@@ -44,8 +44,6 @@ class EmbeddingCapabilities:
     """Tokens that one `embed` should be given together. A longer input is given alone."""
     sequences: int
     """Most inputs that one `embed` takes."""
-    shorter: tuple[int, ...] | None = None
-    """Dimensions to which vectors may be cut, since the model was trained for that; None: it does not say."""
 
 
 @dataclass(frozen=True, slots=True)

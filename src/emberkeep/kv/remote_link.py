@@ -191,8 +191,6 @@ class RemoteLink:
 
     def __init__(self, settings: RemoteSettings) -> None:
         """Does not connect yet. Raises ConfigError."""
-        if settings.bytes_per_s < 1:
-            raise ConfigError("remote_writes_per_s: give at least one byte, or leave it out.")
         self.settings = settings
         self.seal: Seal = KeySeal(settings.key) if settings.key else OpenSeal()
         self.breaker = Breaker()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from emberkeep.errors import ModelBroken
 from emberkeep.models.gguf import GgufHeader
 from emberkeep.models.profile import CONFIG, read_json, read_json_objects
 from emberkeep.types.embedding import Pooling
-from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 MODULE_LIST = "modules.json"
@@ -32,8 +30,6 @@ class EmbeddingProfile:
     """Longest input, where the files name one that is shorter than the model's positions."""
     dense: tuple[Path, ...] = ()
     """Folders of layers that follow the pooling."""
-    shorter: tuple[int, ...] | None = None
-    """Dimensions that vectors may be cut to; empty: any; None: the files do not say."""
 
 
 def embedding_gguf(header: GgufHeader) -> EmbeddingProfile | None:
@@ -49,15 +45,14 @@ def embedding_gguf(header: GgufHeader) -> EmbeddingProfile | None:
 def embedding_folder(folder: Path) -> EmbeddingProfile | None:
     """None for a model that writes. Raises ModelNotFound, ModelBroken."""
     config = read_json(folder / CONFIG)
-    shorter = _shorter(config)
     if (folder / MODULE_LIST).is_file():
         pooling, dense = _modules(folder)
-        return EmbeddingProfile(pooling, _longest(folder), dense, shorter)
+        return EmbeddingProfile(pooling, _longest(folder), dense)
     architectures = [str(name) for name in config.get("architectures") or ()]
     if any(name.endswith(_RANKS) for name in architectures):
         return EmbeddingProfile(Pooling.RANK)
     if architectures and all(name.endswith(_PLAIN) for name in architectures):
-        return EmbeddingProfile(Pooling.MEAN, _longest(folder), shorter=shorter)
+        return EmbeddingProfile(Pooling.MEAN, _longest(folder))
     return None
 
 
@@ -95,10 +90,3 @@ def _longest(folder: Path) -> int | None:
     path = folder / LENGTHS
     length = read_json(path).get("max_seq_length") if path.is_file() else None
     return length if isinstance(length, int) and length > 0 else None
-
-
-def _shorter(config: Mapping[str, Json]) -> tuple[int, ...] | None:
-    listed = config.get("matryoshka_dimensions")
-    if isinstance(listed, Sequence) and not isinstance(listed, str):
-        return tuple(each for each in listed if isinstance(each, int))
-    return () if config.get("is_matryoshka") is True else None

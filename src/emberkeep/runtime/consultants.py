@@ -33,7 +33,7 @@ class Consultants:
     def __init__(self, config: Config, remotes: Sequence[RemoteModel]) -> None:
         # A consulted model keeps nothing of it, has no tools of ours, and is not told which user asked.
         self._config = replace(config, memory=False, server_tools=False, evict=False, max_concurrent_per_user=None)
-        self._functions = ModelTools(remotes, self._consult, config.consult_depth).functions()
+        self._functions = ModelTools(remotes, self._consult).functions()
         self._opened: dict[str, Backend] = {}
         self._opening = asyncio.Lock()
 

@@ -12,7 +12,7 @@ from emberkeep.backend.choices import Permits
 from emberkeep.backend.embedder import EmbedderSettings, EngineRunner, LocalEmbedder
 from emberkeep.backend.embedding_backend import EmbeddingBackend
 from emberkeep.backend.vector_cache import VectorCache
-from emberkeep.config.settings import Config, slice_tokens
+from emberkeep.config.settings import PREFILL_SLICE, Config
 from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.engine.extras import require_hf
 from emberkeep.errors import EngineError
@@ -85,7 +85,6 @@ def make_embedder(config: Config, name: str, engine: EmbeddingEngine, run: Engin
     settings = EmbedderSettings(
         Permits(config.parallel + config.queue, config.max_concurrent_per_user),
         truncates=config.auto_truncate,
-        cuts_any=config.truncate_dimensions,
     )
     return LocalEmbedder(name, engine, run, VectorCache(engine.fingerprint, open_vectors(config)), settings)
 
@@ -138,7 +137,7 @@ def _llamacpp_settings(config: Config, pooling: Pooling, trained: int) -> LlamaE
     cap = _DEFAULT_CAUSAL_CONTEXT if pooling is Pooling.LAST else _DEFAULT_CONTEXT
     # Beyond what it was trained for, an encoder has no positions.
     context = min(config.ctx or cap, trained)
-    return LlamaEmbeddingSettings(context, slice_tokens(config), pooling, config.threads)
+    return LlamaEmbeddingSettings(context, PREFILL_SLICE, pooling, config.threads)
 
 
 def _open_hf(config: Config, model: ModelFile, shape: EmbeddingProfile, digests: Path) -> Opened:
@@ -148,9 +147,8 @@ def _open_hf(config: Config, model: ModelFile, shape: EmbeddingProfile, digests:
     settings = HfEmbeddingSettings(
         pooling=_pooling(config, shape),
         context=config.ctx or shape.context,
-        batch=slice_tokens(config),
+        batch=PREFILL_SLICE,
         dense=shape.dense,
-        shorter=shape.shorter,
         device=config.device,
         dtype=config.dtype,
     )

@@ -16,7 +16,7 @@ from emberkeep.backend.on_demand import Report, tell_nobody
 from emberkeep.backend.precache import KeepAlive
 from emberkeep.chat.template import ChatTemplate, begin_worker
 from emberkeep.config.machine import total_ram
-from emberkeep.config.settings import OFF, Config, slice_tokens, ttls
+from emberkeep.config.settings import OFF, PREFILL_SLICE, Config, ttls
 from emberkeep.engine.base import Engine
 from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.engine.extras import require_hf
@@ -73,14 +73,18 @@ _LLAMACPP_ONLY = {
     "pooling": AUTO,
 }
 """Settings that say what is computed, and their defaults."""
+_SLICE_ON_GPU = 4096
+"""Most prompt tokens in one step: a GPU takes as long for 500 as for thousands."""
+_TRACKED = 16
+"""Conversations whose slot and prefix are looked after at a time."""
+_MOST_DRAFTED = 24
+"""Tokens for one answer in one step."""
 _KV_SHARE_OF_RAM = 4
 """At most this part of RAM, or of what is for models, for the KV cells of the engine, unless a single context
 needs more."""
 
 _PROBED = 64 << 20
 """Bytes that are copied to learn how fast a GPU is: less would measure how long a copy takes to begin."""
-_LEAST_BLOCKS = 4
-"""Of the hf engine's pool, beside the last one of each slot."""
 _SHARE_OF_DRAFT = 0.1
 """Of a GPU's free memory, for the KV cells of a draft model."""
 
@@ -218,21 +222,20 @@ def assemble(
     if draft is not None:
         its_store = parts.store(draft.engine.fingerprint, {"model": draft.name}, share, is_draft=True)
         loaded = LoadedDraft(draft.name, draft.engine, its_store)
-    slice_ = min(config.prefill_slice or engine.capabilities.batch, engine.capabilities.batch)
+    slice_ = engine.capabilities.batch
     admission = _admission(config, engine, store, slice_)
     scheduling = SchedulerSettings(
         parallel=config.parallel,
         prefill_slice=slice_,
-        tracked=config.tracked_conversations,
-        warm_after=config.turns_to_warm,
+        tracked=_TRACKED,
         drain_s=config.drain_s,
         memory=admission.budget if admission else None,
-        draft_max=0 if config.speculation == OFF else config.draft_max,
+        draft_max=0 if config.speculation == OFF else _MOST_DRAFTED,
     )
     settings = LocalSettings(
         lineages=lineages,
         permits=Permits(config.parallel + config.queue, config.max_concurrent_per_user),
-        keep_alive=KeepAlive(ttls(config), config.sweep_s, 0 if config.expire else config.tracked_conversations),
+        keep_alive=KeepAlive(ttls(config), config.sweep_s, 0 if config.expire else _TRACKED),
         hygiene=parts.hygiene,
         admission=admission,
         auto_truncate=config.auto_truncate,
@@ -297,11 +300,10 @@ def _open_llamacpp(model: ModelFile, config: Config, digests: Path, *, report: R
         context=context,
         cells=_llamacpp_cells(config, shape, kv_bytes, context),
         sequences=2 * config.parallel,
-        batch=max(slice_tokens(config), 2 * config.parallel),
+        batch=max(PREFILL_SLICE, 2 * config.parallel),
         threads=config.threads,
         kv_type=config.kv_type,
         rope_switches=shape.short_rope_context is not None,
-        chunk=config.chunk_size,
         stored=stored_by(config),
     )
     placement, settings = place(config, [header, *adapter_headers], shape, settings, kv_bytes)
@@ -349,17 +351,6 @@ def _loading(model: ModelFile) -> str:
     return f"Loading {model.id}"
 
 
-def _most_blocks(config: Config) -> int | None:
-    """Raises ConfigError for fewer than leave room for a prompt beside each slot's last block."""
-    least = 2 * config.parallel + _LEAST_BLOCKS
-    if config.num_blocks is not None and config.num_blocks < least:
-        raise ConfigError(
-            f"num_blocks = {config.num_blocks} leaves no room for a prompt with parallel = {config.parallel}: "
-            f"use {least} or more."
-        )
-    return config.num_blocks
-
-
 def _check_kv_bits(config: Config) -> None:
     """Raises ConfigError."""
     if config.kv_type != "f16" and config.kv_bits != EXACT_BITS:
@@ -385,7 +376,6 @@ def _open_hf(
     from emberkeep.engine.hf.footprint import affordable_batch, cells_of_share
     from emberkeep.engine.hf.model_loader import HfSettings, load_model
 
-    blocks = None if is_draft else _most_blocks(config)
     source = _hf_source(model)
     loaded = load_model(
         source,
@@ -401,9 +391,7 @@ def _open_hf(
     cells = engine_cells(config, loaded.kv_bytes_per_token, context) if on_cpu else None
     if is_draft and not on_cpu:
         cells = min(config.parallel * context, cells_of_share(loaded, _SHARE_OF_DRAFT))
-    batch = slice_tokens(config, on_gpu=not on_cpu)
-    if config.prefill_slice is None:
-        batch = affordable_batch(loaded, batch, config.gpu_memory)
+    batch = affordable_batch(loaded, PREFILL_SLICE if on_cpu else _SLICE_ON_GPU, config.gpu_memory)
     settings = HfSettings(
         context=context,
         cells=cells,
@@ -412,8 +400,6 @@ def _open_hf(
         attention=None if config.attention == "auto" else AttentionTier(config.attention),
         threads=config.threads,
         gpu_memory=config.gpu_memory,
-        most_blocks=blocks,
-        chunk=config.chunk_size,
         facts=facts_folder("hf"),
         stored=stored_by(config),
     )
@@ -426,8 +412,8 @@ def _open_hf(
         lock_weights(loaded.memory())
     if engine.capabilities.context < context:
         log.warning(
-            "%s has room for a context of %d tokens, not of %d: keep fewer layers there, raise gpu_memory or "
-            "num_blocks, or choose a smaller model",
+            "%s has room for a context of %d tokens, not of %d: keep fewer layers there, raise gpu_memory, or "
+            "choose a smaller model",
             loaded.device,
             engine.capabilities.context,
             context,

@@ -15,7 +15,7 @@ from emberkeep.types.request import Recall
 log = logging.getLogger("emberkeep")
 
 _RECALL_TOKENS = 512
-"""Most that is quoted of what has left a conversation, unless the configuration asks for more."""
+"""Most that is quoted of what has left a conversation."""
 
 
 def open_memory(config: Config) -> Memory | None:
@@ -52,6 +52,6 @@ def open_sessions(
     config: Config, memory: Memory | None, context: int, count: Callable[[str], int] = about_tokens
 ) -> Sessions:
     """`count`: of a text's tokens."""
-    recall_tokens = config.recall_tokens or min(context // 8, _RECALL_TOKENS)
-    policy = Policy(context, config.evict, config.low_water, Recall(config.recall), recall_tokens)
+    recall_tokens = min(context // 8, _RECALL_TOKENS)
+    policy = Policy(context, config.evict, recall=Recall(config.recall), recall_tokens=recall_tokens)
     return Sessions(memory, policy, count)

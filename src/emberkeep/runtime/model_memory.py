@@ -9,7 +9,7 @@ from pathlib import Path
 
 from emberkeep.backend.model_pool import Fits, Need
 from emberkeep.config.machine import total_ram
-from emberkeep.config.settings import Config, slice_tokens
+from emberkeep.config.settings import PREFILL_SLICE, Config
 from emberkeep.models.layer_sizes import layer_sizes
 from emberkeep.models.library import ModelFile
 from emberkeep.models.parts import part_files
@@ -78,7 +78,7 @@ def _runs_in_torch(config: Config, model: ModelFile) -> bool:
 
 
 def _step_bytes(config: Config, shape: ModelProfile, cells: int) -> int:
-    rows = max(slice_tokens(config), 2 * config.parallel)
+    rows = max(PREFILL_SLICE, 2 * config.parallel)
     # A layer has about 12 weights for each pair of numbers of its width, and is four times as wide inside.
     width = 4 * math.isqrt(shape.parameters // max(shape.layers, 1) // 12)
     logits = (2 * config.parallel + 1) * shape.vocab_size

@@ -11,8 +11,6 @@ from typing import Protocol
 
 from emberkeep.config.settings import Config, ttls
 from emberkeep.engine.former_names import Stored
-from emberkeep.errors import ConfigError
-from emberkeep.kv.blocks import BLOCK_TOKENS
 from emberkeep.kv.chunk_files import ChunkFiles, stores_under
 from emberkeep.kv.policy import Keeping
 from emberkeep.kv.remote_link import RemoteLink, RemoteSettings
@@ -32,6 +30,8 @@ log = logging.getLogger("emberkeep")
 _REST_SHARE = 2
 """At most this part of the RAM for stored state is for models that are not loaded."""
 _VECTORS = "vectors.db"
+_VECTOR_PART = 20
+"""The vectors of embeddings take such a part of `disk_budget`."""
 
 
 class Parts(Protocol):
@@ -206,18 +206,12 @@ def open_link(config: Config) -> RemoteLink | None:
     """None where state is not shared. Nothing is asked yet. Raises ConfigError."""
     if config.remote is None:
         return None
-    if config.chunk_size != BLOCK_TOKENS:
-        raise ConfigError(
-            f"Hosts that share state cut it into blocks of {BLOCK_TOKENS} tokens: leave chunk_size or remote out."
-        )
     return RemoteLink(
         RemoteSettings(
             config.remote,
             config.remote_user,
             config.remote_password,
             config.remote_key,
-            config.remote_deadline_s,
-            config.remote_writes_per_s,
         )
     )
 
@@ -225,14 +219,18 @@ def open_link(config: Config) -> RemoteLink | None:
 def open_vectors(config: Config) -> VectorFile | None:
     """Of all models that embed; None where none are kept on disk. A text can be guessed from its vector: where
     nothing may outlast its TTL, they are in RAM only."""
-    is_kept = config.vector_budget and not config.expire
-    return VectorFile(config.data_dir / _VECTORS, config.vector_budget) if is_kept else None
+    budget = _vector_budget(config)
+    return VectorFile(config.data_dir / _VECTORS, budget) if budget and not config.expire else None
+
+
+def _vector_budget(config: Config) -> int:
+    return config.disk_budget // _VECTOR_PART
 
 
 def _clear_vectors(config: Config) -> None:
     """All of them are of requests without a user."""
     if (config.data_dir / _VECTORS).exists():
-        file = VectorFile(config.data_dir / _VECTORS, config.vector_budget)
+        file = VectorFile(config.data_dir / _VECTORS, _vector_budget(config))
         file.clear()
         file.close()
 
@@ -265,7 +263,7 @@ def open_store(
 
     Raises ConfigError where hosts are to share it and cannot.
     """
-    keeping = Keeping(ttls(config), config.turns_to_cold, config.disk_writes_per_day, expire=config.expire)
+    keeping = Keeping(ttls(config), writes_per_day=config.disk_writes_per_day, expire=config.expire)
     beside = None
     if config.expire and not is_draft:
         delete_vectors(config.data_dir / _VECTORS)
@@ -274,7 +272,6 @@ def open_store(
     budgets = Budgets(int(config.ram_budget * share), config.disk_budget)
 
     link = None if is_draft else open_link(config)
-    chunk = config.chunk_size
 
     def store(files: ChunkFiles | None) -> KvStore:
         return KvStore(
@@ -283,7 +280,6 @@ def open_store(
             files,
             link=link,
             keeping=keeping,
-            chunk_tokens=chunk,
             about=about,
             beside=beside,
         )

@@ -73,7 +73,7 @@ def _with_widest_steps(
     """Steps as long as suit the model on GPUs, if all of it goes there and neither layers nor cells pay for it."""
     placement, planned = plan(settings)
     widest = wide_step(shape)
-    if widest is None or config.prefill_slice is not None or placement.gpu_layers <= shape.layers:
+    if widest is None or placement.gpu_layers <= shape.layers:
         return placement, planned
     for batch in (widest, widest // 2):
         same, wide = plan(replace(settings, batch=max(batch, settings.batch)))

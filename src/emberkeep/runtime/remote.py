@@ -17,6 +17,8 @@ from emberkeep.runtime.parts import OwnParts, Parts
 from emberkeep.types.models import RemoteModel
 from emberkeep.types.request import ReasoningFormat
 
+RETRIES = 2
+
 
 def named_backends(config: Config) -> list[str]:
     """Those that were chosen by name, in their order."""
@@ -28,10 +30,12 @@ def open_remote(
     remote: RemoteModel,
     open_tools: Callable[[Config, Memory | None], HostTools | None],
     parts: Parts | None = None,
+    *,
+    retries: int = RETRIES,
 ) -> Backend:
     """Asks the service what it has. Blocks; not for a thread with a running event loop. Raises RemoteError.
 
-    `parts`: those that it shares with other models.
+    `parts`: those that it shares with other models. `retries`: how often a request is sent again that it failed.
     """
     from emberkeep.backend.remote.backend import RemoteBackend, RemoteSettings
     from emberkeep.backend.remote.base import Provider, RemoteAbout
@@ -59,7 +63,7 @@ def open_remote(
         open_provider(replace(remote, model=model), os.environ),
         open_sessions(config, memory, context),
         RemoteSettings(
-            retries=config.remote_retries,
+            retries=retries,
             max_tokens=remote.max_tokens,
             most_tokens=config.max_tokens,
             tool_rounds=config.tool_turns + 1,

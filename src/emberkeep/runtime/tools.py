@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from emberkeep.tools.toolbox import ToolBox
 
 
-def open_toolbox(config: Config, *, memory: Memory | None, asks: bool) -> ToolBox:
-    """`asks`: a person can be asked before a dangerous tool runs. Nothing is started. Raises ConfigError."""
+def open_toolbox(config: Config, *, memory: Memory | None, asks: bool, whole: bool = False) -> ToolBox:
+    """`asks`: a person can be asked before a dangerous tool runs. `whole`: results are not divided into pages.
+    Nothing is started. Raises ConfigError."""
     from emberkeep.tools.registry import built_in
     from emberkeep.tools.toolbox import ToolBox, ToolLimits, ToolPolicy
 
@@ -23,7 +24,7 @@ def open_toolbox(config: Config, *, memory: Memory | None, asks: bool) -> ToolBo
     sources = _sources(config)
     later = {"mcp", "models", *(server.name for server in config.mcp)}
     policy.check([*functions, *(function for source in sources for function in source.functions())], later)
-    limits = ToolLimits(config.tool_timeout_s, config.tool_output)
+    limits = ToolLimits(config.tool_timeout_s, None) if whole else ToolLimits(config.tool_timeout_s)
     return ToolBox(functions, policy, limits=limits, sources=sources)
 
 
@@ -44,8 +45,6 @@ def _sources(config: Config) -> list[ToolSource]:
         from emberkeep.mcp.client import open_clients
 
         sources.append(open_clients(config))
-    if config.consult_depth:
-        from emberkeep.runtime.consultants import open_consultants
+    from emberkeep.runtime.consultants import open_consultants
 
-        sources += open_consultants(config)
-    return sources
+    return [*sources, *open_consultants(config)]

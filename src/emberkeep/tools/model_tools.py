@@ -15,6 +15,8 @@ GROUP = "models"
 
 _TIMEOUT_S = 600.0
 """A model that thinks, or runs on a laptop, takes minutes."""
+_MOST_IN_A_CHAIN = 1
+"""A model that was asked by another one asks no third."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +36,14 @@ Consult = Callable[[RemoteModel, Request], Awaitable[Consulted]]
 
 
 class ModelTools:
-    """One tool for each model. `depth_limit`: how many models may ask one another in a chain."""
+    """One tool for each model."""
 
-    def __init__(self, remotes: Sequence[RemoteModel], consult: Consult, depth_limit: int) -> None:
+    def __init__(self, remotes: Sequence[RemoteModel], consult: Consult) -> None:
         self._remotes = remotes
         self._consult = consult
-        self._depth_limit = depth_limit
 
     def functions(self) -> list[ToolFunction]:
-        """None where no model may ask another."""
-        return [self._function(remote) for remote in self._remotes] if self._depth_limit else []
+        return [self._function(remote) for remote in self._remotes]
 
     def _function(self, remote: RemoteModel) -> ToolFunction:
         async def ask(question: str, caller: Caller, context: str = "") -> Answered:
@@ -53,7 +53,7 @@ class ModelTools:
         return as_tool(tool(group=GROUP, name=f"ask_{remote.name}", timeout_s=_TIMEOUT_S)(ask))
 
     async def _ask(self, remote: RemoteModel, question: str, context: str, caller: Caller) -> Answered:
-        if caller.depth >= self._depth_limit:
+        if caller.depth >= _MOST_IN_A_CHAIN:
             raise ToolFailed(
                 f"{remote.name} cannot be asked, because a model asked you: answer with what you know."
             )

@@ -49,8 +49,6 @@ class HfEmbeddingSettings:
     batch: int = 512
     dense: tuple[Path, ...] = ()
     """Folders of layers that follow the pooling."""
-    shorter: tuple[int, ...] | None = None
-    """See `EmbeddingCapabilities`."""
     device: str = "auto"
     dtype: str = "auto"
 
@@ -79,7 +77,6 @@ class HfEmbeddingEngine:
             pooling=settings.pooling,
             batch=settings.batch,
             sequences=_SEQUENCES,
-            shorter=settings.shorter,
         )
         self.fingerprint = _fingerprint(self._network, weights_digest, settings)
 

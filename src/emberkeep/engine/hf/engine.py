@@ -95,8 +95,6 @@ class HfEngine:
             model.network, self._network.device, lambda: learn(self._network), self._record_anew
         )
         cells = settings.cells or affordable_cells(model, layers, learned.dtype, settings)
-        if settings.most_blocks is not None:
-            cells = min(cells, (settings.most_blocks - settings.sequences) * BLOCK)
         # A block more for each sequence, whose last one is not full: `cells` tokens then always fit.
         self._pool = BlockPool(cells + settings.sequences * BLOCK)
         self._memory = KvMemory(layers, self._pool.total_cells, learned.dtype, self._network.device)
@@ -565,7 +563,7 @@ def translate_errors() -> Iterator[None]:
     except EngineError:
         raise
     except torch.OutOfMemoryError as error:
-        raise StepFailed("The device ran out of memory: lower prefill_slice, parallel or ctx.") from error
+        raise StepFailed("The device ran out of memory: lower parallel or ctx.") from error
     except Exception as error:
         raise StepFailed(f"The model failed: {error}") from error
 

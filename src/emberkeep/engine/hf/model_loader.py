@@ -98,8 +98,6 @@ class HfSettings:
     threads: int | None = None
     gpu_memory: int | None = None
     """Most bytes of a GPU; None: what is free."""
-    most_blocks: int | None = None
-    """Most blocks of the pool; None: as many as `cells` need."""
     chunk: int = 128
     """Tokens of the payloads that there will be most of: their memory is prepared for fast copies."""
     facts: Path | None = None
