@@ -17,9 +17,10 @@ from emberkeep.engine.hf.model_loader import HfSettings
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.sched.draft_model import LoadedDraft
 from emberkeep.sched.engine_thread import EngineThread
+from emberkeep.sched.output import Ending
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
-from emberkeep.sched.sequence import Ending, Sequence
+from emberkeep.sched.sequence import Sequence
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.request import Request, Sampling
 

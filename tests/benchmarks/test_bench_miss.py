@@ -10,9 +10,10 @@ from emberkeep.bench.bare import prefill
 from emberkeep.chat.prompt import prompt_of_ids
 from emberkeep.errors import EmberkeepError
 from emberkeep.kv.store import Budgets, KvStore
+from emberkeep.sched.output import Ending
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
-from emberkeep.sched.sequence import Ending, Sequence
+from emberkeep.sched.sequence import Sequence
 from emberkeep.types.events import Progress, TokenLogprob
 from emberkeep.types.request import Request, Sampling
 from helpers.engines import RecordingEngine

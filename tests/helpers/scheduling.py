@@ -21,9 +21,9 @@ from emberkeep.kv.policy import Rate
 from emberkeep.kv.store import CHUNK_TOKENS, Budgets, KvStore
 from emberkeep.sched.draft_model import LoadedDraft
 from emberkeep.sched.drafts import Corpus
+from emberkeep.sched.output import Ending
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
-from emberkeep.sched.sequence import Ending
 from emberkeep.sched.sequence import Sequence as Sequence_
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import Label

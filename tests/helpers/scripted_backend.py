@@ -22,7 +22,7 @@ from emberkeep.types.events import (
 )
 from emberkeep.types.request import Json, Message, Request, Tool
 from emberkeep.types.speculation import SpeculationStats
-from emberkeep.types.timeline import RequestRecord
+from emberkeep.types.timeline import TimelineRecord
 
 if TYPE_CHECKING:
     from emberkeep.backend.server_tools import ToolDesk
@@ -73,7 +73,7 @@ class ScriptedBackend:
     def failure(self) -> EmberkeepError | None:
         return None
 
-    def timeline(self) -> tuple[RequestRecord, ...]:
+    def timeline(self) -> tuple[TimelineRecord, ...]:
         return ()
 
     def speculation_stats(self) -> SpeculationStats | None:

@@ -14,8 +14,8 @@ from emberkeep.engine.fake import FakeVocab
 from emberkeep.errors import ConfigError, EngineError, ModelNotFound
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.runtime.draft_loading import vocab_difference
+from emberkeep.sched.draft_length import StepCost
 from emberkeep.sched.draft_model import DraftModel
-from emberkeep.sched.speculation import Step
 from helpers import tiny_gguf
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and then it jumps over it again. " * 3
@@ -24,7 +24,7 @@ PROMPT = "The quick brown fox jumps over the lazy dog, and then it jumps over it
 @pytest.fixture(autouse=True)
 def steps_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever may be drafted is: these models are too small for steps that cost something."""
-    monkeypatch.setattr(Step, "cost", lambda self, drafted: 1.0)
+    monkeypatch.setattr(StepCost, "cost", lambda self, drafted: 1.0)
     monkeypatch.setattr(DraftModel, "seconds", lambda self, rows, depth: 0.0)
     monkeypatch.setattr(DraftModel, "lag_seconds", lambda self, target: 0.0)
 

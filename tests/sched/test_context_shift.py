@@ -14,7 +14,7 @@ from emberkeep.chat.prompt import Splice
 from emberkeep.engine.base import KvUnit, Outcome
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
-from emberkeep.sched.sequence import EndReason
+from emberkeep.sched.output import EndReason
 from emberkeep.types.request import Lineage, Sampling
 from helpers.chance import examples
 from helpers.kv_building import check_ledger, chunk_files

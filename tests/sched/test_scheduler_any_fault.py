@@ -16,10 +16,10 @@ from emberkeep.kv.store import KvStore
 from emberkeep.sched.admission import PeakWatch
 from emberkeep.sched.cacheblend import CacheBlend
 from emberkeep.sched.context_shift import ContextShift
+from emberkeep.sched.output import SequenceOutput
 from emberkeep.sched.prefix_cache import PrefixCache
 from emberkeep.sched.sampling import Sampler
-from emberkeep.sched.sequence import Output
-from emberkeep.sched.slots import Affinity, Planner
+from emberkeep.sched.slots import Planner, SlotAffinity
 from emberkeep.types.request import Sampling
 from helpers.chance import times
 from helpers.faulty_crowd import (
@@ -47,13 +47,13 @@ PARTS: dict[type, Callable[[Rig], object]] = {
     CacheBlend: lambda rig: rig.scheduler._cache.blend,
     ContextShift: lambda rig: rig.scheduler._cache.shift,
     Planner: lambda rig: rig.scheduler._planner,
-    Affinity: lambda rig: rig.scheduler._slots._affinity,
+    SlotAffinity: lambda rig: rig.scheduler._slots._affinity,
     PeakWatch: lambda rig: rig.scheduler._watch,
 }
 """Whatever does something for one sequence."""
 NEVER_FAIL = {
     (PrefixCache, "release"),
-    (Affinity, "forget"),
+    (SlotAffinity, "forget"),
     (Engine, "payload_buffer"),
     (Engine, "improve"),
     (Engine, "rest"),
@@ -150,12 +150,12 @@ def test_the_same_at_any_call_with_any_error(stored, unit: KvUnit, part: type, n
                 break
 
 
-@pytest.mark.parametrize("name", [name for name in methods(Output) if name != "failed"])
+@pytest.mark.parametrize("name", [name for name in methods(SequenceOutput) if name != "failed"])
 def test_a_consumer_that_fails_is_told_alone(stored, name: str) -> None:
     with watched(stored(KvUnit.RANGE), KvUnit.RANGE) as (rig, crowd, faults):
         special = {"kept_tokens": crowd.asked[5], "progress": crowd.asked[6], "scored": crowd.asked[7]}
         asked = special.get(name, crowd.asked[2])
-        consumer = Faults(asked.recorder, methods(Output))
+        consumer = Faults(asked.recorder, methods(SequenceOutput))
         consumer.fail(name, 1, RuntimeError("injected"))
         consumer.is_armed = True
         run(crowd, faults)
@@ -167,7 +167,7 @@ def test_a_consumer_that_fails_is_told_alone(stored, name: str) -> None:
 def test_who_could_not_be_told_is_told_again(stored) -> None:
     with watched(stored(KvUnit.RANGE), KvUnit.RANGE) as (rig, crowd, faults):
         faults[Engine].fail("evaluate", 1, EngineError("injected"))
-        consumer = Faults(crowd.asked[0].recorder, methods(Output))
+        consumer = Faults(crowd.asked[0].recorder, methods(SequenceOutput))
         consumer.fail("failed", 1, MemoryError("injected"))
         consumer.is_armed = True
         run(crowd, faults)

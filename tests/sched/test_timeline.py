@@ -9,7 +9,7 @@ import pytest
 
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.sched import timeline
-from emberkeep.types.timeline import RequestRecord, RequestState
+from emberkeep.types.timeline import RequestState, TimelineRecord
 from helpers.scheduling import PATIENCE, Gate, Recorder, Rig, text
 
 PROMPT = text(700)
@@ -26,7 +26,7 @@ def rig(tmp_path: Path, engine: FakeEngine):
         yield rig
 
 
-def only(rig: Rig) -> RequestRecord:
+def only(rig: Rig) -> TimelineRecord:
     (record,) = rig.scheduler.timeline()
     return record
 

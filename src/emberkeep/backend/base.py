@@ -18,7 +18,7 @@ from emberkeep.types.events import Completed, Events, TextDelta, Usage
 from emberkeep.types.models import AttentionTier, ExpertStats
 from emberkeep.types.request import Json, Message, Request, Tool
 from emberkeep.types.speculation import SpeculationStats
-from emberkeep.types.timeline import RequestRecord
+from emberkeep.types.timeline import TimelineRecord
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class Backend(Protocol):
     def stats(self) -> dict[str, Json]:
         """Counters and gauges, cheap enough to be polled."""
 
-    def timeline(self) -> Sequence[RequestRecord]:
+    def timeline(self) -> Sequence[TimelineRecord]:
         """Those that it answers now and the latest that it has, the newest first. None of a model that runs
         elsewhere."""
 

@@ -13,8 +13,8 @@ from emberkeep.errors import NoSuchEntry
 from emberkeep.kv.forgotten import of_user
 from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import Cursor, Peek, tokens_to
+from emberkeep.sched.reuse import Reuse
 from emberkeep.sched.scheduler import Scheduler
-from emberkeep.sched.sequence import Reuse
 from emberkeep.session.conversation import Conversations
 from emberkeep.session.volatility import Volatility, remedy, told
 from emberkeep.token_arrays import TokenArray

@@ -15,7 +15,7 @@ from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.types.cache import CacheEntry, CacheTree, EntryText, Explanation, Removed, Verified
 from emberkeep.types.events import Events
 from emberkeep.types.request import Json, Message, Request, Tool
-from emberkeep.types.timeline import RequestRecord
+from emberkeep.types.timeline import TimelineRecord
 
 if TYPE_CHECKING:
     from emberkeep.backend.server_tools import ToolDesk
@@ -46,7 +46,7 @@ class EmbeddingBackend:
     def stats(self) -> dict[str, Json]:
         return {"model": self.card.id, "embeddings": self.embedder.stats()}
 
-    def timeline(self) -> tuple[RequestRecord, ...]:
+    def timeline(self) -> tuple[TimelineRecord, ...]:
         return ()
 
     def speculation_stats(self) -> None:

@@ -30,7 +30,7 @@ from emberkeep.types.cache import Warmed
 from emberkeep.types.events import Accepted, Completed, Event, Events, ToolEvent
 from emberkeep.types.request import Json, Request
 from emberkeep.types.speculation import SpeculationStats
-from emberkeep.types.timeline import RequestRecord
+from emberkeep.types.timeline import TimelineRecord
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.backend")
@@ -179,7 +179,7 @@ class FallbackBackend:
     def stats(self) -> dict[str, Json]:
         return self._backend.stats()
 
-    def timeline(self) -> Sequence[RequestRecord]:
+    def timeline(self) -> Sequence[TimelineRecord]:
         return [record for backend in self._opened() for record in backend.timeline()]
 
     def health(self) -> dict[str, Json]:

@@ -77,7 +77,7 @@ from emberkeep.types.events import (
 )
 from emberkeep.types.request import Json, Lineage, Lineages, ReasoningFormat, Request, Sampling
 from emberkeep.types.speculation import SpeculationStats
-from emberkeep.types.timeline import RequestRecord
+from emberkeep.types.timeline import TimelineRecord
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.backend")
@@ -484,7 +484,7 @@ class LocalBackend:
             },
         }
 
-    def timeline(self) -> list[RequestRecord]:
+    def timeline(self) -> list[TimelineRecord]:
         return self.scheduler.timeline()
 
     def speculation_stats(self) -> SpeculationStats:

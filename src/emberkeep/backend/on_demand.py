@@ -35,7 +35,7 @@ from emberkeep.types.events import Events, Loading
 from emberkeep.types.models import ModelState, ModelStatus
 from emberkeep.types.request import Json, Request
 from emberkeep.types.speculation import SpeculationStats
-from emberkeep.types.timeline import RequestRecord
+from emberkeep.types.timeline import TimelineRecord
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.backend")
@@ -381,7 +381,7 @@ class OnDemandBackend:
         finally:
             self._leave_from_thread()
 
-    def timeline(self) -> Sequence[RequestRecord]:
+    def timeline(self) -> Sequence[TimelineRecord]:
         return self._backend.timeline() if self._backend else ()
 
     def health(self) -> dict[str, Json]:

@@ -32,7 +32,7 @@ from emberkeep.types.events import (
     Usage,
 )
 from emberkeep.types.request import Json, Request, Tool
-from emberkeep.types.timeline import RequestRecord
+from emberkeep.types.timeline import TimelineRecord
 
 _CONNECT_S = 3.0
 _SILENCE_S = 60.0
@@ -131,7 +131,7 @@ class RunningModel:
     def health(self) -> dict[str, Json]:
         return {"backend": f"the server at {self.url}", "model": self.card.id}
 
-    def timeline(self) -> tuple[RequestRecord, ...]:
+    def timeline(self) -> tuple[TimelineRecord, ...]:
         return ()
 
     def speculation_stats(self) -> None:

@@ -306,7 +306,7 @@ class Calibration:
         }
 
 
-class Measured(Protocol):
+class MeasuresPeak(Protocol):
     def peak_bytes(self) -> int | None:
         """As `Engine` has it."""
 
@@ -315,7 +315,7 @@ class PeakWatch:
     """Asks for the peak around every sequence that runs alone: only then is it that one's. On the engine's
     thread."""
 
-    def __init__(self, engine: Measured, calibration: Calibration, others: Callable[[], int]) -> None:
+    def __init__(self, engine: MeasuresPeak, calibration: Calibration, others: Callable[[], int]) -> None:
         """`others`: bytes that the engine's measure counts as well, and that are not the engine's."""
         self._engine = engine
         self._calibration = calibration

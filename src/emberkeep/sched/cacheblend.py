@@ -13,8 +13,9 @@ from emberkeep.errors import EngineError, StepFailed
 from emberkeep.kv.content import Moved
 from emberkeep.kv.store import KvStore
 from emberkeep.kv.transfers import FetchState
-from emberkeep.sched.sequence import Sequence, StoredPiece
+from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.slots import Slots
+from emberkeep.sched.transit import StoredPiece
 from emberkeep.types.events import MissReason
 from emberkeep.types.request import Approximation, Repair
 

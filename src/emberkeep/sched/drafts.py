@@ -9,20 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from emberkeep.chat.prompt import Prompt
 from emberkeep.kv.ngram_index import MAX_MATCH, Continuation, NgramIndex, agreement
 from emberkeep.sched.rewriting import Rewriting
+from emberkeep.sched.sampling import Sampler
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types.models import Vocab
 from emberkeep.types.request import Lineage
 from emberkeep.types.speculation import DraftSource
 from emberkeep.values import dataclass
-
-if TYPE_CHECKING:
-    from emberkeep.sched.sequence import Sequence as Running
 
 PATH_TOKENS = 512
 """How far a stored path is followed."""
@@ -90,31 +89,31 @@ class Trust:
 class SequenceDrafts:
     """Belongs to the engine's thread."""
 
-    def __init__(self, sequence: Running, corpus: Corpus, vocab: Vocab) -> None:
-        """Made when the first token of the answer was sampled."""
+    def __init__(self, prompt: Prompt, asked: TokenArray, sampler: Sampler, corpus: Corpus, vocab: Vocab) -> None:
+        """`asked`: the tokens that the answer, of which the first one was just sampled, comes after."""
         self.trust = Trust()
         self.model_trust = Trust()
         """In what a draft model drafts: it may know a text that never was before, or not understand it at all."""
-        self._sequence = sequence
+        self._sampler = sampler
         self._corpus = corpus
         self._vocab = vocab
-        self._lineage = sequence.prompt.lineage
-        self._context = _KnownText(DraftSource.CONTEXT, sequence.tokens[: sequence.prompt_length])
+        self._lineage = prompt.lineage
+        self._context = _KnownText(DraftSource.CONTEXT, asked)
         self._indexed = 0
         """How many sampled tokens are in it."""
         self._in_vain = self._steps_without = 0
         """How often in a row what was found was of no use, and how many steps nothing is looked for."""
         self._has_looked = False
-        self._prediction = _KnownText(DraftSource.PREDICTION, np.array(sequence.prompt.prediction, np.int32))
+        self._prediction = _KnownText(DraftSource.PREDICTION, np.array(prompt.prediction, np.int32))
         self._prediction.expect()
-        path = corpus.path(self._lineage, sequence.prompt.tokens, PATH_TOKENS)
-        self._path: _Path | None = _Path(path)
+        self._path: _Path | None = _Path(corpus.path(self._lineage, prompt.tokens, PATH_TOKENS))
 
-    def propose(self, limit: int) -> Iterator[Draft]:
-        """What may come next, at most `limit` tokens each."""
-        self._take_in()
-        for draft in self._sources(limit):
-            if count := self._sequence.sampler.count_allowed(draft.tokens[: self._count_said(draft.tokens)]):
+    def propose(self, text: TokenArray, sampled: int, limit: int) -> Iterator[Draft]:
+        """What may come after `text`, of which the last `sampled` tokens are the answer; at most `limit` tokens
+        each."""
+        self._take_in(text, sampled)
+        for draft in self._sources(text, sampled, limit):
+            if count := self._sampler.count_allowed(draft.tokens[: self._count_said(draft.tokens)]):
                 yield replace(draft, tokens=draft.tokens[:count], agreement=draft.agreement[:count])
 
     def was_used(self, is_used: bool) -> None:
@@ -132,20 +131,19 @@ class SequenceDrafts:
         ends = (i for i, token in enumerate(tokens.tolist()) if token in vocab.eog or not 0 <= token < vocab.size)
         return next(ends, len(tokens))
 
-    def _sources(self, limit: int) -> Iterator[Draft]:
-        sequence = self._sequence
+    def _sources(self, text: TokenArray, sampled: int, limit: int) -> Iterator[Draft]:
         self._has_looked = False
-        if forced := sequence.sampler.forced_tokens(limit):
+        if forced := self._sampler.forced_tokens(limit):
             yield _assumed(np.array(forced, np.int32), DraftSource.GRAMMAR, len(forced))
             return
         if self._path is not None:
-            answer = sequence.tokens[sequence.prompt_length :]
+            answer = text[len(text) - sampled :]
             if len(tokens := self._path.after(answer, limit)):
                 yield _assumed(tokens, DraftSource.PATH, min(len(answer), MAX_MATCH))
                 return
             self._path = None
-        for text in (self._prediction, self._context):
-            if (draft := text.follow(limit)) is not None:
+        for known in (self._prediction, self._context):
+            if (draft := known.follow(limit)) is not None:
                 yield draft
                 if draft.matched >= _SURE and len(draft.tokens) == limit:
                     return
@@ -153,7 +151,7 @@ class SequenceDrafts:
             self._steps_without -= 1
         else:
             self._has_looked = True
-            yield from self._found(sequence.tokens[-MAX_MATCH:], limit)
+            yield from self._found(text[-MAX_MATCH:], limit)
 
     def _found(self, latest: TokenArray, limit: int) -> Iterator[Draft]:
         for text in (self._prediction, self._context):
@@ -165,11 +163,10 @@ class SequenceDrafts:
         if found is not None:
             yield Draft(found.tokens, DraftSource.CORPUS, found.matched, found.agreement)
 
-    def _take_in(self) -> None:
+    def _take_in(self, text: TokenArray, sampled: int) -> None:
         """What was sampled since the last time."""
-        sequence = self._sequence
-        if fresh := sequence.sampled_count - self._indexed:
-            tokens = sequence.tokens[sequence.answer_end - fresh : sequence.answer_end]
+        if fresh := sampled - self._indexed:
+            tokens = text[len(text) - fresh :]
             self._prediction.rewriting.add(tokens.tolist())
             self._context.rewriting.add(tokens.tolist())
             self._context.index.extend(tokens)

@@ -12,9 +12,9 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Protocol
 
+from emberkeep.sched.draft_length import CERTAIN, WORTH, Chosen, StepCost, expected_tokens, share
 from emberkeep.sched.drafts import Draft, SequenceDrafts
 from emberkeep.sched.sequence import Sequence as Running
-from emberkeep.sched.speculation import CERTAIN, WORTH, Chosen, Step, expected_tokens, share
 from emberkeep.types.speculation import DraftModelStats
 from emberkeep.values import dataclass
 
@@ -75,7 +75,7 @@ class ModelDrafts:
         self.stats = model.stats
 
     def ask(
-        self, limits: Mapping[Running, int], found: Mapping[Running, Chosen], step: Step
+        self, limits: Mapping[Running, int], found: Mapping[Running, Chosen], step: StepCost
     ) -> dict[Running, Chosen]:
         """Drafts for those of whom the model is likely to know more than what was `found` without it."""
         if self._model.reason:
@@ -125,7 +125,7 @@ class ModelDrafts:
         rest = max((min(s.max_new - s.sampled_count, _USUAL_REST) for s in asking), default=0)
         return lag <= _WORTH_CATCHING_UP * (1 - 1 / plan.gain) * one * rest
 
-    def _plan(self, asking: Mapping[Running, float], found: Mapping[Running, Chosen], step: Step) -> _Plan:
+    def _plan(self, asking: Mapping[Running, float], found: Mapping[Running, Chosen], step: StepCost) -> _Plan:
         """What gives the most tokens per second: nothing where plain decoding or what was found is quicker."""
         if not asking:
             return _NOTHING

@@ -4,9 +4,6 @@
     commit      what a sequence has computed is stored: chunk by chunk while it grows, the rest when its turn ends
     release     nothing of the store is held for it any more
 
-For a prompt that is still text, `StoredText` reads ahead what is stored for it, and gives it the ids that it had
-before.
-
 State that cannot be cut by token is stored where it will be wanted again: at the borders that a prompt names (the
 end of its stable prefix, the ends of messages) and at the end of every turn.
 """
@@ -14,16 +11,12 @@ end of its stable prefix, the ends of messages) and at the end of every turn.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Set
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
 from time import monotonic, perf_counter
-
-import numpy as np
 
 from emberkeep.engine.base import Engine, KvExport, Outcome, Payload
 from emberkeep.errors import EngineError, StepFailed
@@ -31,22 +24,21 @@ from emberkeep.kv.blocks import BLOCK_TOKENS, block_start
 from emberkeep.kv.content import Moved
 from emberkeep.kv.entries import Entry
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.text_walk import Replayed, stored_ids
 from emberkeep.kv.transfers import FetchState
-from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, Match, Segment, Span, place_at
+from emberkeep.kv.tree import Chunk, Cursor, Match, Segment, place_at
 from emberkeep.sched.cacheblend import CacheBlend
 from emberkeep.sched.context_shift import ContextShift
 from emberkeep.sched.engine_thread import insist
-from emberkeep.sched.sequence import Load, NewChunk, Phase, Save, Sequence
+from emberkeep.sched.misses import Misses, left_behind
+from emberkeep.sched.sequence import Phase, Sequence
 from emberkeep.sched.slots import HotMatch, Slots
+from emberkeep.sched.transit import Load, NewChunk, Save
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types.events import Divergence, MissReason
-from emberkeep.types.models import Vocab
-from emberkeep.types.request import EXACT_BITS, Lineage
+from emberkeep.types.events import MissReason
+from emberkeep.types.request import EXACT_BITS
 
 log = logging.getLogger("emberkeep.sched")
 
-_EXCERPT_TOKENS = 12
 _WORTH_WAITING = 16
 """Tokens that a sequence under way must be about to compute for a newcomer to wait for it."""
 _WORTH_A_SNAPSHOT = 128
@@ -71,6 +63,7 @@ class PrefixCache:
         self._wake = wake
         self.shift = ContextShift(engine, store, slots)
         self.blend = CacheBlend(engine, store, slots, wake)
+        self._misses = Misses(engine, store)
         self._has_ranges = engine.capabilities.kv_unit.has_ranges
         self._has_snapshots = engine.capabilities.kv_unit.has_snapshots
         # A layout that the engine does not know cannot be exported at all.
@@ -132,7 +125,7 @@ class PrefixCache:
             return False
         sequence.splice, sequence.match = splice, match
         try:
-            self._begin(sequence, match, _after(hot))
+            self._begin(sequence, match, left_behind(hot))
         except Exception:
             self.release(sequence)
             self._slots.drop(sequence)
@@ -230,11 +223,11 @@ class PrefixCache:
             self._slots.vacate(slot)
             raise
 
-    def _begin(self, sequence: Sequence, match: Match, left_behind: TokenArray) -> None:
+    def _begin(self, sequence: Sequence, match: Match, parted: TokenArray) -> None:
         if sequence.splice is not None:
             self._load(sequence, match)
         elif sequence.request.use_cache:
-            sequence.reuse.reason = self._miss_reason(sequence, match, left_behind)
+            sequence.reuse.reason = self._misses.reason(sequence, match, parted)
             self._load(sequence, match)
         else:
             sequence.reuse.reason = MissReason.DISABLED
@@ -326,44 +319,6 @@ class PrefixCache:
         if sequence.phase is Phase.LOADING and sequence.splice is not None:
             self.shift.finish(sequence)
         sequence.stop_loading()
-
-    # ── why not more ──
-
-    def _miss_reason(self, sequence: Sequence, match: Match, left_behind: TokenArray) -> MissReason:
-        """Why not more than the longest of hot and stored state can be reused.
-
-        `left_behind` is what the hot sequence has where the prompt goes on differently.
-        """
-        prompt = sequence.prompt
-        if match.tokens < sequence.computed:
-            return self._diverged(sequence, sequence.computed, left_behind)
-        if not self._store.fits_engine:
-            return MissReason.OTHER_MODEL
-        if gone := self._store.why_gone(match.cursor, prompt.tokens):
-            return gone
-        stored = self._store.stored_after(match.cursor)
-        if match.tokens == prompt.reusable or not len(stored):
-            return MissReason.NO_SNAPSHOT if self._falls_short(sequence, match) else MissReason.NEW
-        return self._diverged(sequence, match.tokens, stored)
-
-    def _diverged(self, sequence: Sequence, reached: int, known: TokenArray) -> MissReason:
-        """Note what is known after `reached` tokens, and what the prompt has there."""
-        prompt = sequence.prompt
-        if not len(known) or reached >= prompt.reusable:
-            return MissReason.NEW
-        stored_text, prompt_text = self._text(known), self._text(prompt.tokens[reached:])
-        sequence.reuse.divergence = Divergence(reached, stored_text, prompt_text)
-        return MissReason.DIVERGED
-
-    def _falls_short(self, sequence: Sequence, match: Match) -> bool:
-        """The tokens are known, but their state can be resumed only at an earlier place."""
-        restored = max(match.snapshot.start if match.snapshot else 0, sequence.computed)
-        return self._has_snapshots and restored < match.tokens
-
-    def _text(self, tokens: TokenArray) -> str:
-        pieces = self._engine.vocab.pieces
-        known = [t for t in tokens[:_EXCERPT_TOKENS].tolist() if t < len(pieces)]
-        return b"".join(pieces[t] for t in known).decode("utf-8", "replace")
 
     # ── commit ──
 
@@ -551,118 +506,3 @@ def _follows(load: Load, before: Load) -> bool:
     is_there = load.fetch.state is before.fetch.state is FetchState.READY
     is_range = not load.chunk.is_snapshot and not before.chunk.is_snapshot
     return is_there and is_range and load.chunk.start == before.end == before.chunk.end
-
-
-def _after(hot: HotMatch) -> TokenArray:
-    """What a sequence has after the part that a prompt shares with it."""
-    if hot.sequence is None:
-        return np.empty(0, np.int32)
-    return hot.sequence.tokens[hot.tokens : hot.sequence.computed][:_EXCERPT_TOKENS].copy()
-
-
-# ── for a prompt that is still text ──
-
-
-class StoredText:
-    """One prompt's view of the store. Used by one thread; never blocks on disk."""
-
-    def __init__(
-        self, store: KvStore, recent: RecentAnswers, vocab: Vocab, lineage: Lineage, *, snapshots: bool = False
-    ) -> None:
-        """`snapshots`: state is resumed only where it was stored as a whole."""
-        self._store = store
-        self._recent = recent
-        self._pieces = vocab.pieces
-        # Only there the tokenizer begins anew, whatever came before.
-        self._borders = frozenset(vocab.specials.values() if vocab.splits_at_specials else ())
-        self._lineage = lineage
-        self._cursor = store.origin(lineage)
-        self._ids = np.empty(1024, np.int32)
-        self._count = 0
-        self._can_prefetch = store.is_shared and not snapshots
-        self._prefetch_at: int | None = None
-        """With so many ids, what other hosts have of them is asked for."""
-
-    def read_ahead(self, text: str) -> set[ChunkKey]:
-        if self._can_prefetch:
-            self._prefetch_at = BLOCK_TOKENS
-        return self._store.readahead(self._lineage, text.encode("utf-8", "surrogatepass"), self._pieces)
-
-    def replay(self, ids: Items[int], text: bytes, start: int, borders: Set[int]) -> Replayed:
-        """The ids that are stored for `text[start:end]` after `ids` (which may only grow), and that end."""
-        left_the_store = self._cursor.position < self._count
-        self._take(ids)
-        before = self._ids[: self._count]
-        found = self._recent.replay(self._lineage, before, text, start, borders, self._pieces)
-        if found[0] or left_the_store:
-            return found
-        self._cursor = self._store.advance(self._cursor, before)
-        if self._cursor.position < self._count:
-            return (), start
-        return self._store.replay(self._cursor, text, start, borders, self._pieces, self._borders)
-
-    def _take(self, ids: Items[int]) -> None:
-        if len(ids) > len(self._ids):
-            self._ids = np.concatenate([self._ids, np.empty(len(ids), np.int32)])
-        self._ids[self._count : len(ids)] = ids[self._count :]
-        self._count = len(ids)
-        if self._prefetch_at is not None and self._count >= self._prefetch_at:
-            self._prefetch_at = 2 * self._count  # few round trips, however long it is
-            self._store.prefetch(self._lineage, self._ids[: self._count].copy())
-
-
-class RecentAnswers:
-    """Added to by the engine's thread, read by any."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._latest_first: tuple[Chunk, ...] = ()
-
-    def add(self, lineage: Lineage, tokens: TokenArray, answer: Span) -> None:
-        """`tokens` is a whole sequence, of which [answer) was sampled."""
-        known = Chunk(key=ROOT, parent=None, take=0, tokens=tokens.copy(), lineage=lineage)
-        known.sampled = (answer,)
-        # One assignment of a new tuple: readers need no lock.
-        self._latest_first = (known, *self._latest_first[: self._limit - 1])
-
-    def forget(self, owners: Container[str]) -> None:
-        """On the engine's thread: what is added later is of answers that were not being written before."""
-        kept = (s for s in self._latest_first if s.lineage.owner not in owners)
-        self._latest_first = tuple(kept)
-
-    def replay(
-        self,
-        lineage: Lineage,
-        ids: TokenArray,
-        text: bytes,
-        start: int,
-        borders: Set[int],
-        pieces: Items[bytes],
-    ) -> Replayed:
-        """As `KvStore.replay`, for an answer that came after exactly `ids`."""
-        ends = _in_order(frozenset(borders))
-        at = bisect_right(ends, start)
-        # What comes before an answer has at most a token a byte.
-        furthest = len(ids) + (ends[at] - start if at < len(ends) else 0)
-        for known in self._latest_first:
-            if not len(ids) <= known.sampled[0][0] <= furthest:
-                continue
-            if lineage.sees(known.lineage) and _begins_with(known.tokens, ids):
-                found = stored_ids(Cursor(known, len(ids), lineage), text, start, borders, pieces)
-                if found[0]:
-                    return found
-        return (), start
-
-
-@lru_cache(maxsize=8)
-def _in_order(borders: frozenset[int]) -> tuple[int, ...]:
-    """Asked for at every stretch of a prompt, and there may be as many of these as messages."""
-    return tuple(sorted(borders))
-
-
-def _begins_with(tokens: TokenArray, ids: TokenArray) -> bool:
-    """Asked at every stretch of a prompt: most are told apart by their last token."""
-    count = len(ids)
-    if count > len(tokens) or (count and tokens[count - 1] != ids[-1]):
-        return False
-    return np.array_equal(tokens[:count], ids)

@@ -36,7 +36,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineFacts:
     """Memory in bytes, speeds in bytes per second."""
 
     total_ram: Reading
@@ -79,7 +79,7 @@ class DeviceProbe:
 _SLOW_LINK, _SLOW_DEVICE = Reading(4e9), Reading(1e11)
 
 
-def log_plan(footprint: Footprint | None, machine: Machine) -> None:
+def log_plan(footprint: Footprint | None, machine: MachineFacts) -> None:
     """What memory is planned with, and how fast it is: what an operator has to know where something does not
     fit or is slow."""
     if footprint is not None:
@@ -97,15 +97,15 @@ def log_plan(footprint: Footprint | None, machine: Machine) -> None:
     log.info("%s, one token is computed in %.1f ms", machine.speeds, 1e3 * machine.step_seconds.value)
 
 
-def assumed(footprint: Footprint | None = None) -> Machine:
+def assumed(footprint: Footprint | None = None) -> MachineFacts:
     """Without measuring anything."""
     total, free = total_ram(), free_ram()
     ram = Reading(total, measured=True)
     ram_left = Reading(total // 2) if free is None else Reading(free, measured=True)
     if footprint is None:
-        return Machine(ram, ram_left, "cpu", ram, ram_left)
+        return MachineFacts(ram, ram_left, "cpu", ram, ram_left)
     left = Reading(max(footprint.capacity - footprint.fixed, 0), measured=True)
-    return Machine(ram, ram_left, footprint.device, Reading(footprint.capacity, measured=True), left)
+    return MachineFacts(ram, ram_left, footprint.device, Reading(footprint.capacity, measured=True), left)
 
 
 def probe(
@@ -113,13 +113,13 @@ def probe(
     footprint: Footprint | None = None,
     step: Callable[[], float] | None = None,
     device: DeviceProbe | None = None,
-) -> Machine:
+) -> MachineFacts:
     """Measure. `folder` is read and written (nothing stays there); `step` takes one step and tells its seconds.
 
     It and `device` may have to wait for the engine's thread: they are given as long as that takes.
     """
     cautious = assumed(footprint)
-    return Machine(
+    return MachineFacts(
         cautious.total_ram,
         cautious.free_ram,
         cautious.device,

@@ -24,6 +24,7 @@ from emberkeep.errors import DeadlineExceeded, EmberkeepError, EngineError, Over
 from emberkeep.kv.entries import EntryId
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.admission import Calibration, PeakWatch
+from emberkeep.sched.draft_length import Chosen
 from emberkeep.sched.draft_model import DraftModel, LoadedDraft
 from emberkeep.sched.engine_thread import (
     SHUTTING_DOWN,
@@ -39,18 +40,20 @@ from emberkeep.sched.engine_thread import (
     promised,
 )
 from emberkeep.sched.model_drafts import ModelDrafts
-from emberkeep.sched.prefix_cache import PrefixCache, RecentAnswers, StoredText
+from emberkeep.sched.output import EndReason, SequenceOutput
+from emberkeep.sched.prefix_cache import PrefixCache
 from emberkeep.sched.sampling import Sampler
-from emberkeep.sched.sequence import EndReason, Output, Phase, Sequence
+from emberkeep.sched.sequence import Phase, Sequence
 from emberkeep.sched.slots import Planned, Planner, Slots, WaitingQueue
-from emberkeep.sched.speculation import Chosen, Speculation
+from emberkeep.sched.speculation import Speculation
+from emberkeep.sched.stored_text import RecentAnswers, StoredText
 from emberkeep.sched.timeline import Timeline
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.events import Progress, TokenLogprob
 from emberkeep.types.models import Vocab
 from emberkeep.types.request import Json, Lineage
 from emberkeep.types.speculation import SpeculationStats
-from emberkeep.types.timeline import RequestRecord, RequestState
+from emberkeep.types.timeline import RequestState, TimelineRecord
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")
@@ -354,7 +357,7 @@ class Scheduler:
             **asdict(self.counters),
         }
 
-    def timeline(self) -> list[RequestRecord]:
+    def timeline(self) -> list[TimelineRecord]:
         """Those that are here and the latest that were, the newest first."""
         return self._timeline.read([*self._waiting, *self._slots.active])
 
@@ -450,7 +453,7 @@ class Scheduler:
         output, sequence.output = sequence.output, None
         self._tell(output, error)
 
-    def _tell(self, output: Output | None, error: Exception) -> None:
+    def _tell(self, output: SequenceOutput | None, error: Exception) -> None:
         """Never raises."""
         told = _explained(error)
         if output is not None:

@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import field, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from enum import Enum
 from itertools import islice, pairwise
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from emberkeep.chat.prompt import Prompt, Splice, Stable, label_of
-from emberkeep.engine.base import KvExport, Payload
-from emberkeep.errors import EmberkeepError
 from emberkeep.kv.content import Moved
 from emberkeep.kv.entries import Entry, EntryId
-from emberkeep.kv.transfers import Fetch
 from emberkeep.kv.tree import Chunk, Cursor, Made, Match, Span, place_at
+from emberkeep.sched.drafts import SequenceDrafts
+from emberkeep.sched.output import Ending, EndReason, SequenceOutput
+from emberkeep.sched.reuse import Reuse, Shapes
 from emberkeep.sched.sampling import Sampler
+from emberkeep.sched.token_buffer import TokenBuffer
+from emberkeep.sched.transit import Load, NewChunk, Save, StoredPiece
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types.cache import Label
 from emberkeep.types.events import (
-    Divergence,
     LookupRecord,
     Marked,
     MissReason,
-    Progress,
     Source,
-    Sourced,
-    TokenLogprob,
 )
 from emberkeep.types.request import EXACT_BITS, Approximation, Lineage, Request
-from emberkeep.values import dataclass
-
-if TYPE_CHECKING:
-    from emberkeep.sched.drafts import SequenceDrafts
 
 FAIR_SLICE = 128
 """Slices of 100 tokens and more give the same bits however a prompt is cut into them."""
@@ -55,207 +48,6 @@ class Phase(Enum):
     IDLE = "idle"  # in the engine, ready to be continued or copied; no client waits for it
 
 
-class EndReason(Enum):
-    END_OF_TURN = "end of turn"  # the model sampled an end-of-generation token
-    STOPPED = "stopped"  # the output asked to stop
-    LENGTH = "length"  # max_tokens or the context
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a sequence went. Times are in milliseconds and measured from submission."""
-
-    reason: EndReason
-    prompt_tokens: int
-    sampled_tokens: int
-    queue_ms: float
-    prompt_ms: float
-    """From the start of loading or evaluating to the first token."""
-    ttft_ms: float
-    decode_ms: float
-    lookup: LookupRecord
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    """Of the drafted ones."""
-    slot: int = -1
-    saved_ms: float = 0.0
-
-
-class Output(Protocol):
-    """Receives what a sequence samples, on the engine's thread: methods must be quick.
-
-    What they raise ends the sequence, and `failed` is called; where that raises, it is called once more. Exactly
-    one of `ended` and `failed` succeeds unless the sequence is cancelled.
-    """
-
-    def progress(self, progress: Progress) -> None: ...
-
-    def scored(self, start: int, logprobs: Iterable[TokenLogprob]) -> None:
-        """How likely the tokens of the prompt from `start` on were; some may be told again."""
-
-    def token(self, token: int, logprob: TokenLogprob | None) -> bool:
-        """A sampled token, end-of-generation tokens excepted. True: stop now."""
-
-    def kept_tokens(self) -> int:
-        """Asked after `token` answered True: how many sampled tokens belong to the answer."""
-
-    def full(self) -> bool:
-        """The context is full. True: `Scheduler.make_room` will be called."""
-
-    def ended(self, ending: Ending) -> None: ...
-
-    def failed(self, error: EmberkeepError) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """A stored chunk on its way into the sequence, of which the positions up to `end` are wanted."""
-
-    chunk: Chunk
-    end: int
-    fetch: Fetch
-
-
-@dataclass(frozen=True, slots=True)
-class NewChunk:
-    """What the store is told about a chunk besides its bytes."""
-
-    tokens: TokenArray
-    sampled: tuple[Span, ...]
-    made: Made
-    is_fork: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """Chunks on their way into the store, as they were when they were exported: the sequence may have gone on, and
-    even have become another, since then."""
-
-    start: Cursor
-    chunks: list[NewChunk]
-    exports: list[KvExport]
-    around: tuple[NewChunk, KvExport] | None = None
-    """The block that the first of them lies in, for other hosts."""
-
-    @property
-    def is_done(self) -> bool:
-        """`payloads` does not block."""
-        around = [self.around[1]] if self.around else []
-        return all(export.is_done for export in [*self.exports, *around])
-
-    def payloads(self) -> list[Payload]:
-        """One for each chunk. Blocks until they are there. Raises EngineError."""
-        return [payload for export in self.exports for payload in export.payloads()]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPiece:
-    """State of another place, for [start, end) of the sequence."""
-
-    start: int
-    end: int
-    chunk: Chunk
-    source: int
-    """The position in its own sequence that goes to `start`."""
-    fetch: Fetch
-
-    def part(self, start: int, end: int) -> StoredPiece:
-        return replace(self, start=start, end=end, source=self.source + start - self.start)
-
-
-@dataclass(slots=True)
-class Reuse:
-    """What of a prompt was not evaluated, by where it came from, and why not more."""
-
-    spans: list[tuple[int, int, Source]] = field(default_factory=list)
-    """Positions [start, end) and where their state came from, in order and apart from each other."""
-    repaired: int = 0
-    reason: MissReason = MissReason.NEW
-    divergence: Divergence | None = None
-    load_seconds: float = 0.0
-    splice_seconds: float = 0.0
-
-    def add(self, start: int, end: int, source: Source) -> None:
-        if start < end:
-            self.spans.append((start, end, source))
-
-    def count(self, source: Source) -> int:
-        return sum(end - start for start, end, known in self.spans if known is source)
-
-    @property
-    def hot(self) -> int:
-        return self.count(Source.HOT)
-
-    @property
-    def warm(self) -> int:
-        return self.count(Source.WARM)
-
-    @property
-    def cold(self) -> int:
-        return self.count(Source.COLD)
-
-    @property
-    def remote(self) -> int:
-        return self.count(Source.REMOTE)
-
-    @property
-    def moved(self) -> int:
-        return self.count(Source.MOVED)
-
-    @property
-    def in_place(self) -> int:
-        return self.hot + self.warm + self.cold + self.remote
-
-    def only(self, length: int, moved: int = 0, behind: int = 0) -> None:
-        """Of what was loaded, only the first tokens were of use, and `moved` that were moved up, `behind` so many
-        others."""
-        kept, self.spans = self.spans, []
-        for start, end, source in kept:
-            self.add(start, min(end, length), source)
-        self.add(length + behind, length + behind + moved, Source.MOVED)
-
-    def sources(self, length: int) -> tuple[Sourced, ...]:
-        """Of the first `length` tokens: what has no other source was evaluated."""
-        found: list[Sourced] = []
-        reached = 0
-        for start, end, source in (*self.spans, (length, length, Source.EVALUATED)):
-            runs = ((Source.EVALUATED, min(start, length) - reached), (source, min(end, length) - start))
-            for each, tokens in runs:
-                if tokens <= 0:
-                    continue
-                if found and found[-1].source is each:
-                    found[-1] = Sourced(each, found[-1].tokens + tokens)
-                else:
-                    found.append(Sourced(each, tokens))
-            reached = max(reached, min(end, length))
-        return tuple(found)
-
-
-class TokenBuffer:
-    """Token ids that only grow or are cut, always visible as one array."""
-
-    def __init__(self, tokens: TokenArray, room: int) -> None:
-        self._data = np.empty(len(tokens) + room, np.int32)
-        self._data[: len(tokens)] = tokens
-        self._length = len(tokens)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, part: slice) -> TokenArray:
-        return self._data[: self._length][part]
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        for token in tokens:
-            if self._length == len(self._data):
-                self._data = np.concatenate([self._data, np.empty(max(64, self._length), np.int32)])
-            self._data[self._length] = token
-            self._length += 1
-
-    def cut(self, length: int) -> None:
-        self._length = min(self._length, length)
-
-
 class Sequence:
     """Tokens known, tokens computed, and what is still to be loaded.
 
@@ -268,7 +60,7 @@ class Sequence:
         prompt: Prompt,
         request: Request,
         sampler: Sampler,
-        output: Output | None,
+        output: SequenceOutput | None,
         *,
         approximation: Approximation | None = None,
         arrived: float | None = None,
@@ -278,7 +70,7 @@ class Sequence:
         self.prompt = prompt
         self.request = request
         self.sampler = sampler
-        self.output: Output | None = output
+        self.output: SequenceOutput | None = output
         """None: its answer is over, or its client is gone."""
         self.approximation = approximation
         self.submitted = monotonic() if arrived is None else arrived
@@ -754,62 +546,3 @@ class Sequence:
             divergence=None if reused_all else reuse.divergence,
             sources=reuse.sources(self.prompt_length),
         )
-
-
-_Run = tuple[int, Made]
-"""Up to where, and how."""
-
-
-class Shapes:
-    """In what steps the positions from 0 on were computed: an engine rounds differently in those of few rows and
-    those of many. What is not known is taken to be narrow."""
-
-    def __init__(self) -> None:
-        self._runs: list[_Run] = []
-
-    def computed(self, start: int, end: int, made: Made) -> None:
-        """The positions [start, end) were; nothing is known beyond them any more."""
-        if not self._runs or self._runs[-1][0] != start:
-            self._runs = self.until(start)._runs
-        if end > start:
-            self._append(end, made)
-
-    def until(self, end: int) -> Shapes:
-        """A copy for the first `end` positions."""
-        first = Shapes()
-        for begin, stop, made in self._spans(end):
-            if begin < end:
-                first._append(min(stop, end), made)
-        return first
-
-    def within(self, start: int, end: int) -> Made:
-        """Of the positions [start, end): all kinds of steps, and whether all up to `end` are reproducible."""
-        found = Made.UNKNOWN
-        for begin, stop, made in self._spans(end):
-            if max(begin, start) < min(stop, end):
-                found |= made
-        return found if self.reproducible(end) >= end else found & ~Made.REPRODUCIBLE
-
-    def wide(self, end: int) -> int:
-        """How many of the first `end` positions are known to be of wide steps."""
-        spans = self._spans(end)
-        return sum(max(min(stop, end) - begin, 0) for begin, stop, made in spans if not made & Made.NARROW)
-
-    def reproducible(self, end: int) -> int:
-        """How many of the first `end` positions, without a gap, are."""
-        gaps = (begin for begin, _, made in self._spans(end) if not made & Made.REPRODUCIBLE)
-        return min(next(gaps, end), end)
-
-    def _append(self, end: int, made: Made) -> None:
-        if self._runs and self._runs[-1][1] == made:
-            self._runs.pop()
-        self._runs.append((end, made))
-
-    def _spans(self, end: int) -> Iterator[tuple[int, int, Made]]:
-        """Reaching at least to `end`."""
-        begin = 0
-        for stop, made in self._runs:
-            yield begin, stop, made
-            begin = stop
-        if begin < end:
-            yield begin, end, Made.NARROW

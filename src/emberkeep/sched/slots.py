@@ -19,9 +19,10 @@ import numpy as np
 from emberkeep.engine.base import Engine, Rows
 from emberkeep.kv.entries import EntryId
 from emberkeep.kv.policy import Rate
+from emberkeep.sched.draft_length import Chosen
 from emberkeep.sched.engine_thread import insist
 from emberkeep.sched.sequence import FAIR_SLICE, Phase, Sequence
-from emberkeep.sched.speculation import Chosen, Speculation
+from emberkeep.sched.speculation import Speculation
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types.request import Json, Lineage
 from emberkeep.values import dataclass
@@ -50,7 +51,7 @@ class Slots:
     def __init__(self, engine: Engine, tracked: int) -> None:
         """`tracked`: conversations whose slot is remembered."""
         self._engine = engine
-        self._affinity = Affinity(engine.capabilities.max_sequences, tracked)
+        self._affinity = SlotAffinity(engine.capabilities.max_sequences, tracked)
         self._whole_only = engine.capabilities.kv_unit.has_snapshots
         self._by_slot: dict[int, Sequence] = {}
         self.stuck: set[int] = set()
@@ -204,7 +205,7 @@ def _told(slot: int, sequence: Sequence | None) -> dict[str, Json]:
     }
 
 
-class Affinity:
+class SlotAffinity:
     """The `limit` conversations used last. Belongs to the engine's thread."""
 
     def __init__(self, slots: int, limit: int) -> None:

@@ -10,32 +10,21 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import field
-from typing import TYPE_CHECKING
 
 from emberkeep.engine.base import Capabilities
+from emberkeep.sched.draft_length import CERTAIN, Chosen, Seconds, StepCost, expected_tokens, share
 from emberkeep.sched.drafts import Corpus, Draft, SequenceDrafts
+from emberkeep.sched.model_drafts import ModelDrafts
 from emberkeep.sched.sequence import Sequence as Running
 from emberkeep.types.models import Vocab
 from emberkeep.types.speculation import LENGTH_BUCKETS, DraftSource, SourceStats, SpeculationStats
 from emberkeep.values import dataclass
 
-if TYPE_CHECKING:
-    from emberkeep.sched.model_drafts import ModelDrafts
-
 log = logging.getLogger("emberkeep.sched")
 
-Seconds = Callable[[int, int, int], float]
-"""What a step takes: by its rows, by how many tokens there are before each of them in its sequence, and by how
-many of them have logits after them."""
-
-WORTH = 1.03
-"""By so much more tokens per second at least: what was measured is not exact, and drafting takes time, too."""
-_WORTH_BESIDE = 0.02
-"""And by so much more for each other sequence: steps were measured with one, and beside others rows cost more."""
-CERTAIN = 0.995
 _REMEMBERED = 256.0
 """Expected tokens of one kind of drafts that count: what is older counts half as much."""
 _PRIOR = 8.0
@@ -44,35 +33,6 @@ _PRIOR = 8.0
 
 _Kind = tuple[DraftSource, bool, int, bool]
 """Tokens whose acceptance is counted together: after about as long a match, the first ones and the others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """A draft as it is evaluated, with how likely each of its tokens was taken to be, given those before it."""
-
-    draft: Draft
-    count: int
-    chances: Sequence[float]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The step that drafts are for."""
-
-    seconds: Seconds
-    decoding: int
-    """Sequences with one row each, whatever is drafted."""
-    beside: int
-    """Other rows."""
-    room: int
-    """For drafts."""
-    depth: int
-
-    def cost(self, drafted: int) -> float:
-        """Seconds that it takes for what it decodes and drafts, besides what it takes for its other rows."""
-        alone = self.seconds(self.beside, self.depth, 1) if self.beside else 0.0
-        sampled = self.decoding + drafted
-        return max(self.seconds(sampled + self.beside, self.depth, sampled) - alone, 1e-9)
 
 
 class Speculation:
@@ -123,7 +83,7 @@ class Speculation:
             return {}
         drafts = {s: chosen for s in decoding if (chosen := self._propose(s, room)) is not None}
         depth = sum(s.computed for s in decoding) // len(decoding)
-        step = Step(self._seconds, len(decoding), beside, room, depth)
+        step = StepCost(self._seconds, len(decoding), beside, room, depth)
         if self._model is not None:
             with _logged("the draft model was not asked"):
                 limits = {s: limit for s in decoding if (limit := self._limit(s, room)) > 0}
@@ -177,10 +137,14 @@ class Speculation:
             return None
         try:
             if sequence.drafts is None:
-                sequence.drafts = SequenceDrafts(sequence, self._corpus, self._vocab)
+                asked = sequence.tokens[: sequence.prompt_length]
+                sequence.drafts = SequenceDrafts(
+                    sequence.prompt, asked, sequence.sampler, self._corpus, self._vocab
+                )
             trust = sequence.drafts.trust
             trust.rest()
-            options = [self._weighed(draft, trust.factor) for draft in sequence.drafts.propose(limit)]
+            proposed = sequence.drafts.propose(sequence.tokens[:], sequence.sampled_count, limit)
+            options = [self._weighed(draft, trust.factor) for draft in proposed]
         except Exception:
             log.exception("nothing could be drafted for a request")
             return None
@@ -193,30 +157,6 @@ class Speculation:
             chances.append(min(usual * trust * agreement / before, CERTAIN))
             before = agreement
         return Chosen(draft, len(chances), chances)
-
-
-def share(drafts: Mapping[Running, Chosen], step: Step) -> tuple[dict[Running, int], float]:
-    """How many tokens of each draft are evaluated: the likeliest ones, as long as more tokens per second come out
-    of it. Returns the tokens per second, too."""
-    likely = sorted(
-        ((chance, s) for s, chosen in drafts.items() for chance in _together(chosen.chances)),
-        key=lambda each: -each[0],
-    )
-    expected = float(step.decoding)
-    plain = expected / step.cost(0)
-    best, best_rate = 0, (WORTH + _WORTH_BESIDE * (step.decoding - 1)) * plain
-    most = min(len(likely), step.room)
-    for count, (chance, _) in enumerate(likely[:most], 1):
-        expected += chance
-        cost = step.cost(count)
-        if expected > best_rate * cost:
-            best, best_rate = count, expected / cost
-        elif expected + chance * (most - count) <= best_rate * cost:
-            break  # not even if the rest took no time
-    counts: dict[Running, int] = defaultdict(int)
-    for _, sequence in likely[:best]:
-        counts[sequence] += 1
-    return counts, best_rate if best else plain
 
 
 @dataclass(slots=True)
@@ -265,17 +205,3 @@ def _logged(failure: str) -> Iterator[None]:
 
 def _kind(draft: Draft, place: int) -> _Kind:
     return draft.source, draft.is_rewriting, draft.matched.bit_length(), place > 0
-
-
-def _together(chances: Sequence[float]) -> list[float]:
-    """How likely it is that each token is accepted with all those before it."""
-    all_before, product = [], 1.0
-    for chance in chances:
-        product *= chance
-        all_before.append(product)
-    return all_before
-
-
-def expected_tokens(chosen: Chosen, count: int | None = None) -> float:
-    """Tokens that are accepted, of the first `count`."""
-    return sum(_together(chosen.chances[:count]))

@@ -9,7 +9,7 @@ from itertools import count
 from time import monotonic
 
 from emberkeep.sched.sequence import Phase, Sequence
-from emberkeep.types.timeline import RequestRecord, RequestState
+from emberkeep.types.timeline import RequestState, TimelineRecord
 
 REMEMBERED = 200
 
@@ -18,7 +18,7 @@ class Timeline:
     """Written by the engine's thread, and read by any."""
 
     def __init__(self) -> None:
-        self._latest: deque[RequestRecord] = deque(maxlen=REMEMBERED)
+        self._latest: deque[TimelineRecord] = deque(maxlen=REMEMBERED)
         self._numbers = count(1)
 
     def came(self, sequence: Sequence) -> None:
@@ -31,7 +31,7 @@ class Timeline:
         kept = [record for record in self._latest if record.namespace not in owners]
         self._latest = deque(kept, maxlen=REMEMBERED)
 
-    def read(self, present: Iterable[Sequence]) -> list[RequestRecord]:
+    def read(self, present: Iterable[Sequence]) -> list[TimelineRecord]:
         """The latest first; `present` are those that have not ended."""
         running = [_record(sequence) for sequence in present if sequence.output is not None]
         # One may get its slot, or end, while this is read: what is known last counts.
@@ -39,12 +39,12 @@ class Timeline:
         return [found[number] for number in sorted(found, reverse=True)]
 
 
-def _record(sequence: Sequence) -> RequestRecord:
+def _record(sequence: Sequence) -> TimelineRecord:
     request, has_slot = sequence.request, sequence.phase is not Phase.WAITING
     is_known = sequence.is_kept  # else nothing of it may be left, or its user was forgotten meanwhile
     reuse = sequence.reuse
     was_loaded = reuse.in_place + reuse.moved > reuse.hot
-    return RequestRecord(
+    return TimelineRecord(
         number=sequence.number,
         namespace=request.namespace if is_known else "",
         user=request.user if is_known else "",

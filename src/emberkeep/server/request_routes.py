@@ -12,9 +12,9 @@ from emberkeep.api.answer import lookup_json
 from emberkeep.backend.models import Models
 from emberkeep.server.routes import PageParameters, Routes, Served, page_response
 from emberkeep.types.request import Json
-from emberkeep.types.timeline import RequestRecord, RequestState
+from emberkeep.types.timeline import RequestState, TimelineRecord
 
-_OfModel = tuple[str, RequestRecord]
+_OfModel = tuple[str, TimelineRecord]
 """The model's name, and the record."""
 _OVER = (RequestState.FINISHED, RequestState.CANCELLED, RequestState.FAILED)
 
@@ -56,7 +56,7 @@ def _writer() -> Callable[[_OfModel], Json]:
     return lambda each: request_json(*each, to_wall)
 
 
-def request_json(model: str, record: RequestRecord, to_wall: Callable[[float | None], float | None]) -> Json:
+def request_json(model: str, record: TimelineRecord, to_wall: Callable[[float | None], float | None]) -> Json:
     return {
         "id": record.number,
         "model": model,

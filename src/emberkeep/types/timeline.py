@@ -19,7 +19,7 @@ class RequestState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class RequestRecord:
+class TimelineRecord:
     """One answer of one request, without its texts. Times are on the monotonic clock; None: not yet, or never."""
 
     number: int

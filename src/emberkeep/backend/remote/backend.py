@@ -41,7 +41,7 @@ from emberkeep.types.events import (
     Usage,
 )
 from emberkeep.types.request import Json, ReasoningFormat, Request
-from emberkeep.types.timeline import RequestRecord
+from emberkeep.types.timeline import TimelineRecord
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.remote")
@@ -253,7 +253,7 @@ class RemoteBackend:
     def failure(self) -> None:
         """None: a service that fails now may work later."""
 
-    def timeline(self) -> tuple[RequestRecord, ...]:
+    def timeline(self) -> tuple[TimelineRecord, ...]:
         return ()
 
     def speculation_stats(self) -> None:
