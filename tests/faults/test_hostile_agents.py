@@ -230,15 +230,14 @@ def test_what_is_no_text_is_no_answer(event: Step) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["compatible", "anthropic", "gemini", "ollama", "trtllm"])
+@pytest.mark.parametrize("kind", ["compatible", "anthropic", "gemini", "grok", "ollama", "trtllm"])
 def test_a_conversation_is_not_sent_on_to_another_host(kind: str) -> None:
-    paths = ("/v1/chat/completions", "/v1/messages", "/api/chat", "/kv_cache_events")
+    openai = ("/v1/chat/completions", "/v1beta/openai/chat/completions")
 
     async def ask() -> list[bytes]:
         async with Loopback({}) as other, Loopback({}) as first:
             there = answer(b"{}", "application/json")
-            gemini = "/v1beta/models/m:streamGenerateContent?alt=sse"
-            for path in (*paths, gemini):
+            for path in (*openai, "/v1/messages", "/kv_cache_events"):
                 other.answers[path] = there
                 first.answers[path] = redirect(other.url(path), "307 Temporary Redirect")
             provider = open_provider(RemoteModel("x", kind, "m", first.url(""), "X_KEY"), {"X_KEY": KEY})

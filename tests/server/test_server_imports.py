@@ -8,7 +8,7 @@ import sys
 NOT_NEEDED = {
     *("fastapi", "httpx", "huggingface_hub", "jinja2", "jsonpath", "jsonschema", "llguidance", "mcp"),
     *("prometheus_client", "prompt_toolkit", "ray", "rich", "torch", "transformers", "valkey"),
-    *("anthropic", "google.genai", "ollama", "openai", "xai_sdk"),
+    *("anthropic", "openai"),
     *("emberkeep.bench", "emberkeep.cluster", "emberkeep.mcp", "emberkeep.tools"),
     *("emberkeep.library.arguments", "emberkeep.library.emberkeep", "emberkeep.models.pull"),
     *("emberkeep.chat.grammar", "emberkeep.chat.sandbox", "emberkeep.engine.hf.engine"),

@@ -68,7 +68,7 @@ def sending(request: Request) -> Callable[[Provider, Any], Awaitable[Any]]:
 
     async def use(provider: Provider, server: Any) -> Any:
         await events_of(provider, request)
-        return server.asked[-1]
+        return [asked for asked in server.asked if asked.body is not None][-1]
 
     return use
 

@@ -14,8 +14,10 @@ BLOCK = 32
 
 
 class TrtllmServer(OpenAIServer):
-    def __init__(self, *replies: Reply | Stream, has_events: bool = True, key: str | None = None) -> None:
-        super().__init__(*replies, key=key, models=({"id": "tiny", "owned_by": "tensorrt_llm"},))
+    def __init__(
+        self, *replies: Reply | Stream, has_events: bool = True, key: str | None = None, model: str = "tiny"
+    ) -> None:
+        super().__init__(*replies, key=key, models=({"id": model, "owned_by": "tensorrt_llm"},))
         self.happened: list[Any] = [created()]
         self.was_polled = asyncio.Event()
         self._has_events = has_events

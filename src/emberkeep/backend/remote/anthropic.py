@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import re
+from base64 import b64encode
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
-import httpx2
-from anthropic import (
-    AnthropicError,
-    APIConnectionError,
-    APIStatusError,
-    AsyncAnthropic,
-    DefaultAsyncHttpxClient,
-    transform_schema,
-)
+import anthropic
 
-from emberkeep.backend.remote.base import Provider, RemoteAbout
-from emberkeep.backend.remote.service import CONNECT_S, READ_S, Service, required_key, retry_after
-from emberkeep.backend.remote.vendor_wire import (
+from emberkeep.backend.remote.base import (
     Keepsakes,
+    Provider,
+    RemoteAbout,
     anonymous_id,
-    arguments_of,
     chosen_sampling,
-    inline_image,
     json_format,
-    split_system,
-    text_of,
 )
-from emberkeep.errors import EmberkeepError, InvalidField
+from emberkeep.backend.remote.service import Service, client_options
+from emberkeep.chat.messages import marked_system
+from emberkeep.errors import InvalidField
 from emberkeep.types.events import (
     Completed,
     Event,
@@ -46,7 +38,7 @@ from emberkeep.types.events import (
     Usage,
 )
 from emberkeep.types.models import RemoteModel
-from emberkeep.types.request import Image, Message, Request, Tool, ToolChoice, Ttl
+from emberkeep.types.request import Image, Json, Message, Request, Tool, ToolChoice, Ttl
 
 Block = dict[str, Any]
 
@@ -55,54 +47,34 @@ _REASONS = {
     "max_tokens": FinishReason.LENGTH,
     "model_context_window_exceeded": FinishReason.LENGTH,
 }
-# In the middle of a stream the status is 200 already, and only the type says what is wrong.
-_STATUSES = {
-    "invalid_request_error": 400,
-    "authentication_error": 401,
-    "billing_error": 402,
-    "permission_error": 403,
-    "not_found_error": 404,
-    "conflict_error": 409,
-    "request_too_large": 413,
-    "rate_limit_error": 429,
-    "api_error": 500,
-    "timeout_error": 504,
-    "overloaded_error": 529,
-}
 _MAX_TOKENS = 4096
 _CACHED_TURNS = 2
 _SAMPLED = ("temperature", "top_p", "top_k")
 _JSON_ONLY = "Answer with one JSON value and nothing else."
 _LEFT_OUT = "(Earlier messages are left out.)"
+_LONG = "ephemeral_1h_input_tokens"
+_SYSTEM_ROLES = ("system", "developer")
+_DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w-]+=[^;,]*)*)(;base64)?,(.*)", re.DOTALL)
 
 
 def open_anthropic(remote: RemoteModel, key: str | None) -> Provider:
-    return AnthropicProvider(remote, required_key(remote, key, "ANTHROPIC_API_KEY"))
-
-
-_LONG = "ephemeral_1h_input_tokens"
+    return AnthropicProvider(remote, key)
 
 
 class AnthropicProvider:
-    def __init__(self, remote: RemoteModel, key: str) -> None:
+    def __init__(self, remote: RemoteModel, key: str | None) -> None:
         self._remote = remote
         self._service = Service.of(remote, "Anthropic", key)
-        timeout = httpx2.Timeout(READ_S, connect=CONNECT_S)
-        self._client = AsyncAnthropic(
-            api_key=key,
-            base_url=remote.base_url,
-            max_retries=0,
-            timeout=timeout,
-            # A conversation is only for the host that it was sent to, not for one that this host redirects to.
-            http_client=DefaultAsyncHttpxClient(timeout=timeout, follow_redirects=False),
-        )
+        self._client = anthropic.AsyncAnthropic(api_key=key, base_url=remote.base_url, **client_options(anthropic))
         self._kept: Keepsakes[list[Block]] = Keepsakes()
 
     async def answer(self, request: Request) -> Events:
         body = _request_body(request, self._remote, self._kept)
         reader = _AnswerReader(self._service, self._kept)
-        with self._translate_errors(reader):
-            async with await self._client.messages.create(**body, stream=True) as stream:
+        with self._service.translate_errors(anthropic):
+            stream = await self._client.messages.create(**body, stream=True)
+        with self._service.translate_errors(anthropic, is_reading=True):
+            async with stream:
                 async for item in stream:
                     for event in reader.read(item):
                         yield event
@@ -110,7 +82,7 @@ class AnthropicProvider:
             raise self._service.broke_off()
 
     async def about(self) -> RemoteAbout:
-        with self._translate_errors():
+        with self._service.translate_errors(anthropic):
             models = [model async for model in self._client.models.list(limit=1000)]
         used = next((model for model in models if model.id == self._remote.model), None)
         return RemoteAbout(tuple(model.id for model in models), used.max_input_tokens if used else None)
@@ -118,29 +90,11 @@ class AnthropicProvider:
     async def close(self) -> None:
         await self._client.close()
 
-    @contextmanager
-    def _translate_errors(self, reader: _AnswerReader | None = None) -> Iterator[None]:
-        # Without the cause: what the SDK's errors say may repeat the key.
-        try:
-            yield
-        except APIStatusError as error:
-            raise self._failure(error) from None
-        except (APIConnectionError, httpx2.HTTPError) as error:
-            has_begun = reader is not None and reader.has_begun
-            raise self._service.disconnected(error.__cause__ or error, has_begun=has_begun) from None
-        except (AnthropicError, ValueError) as error:
-            raise self._service.unreadable(error) from None
-
-    def _failure(self, error: APIStatusError) -> EmberkeepError:
-        status = error.status_code if error.status_code >= 400 else _STATUSES.get(error.type or "", 500)
-        return self._service.failure(status, error.api_message or "", retry_after(error.response.headers))
-
 
 class _AnswerReader:
     """One answer, from its first event to its last."""
 
     def __init__(self, service: Service, kept: Keepsakes[list[Block]]) -> None:
-        self.has_begun = False
         self.is_whole = False
         self._service = service
         self._kept = kept
@@ -152,7 +106,6 @@ class _AnswerReader:
         self._counts: Counter[str] = Counter()
 
     def read(self, item: Any) -> Iterator[Event]:
-        self.has_begun = True
         match item.type:
             case "message_start":
                 self._count(item.message.usage)
@@ -256,7 +209,7 @@ def _request_body(request: Request, remote: RemoteModel, kept: Keepsakes[list[Bl
         "stop_sequences": list(request.stop),
         "output_config": _output(request),
         "thinking": _thinking(request),
-        "metadata": _metadata(request.user),
+        "metadata": {"user_id": anonymous_id(request.user)} if request.user else None,
         # The SDK has no arguments for them any more; models that still take them are served.
         "extra_body": chosen_sampling(request.sampling, _SAMPLED),
     }
@@ -264,17 +217,23 @@ def _request_body(request: Request, remote: RemoteModel, kept: Keepsakes[list[Bl
 
 
 def _system(request: Request) -> list[Block]:
-    first = [message.content for message in split_system(request.messages)[0]]
+    texts = [message.content for message in request.messages[: _system_end(request.messages)]]
     wanted = json_format(request)
     if wanted is not None and wanted.schema is None:
-        first.append(_JSON_ONLY)
-    return [block for text in first for block in _text(text)]
+        texts.append(_JSON_ONLY)
+    return [block for text in texts for block in _text(text)]
+
+
+def _system_end(messages: Sequence[Message]) -> int:
+    """How many system messages the conversation begins with."""
+    others = (place for place, message in enumerate(messages) if message.role not in _SYSTEM_ROLES)
+    return next(others, len(messages))
 
 
 def _turns(messages: Sequence[Message], kept: Keepsakes[list[Block]]) -> list[Block]:
     """User and assistant by turns, the user first: neighbours of one role become one."""
     turns: list[Block] = []
-    for message in split_system(messages)[1]:
+    for message in messages[_system_end(messages) :]:
         role = "assistant" if message.role == "assistant" else "user"
         blocks = _blocks(message, kept)
         if turns and turns[-1]["role"] == role:
@@ -290,20 +249,19 @@ def _turns(messages: Sequence[Message], kept: Keepsakes[list[Block]]) -> list[Bl
 
 
 def _blocks(message: Message, kept: Keepsakes[list[Block]]) -> list[Block]:
+    images = [_image(image) for image in message.images]
     if message.role == "tool":
-        return [_result(message)]
+        content = [*_text(message.content), *images]
+        result = {"type": "tool_result", "tool_use_id": _id(message.tool_call_id or "")}
+        return [{**result, "content": content} if content else result]
     thought = kept.get(message.tool_calls[0].id) if message.tool_calls else None
     calls = [
-        {"type": "tool_use", "id": _id(call.id), "name": call.name, "input": arguments_of(call.arguments)}
+        {"type": "tool_use", "id": _id(call.id), "name": call.name, "input": _arguments(call.arguments)}
         for call in message.tool_calls
     ]
-    return [*(thought or ()), *_text(text_of(message)), *map(_image, message.images), *calls]
-
-
-def _result(message: Message) -> Block:
-    content = [*_text(message.content), *map(_image, message.images)]
-    result = {"type": "tool_result", "tool_use_id": _id(message.tool_call_id or "")}
-    return {**result, "content": content} if content else result
+    # What the system says later, only the user can say.
+    text = marked_system(message.content) if message.role in _SYSTEM_ROLES else message.content
+    return [*(thought or ()), *_text(text), *images, *calls]
 
 
 def _text(text: str) -> list[Block]:
@@ -312,10 +270,22 @@ def _text(text: str) -> list[Block]:
 
 
 def _image(image: Image) -> Block:
-    found = inline_image(image)
-    if found is None:
+    match = _DATA_URL.fullmatch(image.url)
+    if match is None:
         return {"type": "image", "source": {"type": "url", "url": image.url}}
-    return {"type": "image", "source": {"type": "base64", "media_type": found.media_type, "data": found.base64}}
+    media_type, _, is_base64, data = match.groups()
+    if not is_base64:
+        data = b64encode(unquote_to_bytes(data)).decode()
+    return {"type": "image", "source": {"type": "base64", "media_type": media_type or "image/png", "data": data}}
+
+
+def _arguments(text: str) -> Mapping[str, Json]:
+    """The arguments that a model wrote; what is no object is put into one."""
+    try:
+        value = json.loads(text or "{}", strict=False)
+    except (ValueError, RecursionError):
+        value = text
+    return value if isinstance(value, dict) else {"arguments": value}
 
 
 def _id(call_id: str) -> str:
@@ -331,11 +301,10 @@ def _tool(tool: Tool) -> Block:
 def _tool_choice(choice: ToolChoice, parallel: bool) -> Block:
     if choice.mode == "none":
         return {"type": "none"}
-    kinds = {"auto": "auto", "required": "any", "named": "tool"}
-    made: Block = {"type": kinds[choice.mode]}
+    block: Block = {"type": {"auto": "auto", "required": "any", "named": "tool"}[choice.mode]}
     if choice.name is not None:
-        made["name"] = choice.name
-    return made if parallel else {**made, "disable_parallel_tool_use": True}
+        block["name"] = choice.name
+    return block if parallel else {**block, "disable_parallel_tool_use": True}
 
 
 def _output(request: Request) -> Block | None:
@@ -344,7 +313,7 @@ def _output(request: Request) -> Block | None:
     if wanted is None or wanted.schema is None:
         return None
     try:
-        schema = transform_schema(dict(wanted.schema))
+        schema = anthropic.transform_schema(dict(wanted.schema))
     except ValueError as error:
         raise InvalidField(wanted.param, f"Anthropic cannot follow this schema ({error}).") from error
     return {"format": {"type": "json_schema", "schema": schema}}
@@ -358,18 +327,10 @@ def _thinking(request: Request) -> Block | None:
     return {"type": "adaptive", "display": "summarized"} if wanted else {"type": "disabled"}
 
 
-def _metadata(user: str) -> Block | None:
-    """An anonymous id of the user, as the vendor asks for it."""
-    return {"user_id": anonymous_id(user)} if user else None
-
-
 def _mark_cached(system: list[Block], tools: list[Block], turns: list[Block], ttl: Ttl | None) -> None:
     """Mark where cached prefixes end. The API allows four marks."""
     mark = {"type": "ephemeral"} if ttl in (None, Ttl.SHORT) else {"type": "ephemeral", "ttl": "1h"}
-    said = [turn["content"] for turn in turns if turn["role"] == "user"]
-    for block in _last_of([tools, system, *said[-_CACHED_TURNS:]]):
-        block["cache_control"] = mark
-
-
-def _last_of(lists: Iterable[list[Block]]) -> Iterable[Block]:
-    return (blocks[-1] for blocks in lists if blocks)
+    users = [turn["content"] for turn in turns if turn["role"] == "user"]
+    for blocks in (tools, system, *users[-_CACHED_TURNS:]):
+        if blocks:
+            blocks[-1]["cache_control"] = mark

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import asdict, astuple, replace
 from time import monotonic
@@ -39,6 +39,7 @@ from emberkeep.types.events import (
     Timings,
     ToolCallDelta,
     Usage,
+    merge_usage,
 )
 from emberkeep.types.request import Json, ReasoningFormat, Request
 from emberkeep.types.timeline import TimelineRecord
@@ -151,7 +152,7 @@ class RemoteBackend:
                     completed.append(event)
                 else:
                     yield _renumber(event, len(completed))
-        yield _merge_choices(completed)
+        yield merge_usage(completed, are_rounds=True)
 
     async def _choices(self, request: Request) -> Events:
         for _ in range(request.n):
@@ -323,25 +324,3 @@ def _renumber(event: Event, index: int) -> Event:
     if index and isinstance(event, (TextDelta, ReasoningDelta, ToolCallDelta, Finished)):
         return replace(event, index=index)
     return event
-
-
-def _merge_choices(completed: Sequence[Completed]) -> Completed:
-    """The prompt of the first, the tokens and the time of all."""
-    usage, timings = completed[0].usage, completed[0].timings
-    return replace(
-        completed[0],
-        usage=replace(
-            usage,
-            completion_tokens=sum(one.usage.completion_tokens for one in completed),
-            reasoning_tokens=sum(one.usage.reasoning_tokens for one in completed),
-            accepted_prediction_tokens=sum(one.usage.accepted_prediction_tokens for one in completed),
-            rejected_prediction_tokens=sum(one.usage.rejected_prediction_tokens for one in completed),
-        ),
-        timings=replace(
-            timings,
-            predicted_n=sum(one.timings.predicted_n for one in completed),
-            predicted_ms=sum(one.timings.predicted_ms for one in completed),
-            draft_n=sum(one.timings.draft_n for one in completed),
-            draft_n_accepted=sum(one.timings.draft_n_accepted for one in completed),
-        ),
-    )

@@ -6,14 +6,22 @@ A backend of your own is a factory of a `Provider`, registered as an entry point
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import fields
+from hashlib import sha256
+from typing import Generic, Protocol, TypeVar
 
-from emberkeep.errors import RemoteError
+from emberkeep.errors import InvalidField
 from emberkeep.types.events import Events
 from emberkeep.types.models import RemoteModel
-from emberkeep.types.request import Request
+from emberkeep.types.request import Json, JsonFormat, Request, Sampling
 from emberkeep.values import dataclass
+
+T = TypeVar("T")
+
+_USUAL = Sampling()
+_KEPT = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +53,45 @@ class Provider(Protocol):
 
 
 OpenProvider = Callable[[RemoteModel, str | None], Provider]
-"""With the key, where there is one. Does not connect. Raises RemoteRefused without a key that is needed, and
-ConfigError."""
+"""With the key, where there is one. Does not connect. Raises ConfigError."""
 
 
-async def first_model(provider: Provider, none_served: str) -> str:
-    """The name of the first model that is served. Raises RemoteError with `none_served`, and as `about`."""
-    served = (await provider.about()).models
-    if not served:
-        raise RemoteError(none_served)
-    return served[0]
+# ── what the vendors' wire formats share ──
+
+
+def chosen_sampling(sampling: Sampling, accepted: Collection[str]) -> dict[str, Json]:
+    """The fields that the user has chosen, of those that a vendor accepts: for the others it has defaults."""
+    values = {one.name: getattr(sampling, one.name) for one in fields(Sampling) if one.name in accepted}
+    return {name: value for name, value in values.items() if value != getattr(_USUAL, name)}
+
+
+def json_format(request: Request) -> JsonFormat | None:
+    """The JSON that the answer must be. Raises InvalidField for other formats: vendors have no others."""
+    wanted = request.format
+    if wanted is None or isinstance(wanted, JsonFormat):
+        return wanted
+    raise InvalidField(wanted.param, "needs a model that runs here: this one can be asked for JSON only.")
+
+
+def anonymous_id(user: str) -> str | None:
+    """A hash of the user's name: a vendor can tell users apart without learning their names."""
+    return sha256(user.encode()).hexdigest()[:32] if user else None
+
+
+class Keepsakes(Generic[T]):
+    """What a vendor wants back with the history and the client does not have, by tool call id; the latest ones."""
+
+    def __init__(self, most: int = _KEPT) -> None:
+        self._most = most
+        self._kept: OrderedDict[str, T] = OrderedDict()
+
+    def keep(self, call_id: str, value: T) -> None:
+        self._kept[call_id] = value
+        self._kept.move_to_end(call_id)
+        while len(self._kept) > self._most:
+            self._kept.popitem(last=False)
+
+    def get(self, call_id: str) -> T | None:
+        if call_id in self._kept:
+            self._kept.move_to_end(call_id)
+        return self._kept.get(call_id)

@@ -1,19 +1,20 @@
-"""A remote service: how it is reached, and its errors in our words."""
+"""A remote service: how its SDK reaches it, and its errors in our words."""
 
 from __future__ import annotations
 
 import logging
 import re
 import ssl
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import field
 from email.utils import parsedate_to_datetime
 from functools import cache
 from time import time
+from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
+import httpx2
 
 from emberkeep.errors import (
     EmberkeepError,
@@ -38,6 +39,29 @@ _TOO_LONG = re.compile(
     r"exceeds? (the )?(maximum|model)|(maximum|sum of) prompt length",
     re.IGNORECASE,
 )
+_WRONG_KEY = re.compile(r"(incorrect|invalid) api key|api key (not|is not) valid|API_KEY_INVALID", re.IGNORECASE)
+"""Some services call a request with a wrong key a bad one (400)."""
+_DELAY = re.compile(r"retryDelay\W+(\d+(?:\.\d+)?)s")
+"""Google's way to say when to come back."""
+# In the middle of a stream the status is 200 already, and only a word says what is wrong.
+_STATUSES = {
+    "invalid_request_error": 400,
+    "authentication_error": 401,
+    "billing_error": 402,
+    "permission_error": 403,
+    "not_found_error": 404,
+    "conflict_error": 409,
+    "context_length_exceeded": 413,
+    "exceed_context_size_error": 413,
+    "prompt_too_large": 413,
+    "request_too_large": 413,
+    "rate_limit_error": 429,
+    "api_error": 500,
+    "overloaded": 503,
+    "deadline": 504,
+    "timeout_error": 504,
+    "overloaded_error": 529,
+}
 _LONGEST = 300
 _BUSY = frozenset({408, 409, 425, 429})
 _REFUSED = frozenset({401, 402, 403})
@@ -64,16 +88,55 @@ class Service:
     def __str__(self) -> str:
         return f"{self.model} at {self.at}" if self.model else self.at
 
-    def failure(self, status: int, said: str, retry_after: float | None = None) -> EmberkeepError:
-        """The error that an HTTP status and what came with it mean."""
-        why = self.quoted(said)
-        if status in _REFUSED:
-            return RemoteRefused(f"{self} refused the key ({status}){why}: check what is in {self._variable}.")
+    @contextmanager
+    def translate_errors(self, sdk: Any, *, is_reading: bool = False) -> Iterator[None]:
+        """Raise our errors for those of `sdk`, which is `openai` or `anthropic`: both have the same tree.
+        `is_reading`: an answer has begun."""
+        # Without the cause: what the SDK's errors say may repeat the key.
+        try:
+            yield
+        except (sdk.APIConnectionError, httpx2.HTTPError) as error:
+            if is_reading:
+                raise self.broke_off() from None
+            raise self.unreachable(error.__cause__ or error) from None
+        except sdk.APIError as error:
+            raise self._sdk_failure(error) from None
+        except (
+            ValueError,
+            TypeError,
+            AttributeError,
+            LookupError,
+        ) as error:  # SDKs check little of what they read
+            raise self.unreadable(error) from None
+
+    def _sdk_failure(self, error: Any) -> EmberkeepError:
+        response, body = getattr(error, "response", None), error.body
+        while isinstance(body, list) and body:  # Google's
+            body = body[0]
+        if isinstance(body, Mapping):
+            body = body.get("error", body)
+        details: Mapping[str, Any] = body if isinstance(body, Mapping) else {"message": body}
+        message = details.get("message")
+        words = [str(details.get(name)) for name in ("code", "type")]
+        known = (_STATUSES.get(word) or int(word) for word in words if word in _STATUSES or word.isdecimal())
+        status, wait_s = next(known, 500), None
+        if response is not None and not response.is_success:
+            status = 413 if status == 413 else response.status_code
+            delay = _DELAY.search(str(body))
+            wait_s = float(delay[1]) if delay else retry_after(response.headers)
+        return self.failure(status, message if isinstance(message, str) else "", wait_s)
+
+    def failure(self, status: int, message: str, retry_after: float | None = None) -> EmberkeepError:
+        """The error that an HTTP status and the message that came with it mean."""
+        why = self.quoted(message)
+        if status in _REFUSED or (status == 400 and _WRONG_KEY.search(message)):
+            variable = self.key_env or "the variable that holds it"
+            return RemoteRefused(f"{self} refused the key ({status}){why}: check what is in {variable}.")
         if status == _LOOP:
             return RemoteLoop(f"{self} passes on what it is asked, and comes back to it: check its backends.")
         if status in _BUSY or status >= 500:
             return RemoteDown(f"{self} cannot answer now ({status}){why}: try again later.", retry_after)
-        if status == 413 or (status in (400, 422) and _TOO_LONG.search(said)):
+        if status == 413 or (status in (400, 422) and _TOO_LONG.search(message)):
             return RemoteFull(f"The conversation is too long for {self}{why}: send less.")
         if status == 404:
             return RemoteError(f"{self} is not there (404){why}: `emberkeep api test` lists what is.")
@@ -85,10 +148,6 @@ class Service:
         reason = self.quoted(str(error) or type(error).__name__)
         return RemoteDown(f"{self} cannot be reached{reason}: check its address and the network.")
 
-    def disconnected(self, error: BaseException, *, has_begun: bool) -> RemoteDown:
-        """`has_begun`: a part of the answer is there already."""
-        return self.broke_off() if has_begun else self.unreachable(error)
-
     def broke_off(self) -> RemoteDown:
         return RemoteDown(f"{self} broke off in the middle of its answer: try again.")
 
@@ -98,16 +157,12 @@ class Service:
     def declined(self, reason: str) -> RequestError:
         return RequestError(f"{self} declined to answer{self.quoted(reason)}: ask in another way.")
 
-    def quoted(self, said: str) -> str:
-        """In brackets, on one line, not too long, and never with the key, nor with what drives terminals. Nothing
-        where nothing was said."""
-        line = " ".join((said.replace(self.key, "***") if self.key else said).split()).rstrip(".")
+    def quoted(self, words: str) -> str:
+        """The words in brackets, on one line, cut, and never with the key, nor with what drives terminals. No
+        brackets for no words."""
+        line = " ".join((words.replace(self.key, "***") if self.key else words).split()).rstrip(".")
         line = "".join(filter(str.isprintable, line))
         return f" ({line[:_LONGEST]}{'…' if len(line) > _LONGEST else ''})" if line else ""
-
-    @property
-    def _variable(self) -> str:
-        return self.key_env or "the variable that holds it"
 
 
 @contextmanager
@@ -127,28 +182,29 @@ def translate_faults(name: str) -> Generator[None, None, None]:
         ) from error
 
 
-def required_key(remote: RemoteModel, key: str | None, usual_variable: str) -> str:
-    """Raises RemoteRefused where there is none."""
-    if key is None:
-        raise RemoteRefused(f"{remote.name} needs a key: set {remote.api_key_env or usual_variable}.")
-    return key
+def client_options(sdk: Any) -> dict[str, Any]:
+    """What both SDKs' clients are opened with."""
+    timeout = httpx2.Timeout(READ_S, connect=CONNECT_S)
+    # A conversation is only for the host that it was sent to, not for one that this host redirects to.
+    http = sdk.DefaultAsyncHttpxClient(verify=_ssl_context(), timeout=timeout, follow_redirects=False)
+    return {"max_retries": 0, "timeout": timeout, "http_client": http}
 
 
 @cache
-def ssl_context() -> ssl.SSLContext:
-    """As httpx itself would make it. Made once, because reading the certificates is slow."""
-    return httpx.create_ssl_context()
+def _ssl_context() -> ssl.SSLContext:
+    """Made once, because reading the certificates is slow."""
+    return httpx2.create_ssl_context()
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
     """Seconds, where a response's headers say them."""
     if (milliseconds := _number(headers.get("retry-after-ms"))) is not None:
         return milliseconds / 1e3
-    said = headers.get("retry-after")
-    if (seconds := _number(said)) is not None or said is None:
+    value = headers.get("retry-after")
+    if (seconds := _number(value)) is not None or value is None:
         return seconds
     try:
-        return max(0.0, parsedate_to_datetime(said).timestamp() - time())
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time())
     except ValueError:
         return None
 

@@ -1,89 +1,180 @@
-"""The known services, and the defaults of each: its SDK, its key, its address, its model."""
+"""The known services as rows of data: key, address, model, and how each differs from OpenAI's wire format."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import field, replace
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
+from urllib.parse import urlsplit
 
 from emberkeep.backend.remote.base import OpenProvider, Provider
 from emberkeep.errors import ConfigError, RemoteRefused
 from emberkeep.text import did_you_mean
 from emberkeep.types.models import RemoteModel
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 GROUP = "emberkeep.backends"
 """The group of entry points: the name is the vendor, the value an `OpenProvider`."""
 
+_NUCLEUS = frozenset({"temperature", "top_p"})
+_SEEDED = _NUCLEUS | {"frequency_penalty", "presence_penalty", "seed"}
+_BIASED = _SEEDED | {"logit_bias"}
+_CUT = _BIASED | {"top_k", "min_p", "repetition_penalty"}
+
 
 @dataclass(frozen=True, slots=True)
 class Vendor:
-    factory: str
-    """`module:function` of an `OpenProvider`, imported when it is used."""
-    package: str
-    """The SDK, as it is imported."""
-    key_env: str | None = None
-    """The variable that usually holds its key."""
-    needs_key: bool = False
+    title: str
+    """What messages call it, if it is at its own address."""
+    url: str = ""
+    """The API at its own address; empty: the server is the user's."""
+    key_envs: tuple[str, ...] = ()
+    """Variables that may hold its key, the usual one first. None: it needs no key."""
     model: str = ""
     """Empty: the first that is served."""
     context: int = 8192
     """Tokens, where neither the user nor the service says."""
     base_url: str | None = None
-    """None: the SDK's own, or there is no default."""
-    needs_url: bool = False
-    older_key_env: str | None = None
-    """The variable that held its key before, and is used where the usual one is not set."""
+    """The usual address of a user's server."""
+    package: str = "openai"
+    """The SDK, as it is imported."""
+    factory: str = "openai:open_openai"
+    """Module and function of the `OpenProvider`, imported when it is used."""
 
+    # How it speaks OpenAI's chat completions. Some refuse requests with fields that they do not know.
+    sampling: frozenset[str] = _BIASED
+    limit: str = "max_tokens"
+    """The field for the longest answer."""
+    user: str = ""
+    """The field for the user; empty: it has none."""
+    conversation: str = ""
+    """The field that prompts are cached by."""
+    conversation_header: str = ""
+    """The same as a header."""
+    thoughts: str = "reasoning_content"
+    """The field for thoughts within a turn, until the server has used another; empty: they are not sent back."""
+    thinking: Mapping[bool, Mapping[str, Json]] = field(default_factory=dict)
+    """The fields that turn thinking on and off."""
+    unsigned_call: Mapping[str, Json] = field(default_factory=dict)
+    """What stands in a call that another model made, instead of a signature."""
+    model_prefix: str = ""
+    """What its list writes before the names of models."""
+    is_peer: bool = False
+    """It may be another Emberkeep: it gets the user's name as it is, template arguments, hops and depth."""
+    has_developer: bool = False
+    """It has the role `developer`."""
+    has_prediction: bool = False
+    has_tool_choice: bool = True
+    has_parallel_calls: bool = True
+    """It can be asked for one call at a time; otherwise only the first call of an answer is passed on."""
+    has_ollama_api: bool = False
+    """It tells the context of a model at `/api/ps` and `/api/show`."""
 
-_HERE = "emberkeep.backend.remote"
 
 VENDORS: Mapping[str, Vendor] = {
-    "openai": Vendor(f"{_HERE}.openai:open_openai", "openai", "OPENAI_API_KEY", True, "gpt-6-sol", 128_000),
+    "openai": Vendor(
+        "OpenAI",
+        "https://api.openai.com/v1",
+        ("OPENAI_API_KEY",),
+        "gpt-6-sol",
+        128_000,
+        limit="max_completion_tokens",
+        user="safety_identifier",
+        conversation="prompt_cache_key",
+        thoughts="",
+        has_developer=True,
+        has_prediction=True,
+    ),
     "anthropic": Vendor(
-        f"{_HERE}.anthropic:open_anthropic", "anthropic", "ANTHROPIC_API_KEY", True, "claude-sonnet-5-5", 200_000
+        "Anthropic",
+        key_envs=("ANTHROPIC_API_KEY",),
+        model="claude-sonnet-5-5",
+        context=200_000,
+        package="anthropic",
+        factory="anthropic:open_anthropic",
     ),
     "gemini": Vendor(
-        f"{_HERE}.gemini:open_gemini",
-        "google.genai",
-        "GEMINI_API_KEY",
-        True,
+        "Google",
+        "https://generativelanguage.googleapis.com/v1beta/openai",
+        ("GEMINI_API_KEY", "GOOGLE_API_KEY"),
         "gemini-3.8-flash",
         1_048_576,
-        older_key_env="GOOGLE_API_KEY",
+        sampling=_NUCLEUS,
+        thoughts="",
+        thinking={
+            wanted: {"extra_body": {"google": {"thinking_config": config}}}
+            for wanted, config in ((True, {"include_thoughts": True}), (False, {"thinking_budget": 0}))
+        },
+        unsigned_call={"extra_content": {"google": {"thought_signature": "skip_thought_signature_validator"}}},
+        model_prefix="models/",
+        has_parallel_calls=False,
     ),
     "grok": Vendor(
-        f"{_HERE}.grok:open_grok",
-        "xai_sdk",
-        "XAI_API_KEY",
-        True,
+        "xAI",
+        "https://api.x.ai/v1",
+        ("XAI_API_KEY", "GROK_API_KEY"),
         "grok-4.6",
         131_072,
-        older_key_env="GROK_API_KEY",
+        sampling=_SEEDED,
+        limit="max_completion_tokens",
+        user="user",
+        conversation_header="x-grok-conv-id",
     ),
-    "ollama": Vendor(f"{_HERE}.ollama:open_ollama", "ollama", context=4096, base_url="http://127.0.0.1:11434"),
-    "trtllm": Vendor(f"{_HERE}.trtllm:open_trtllm", "openai", base_url="http://127.0.0.1:8000"),
-    "compatible": Vendor(f"{_HERE}.openai:open_openai", "openai", needs_url=True),
+    "ollama": Vendor(
+        "Ollama",
+        context=4096,
+        base_url="http://127.0.0.1:11434",
+        sampling=_SEEDED,
+        thoughts="reasoning",
+        thinking={True: {"reasoning_effort": "medium"}, False: {"reasoning_effort": "none"}},
+        is_peer=True,
+        has_tool_choice=False,
+        has_parallel_calls=False,
+        has_ollama_api=True,
+    ),
+    "trtllm": Vendor(
+        "TensorRT-LLM",
+        base_url="http://127.0.0.1:8000",
+        factory="trtllm:open_trtllm",
+        sampling=_CUT,
+        user="user",
+        is_peer=True,
+    ),
+    "compatible": Vendor("OpenAI", sampling=_CUT | {"typical_p"}, user="user", is_peer=True, has_prediction=True),
 }
+
+
+def vendor_of(remote: RemoteModel) -> Vendor:
+    """How a service speaks. By its address for `openai` and `compatible`, which users take for each other."""
+    if remote.backend not in ("openai", "compatible"):
+        return VENDORS[remote.backend]
+    host = urlsplit(remote.base_url or VENDORS[remote.backend].url).hostname or ""
+    return VENDORS["openai" if host == "openai.com" or host.endswith(".openai.com") else "compatible"]
+
+
+def api_url(remote: RemoteModel) -> str:
+    """Where the API is. An address without a path is that of a server, whose API is where the vendor's is."""
+    usual = VENDORS[remote.backend].url
+    url = (remote.base_url or usual).rstrip("/")
+    return url if urlsplit(url).path else url + (urlsplit(usual).path or "/v1")
 
 
 def open_provider(remote: RemoteModel, env: Mapping[str, str]) -> Provider:
     """Does not connect. Raises ConfigError, and RemoteRefused where a key is missing."""
     known = with_defaults(remote, env)
-    vendor = VENDORS.get(remote.backend)
-    if vendor is None:
-        return _load_entry_point(remote.backend)(known, _key(known, env))
     check_address(known)
     if not has_key(remote, env):
         raise RemoteRefused(f"{remote.name} needs a key: set the variable {known.api_key_env}.")
-    return _load(vendor)(known, _key(known, env))
+    return _load(remote.backend)(known, _value(env, known.api_key_env))
 
 
 def check_address(remote: RemoteModel) -> None:
     """Raises ConfigError where none is usual and none is given, and for an unknown vendor."""
-    if _vendor(remote.backend).needs_url and remote.base_url is None:
+    _vendor(remote.backend)
+    if remote.backend == "compatible" and remote.base_url is None:
         raise ConfigError(f"{remote.name} needs an address: give it a base_url (--base-url).")
 
 
@@ -91,8 +182,7 @@ def with_defaults(remote: RemoteModel, env: Mapping[str, str] = MappingProxyType
     """With the vendor's defaults for what the user left out; of the variables for its key, the one that is set in
     `env`. Raises ConfigError for an unknown vendor."""
     vendor = _vendor(remote.backend)
-    names = [name for name in (vendor.key_env, vendor.older_key_env) if name is not None]
-    in_use = next((name for name in names if _value(env, name)), vendor.key_env)
+    in_use = next((name for name in vendor.key_envs if _value(env, name)), next(iter(vendor.key_envs), None))
     return replace(
         remote,
         model=remote.model or vendor.model,
@@ -113,34 +203,33 @@ def vendor_names() -> list[str]:
 
 def has_key(remote: RemoteModel, env: Mapping[str, str]) -> bool:
     """Whether the key is there, or none is needed. Raises ConfigError for an unknown vendor."""
-    if not _vendor(remote.backend).needs_key and remote.api_key_env is None:
-        return True
-    return _key(with_defaults(remote, env), env) is not None
+    variable = with_defaults(remote, env).api_key_env
+    return variable is None or _value(env, variable) is not None
 
 
-def _key(remote: RemoteModel, env: Mapping[str, str]) -> str | None:
-    return _value(env, remote.api_key_env or "")
-
-
-def _value(env: Mapping[str, str], variable: str) -> str | None:
-    return env.get(variable, "").strip() or None
+def _value(env: Mapping[str, str], variable: str | None) -> str | None:
+    return env.get(variable or "", "").strip() or None
 
 
 def _vendor(backend: str) -> Vendor:
+    """Raises ConfigError for an unknown one."""
     if backend in VENDORS:
         return VENDORS[backend]
-    entry = _entries().get(backend)
-    if entry is None:
+    if backend not in _entries():
         hint = did_you_mean(backend, vendor_names(), f"use {', '.join(vendor_names())}.")
         raise ConfigError(f"There is no backend {backend!r}: {hint}")
-    return Vendor(entry.value, entry.module.partition(".")[0])
+    return Vendor(backend)
 
 
 def _entries() -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group=GROUP)}
 
 
-def _load(vendor: Vendor) -> OpenProvider:
+def _load(backend: str) -> OpenProvider:
+    """Raises ConfigError."""
+    if backend not in VENDORS:
+        return _load_entry_point(_entries()[backend])
+    vendor = VENDORS[backend]
     module, _, name = vendor.factory.partition(":")
     try:
         # Only the SDK may be missing: what else cannot be imported is a fault of ours.
@@ -149,18 +238,16 @@ def _load(vendor: Vendor) -> OpenProvider:
         raise ConfigError(
             f"The package {vendor.package} is not installed: pip install 'emberkeep[remote]'."
         ) from error
-    factory: OpenProvider = getattr(importlib.import_module(module), name)
+    factory: OpenProvider = getattr(importlib.import_module(f"{__package__}.{module}"), name)
     return factory
 
 
-def _load_entry_point(backend: str) -> OpenProvider:
-    """Of another package. Raises ConfigError."""
-    entry = _entries()[backend]
+def _load_entry_point(entry: EntryPoint) -> OpenProvider:
+    """Raises ConfigError."""
     try:
-        factory = entry.load()
+        factory: OpenProvider = entry.load()
     except Exception as error:
-        raise ConfigError(f"The backend {backend} ({entry.value}) cannot be loaded: {error}.") from error
+        raise ConfigError(f"The backend {entry.name} ({entry.value}) cannot be loaded: {error}.") from error
     if not callable(factory):
-        raise ConfigError(f"The backend {backend} ({entry.value}) is no function that opens a provider.")
-    opened: OpenProvider = factory
-    return opened
+        raise ConfigError(f"The backend {entry.name} ({entry.value}) is no function that opens a provider.")
+    return factory
