@@ -18,7 +18,7 @@ from emberkeep.bench.stage import Folder
 from emberkeep.chat.prompt import prompt_of_ids
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError
-from emberkeep.kv.chunk_files import ChunkFiles
+from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.policy import Keeping, Rate, Worth, worth
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import Chunk

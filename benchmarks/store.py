@@ -14,8 +14,8 @@ import numpy as np
 from emberkeep.bench.figures import Series, series
 from emberkeep.bench.report import BenchResult, Row, Table
 from emberkeep.bench.stage import Folder
-from emberkeep.kv.chunk_files import ChunkFiles
-from emberkeep.kv.chunkfile import Description
+from emberkeep.kv.disk.chunk_files import ChunkFiles
+from emberkeep.kv.disk.chunkfile import Description
 from emberkeep.kv.store import CHUNK_TOKENS, Budgets, KvStore
 from emberkeep.kv.tree import ROOT, Made, chunk_key
 from emberkeep.token_arrays import TokenArray

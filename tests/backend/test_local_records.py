@@ -8,7 +8,7 @@ from time import monotonic
 import pytest
 
 from emberkeep.backend.local import ForgottenUsers, RecentLookups
-from emberkeep.kv.forgotten import of_user
+from emberkeep.kv.disk.forgotten import of_user
 from emberkeep.types.events import Divergence, LookupRecord, MissReason
 from emberkeep.types.request import Request, private_namespace
 

@@ -17,7 +17,7 @@ from emberkeep.backend.local import LocalBackend
 from emberkeep.config.settings import Config
 from emberkeep.engine.base import KvUnit, Rows
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.kv.remote_link import RemoteSettings
+from emberkeep.kv.remote.link import RemoteSettings
 from emberkeep.types.events import Completed, LookupRecord, Source
 from emberkeep.types.request import Message, Request, Sampling, private_namespace
 from helpers.events import end_of, read_events, text_of

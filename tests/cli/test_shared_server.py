@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from emberkeep.cli.doctor import CHECKS, Level
 from emberkeep.cli.main import app
 from emberkeep.config.settings import Config
 from emberkeep.errors import ConfigError, StoreFailed
-from emberkeep.kv.chunk_files import ChunkFiles
-from emberkeep.kv.remote_link import RemoteLink
+from emberkeep.kv.disk.chunk_files import ChunkFiles
+from emberkeep.kv.remote.link import RemoteLink
+from emberkeep.kv.remote.tier import RemoteTier
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.types.request import private_namespace
 from helpers.kv_building import FINGERPRINT, LONG, put
@@ -31,7 +33,9 @@ def data(tmp_path: Path, server: ValkeyServer) -> Path:
     """A folder with state of two users, which is shared."""
     files = ChunkFiles(tmp_path / "data" / "kv", FINGERPRINT)
     link = RemoteLink(server.settings())
-    store = KvStore(FINGERPRINT, Budgets(1 << 30, 1 << 30), files, link=link, about={"model": "harbour"})
+    store = KvStore(
+        FINGERPRINT, Budgets(1 << 30, 1 << 30), files, shared=partial(RemoteTier, link), about={"model": "harbour"}
+    )
     for user in ("alice", "bob"):
         put(store, LONG, namespace=private_namespace(user))
     store.flush()

@@ -22,7 +22,7 @@ from emberkeep.bench.cluster_model import Machine, Outcome, RemoteSettings, simu
 from emberkeep.bench.trace_file import BLOCK, Visit
 from emberkeep.cli.cache_stores import closed_folders, open_stores
 from emberkeep.config.settings import Config
-from emberkeep.kv.remote_link import RemoteLink
+from emberkeep.kv.remote.link import RemoteLink
 from emberkeep.routing import new_routing
 from emberkeep.server.presence import announce
 from emberkeep.types.models import RemoteModel

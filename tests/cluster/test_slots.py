@@ -10,7 +10,7 @@ import pytest
 from emberkeep.cluster.slots import config_of_replica, forget_rest, take_slot
 from emberkeep.config.settings import Config, ttls
 from emberkeep.errors import StoreFailed
-from emberkeep.kv.chunk_files import ChunkFiles
+from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.library.stores import ClosedStore, store_folders
 from emberkeep.memory.memory import Memory

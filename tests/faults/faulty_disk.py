@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from emberkeep.kv import index
+from emberkeep.kv.disk import index
 
 _BY_PATH = ("open", "rename", "replace", "unlink", "mkdir", "rmdir", "stat", "lstat", "scandir", "listdir")
 _BY_DESCRIPTOR = ("read", "pread", "preadv", "write", "fsync", "fstat")

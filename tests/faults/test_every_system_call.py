@@ -30,8 +30,8 @@ CROWD = [Canary(number) for number in range(10, 22)]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda _: None)
-    monkeypatch.setattr("emberkeep.kv.transfers._PAUSE_S", 0.02)
-    monkeypatch.setattr("emberkeep.kv.disk_tier._RETRY_S", 0.0)
+    monkeypatch.setattr("emberkeep.kv.disk.transfers._PAUSE_S", 0.02)
+    monkeypatch.setattr("emberkeep.kv.disk.tier._RETRY_S", 0.0)
 
 
 def filled(folder: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from emberkeep.errors import StoreFailed
-from emberkeep.kv import chunkfile
+from emberkeep.kv.disk import chunkfile
 from emberkeep.kv.store import KvStore
 from emberkeep.types.request import Lineage
 from helpers.canaries import TOKENS, Canary, found_in
@@ -384,7 +384,7 @@ class History:
 def test_whatever_happened_before_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    monkeypatch.setattr("emberkeep.kv.transfers._PAUSE_S", 0.01)
+    monkeypatch.setattr("emberkeep.kv.disk.transfers._PAUSE_S", 0.01)
     history = History(tmp_path, seed(number), monkeypatch)
     for _ in range(STEPS):
         history.step()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from emberkeep.kv import index
+from emberkeep.kv.disk import index
 from emberkeep.kv.entries import Ghosts
 from emberkeep.kv.store import KvStore
 from emberkeep.types.cache import EntryKind, Label
@@ -36,12 +36,12 @@ INDEX = 8 << 20
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda _: None)
-    monkeypatch.setattr("emberkeep.kv.transfers._PAUSE_S", 0.001)
-    monkeypatch.setattr("emberkeep.kv.transfers._LOOK_AGAIN", REMEMBERED)
+    monkeypatch.setattr("emberkeep.kv.disk.transfers._PAUSE_S", 0.001)
+    monkeypatch.setattr("emberkeep.kv.disk.transfers._LOOK_AGAIN", REMEMBERED)
     monkeypatch.setattr("emberkeep.kv.entries.MOST_ENTRIES", REMEMBERED)
     monkeypatch.setattr("emberkeep.kv.entries.CHANGES_LIMIT", REMEMBERED)
-    monkeypatch.setattr("emberkeep.kv.index.GHOST_LIMIT", REMEMBERED)
-    monkeypatch.setattr("emberkeep.kv.index._MOST_UNTOLD", REMEMBERED)
+    monkeypatch.setattr("emberkeep.kv.disk.index.GHOST_LIMIT", REMEMBERED)
+    monkeypatch.setattr("emberkeep.kv.disk.index._MOST_UNTOLD", REMEMBERED)
     monkeypatch.setattr("emberkeep.kv.entries.Ghosts", lambda: Ghosts(REMEMBERED))
 
 

@@ -15,7 +15,7 @@ from emberkeep.backend.embedding_backend import EmbeddingBackend
 from emberkeep.backend.vector_cache import VectorCache
 from emberkeep.engine.embedding import EmbeddingCapabilities, Framing, TokenInput, Vectors
 from emberkeep.errors import EngineError
-from emberkeep.kv.vector_file import VectorFile
+from emberkeep.kv.disk.vector_file import VectorFile
 from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.types.embedding import Pooling
 

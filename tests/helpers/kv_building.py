@@ -10,9 +10,9 @@ import numpy as np
 
 from emberkeep.engine.base import Rows
 from emberkeep.engine.fake import FakeEngine, FakeVocab
-from emberkeep.kv.chunk_files import ChunkFiles
+from emberkeep.kv.disk.chunk_files import ChunkFiles
+from emberkeep.kv.disk.transfers import FetchState
 from emberkeep.kv.store import CHUNK_TOKENS, Budgets, KvStore
-from emberkeep.kv.transfers import FetchState
 from emberkeep.kv.tree import Chunk, Cursor, Made, Span
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.request import Lineage

@@ -16,7 +16,7 @@ from emberkeep.chat.seams import SeamedText
 from emberkeep.engine.base import Engine, Rows
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError
-from emberkeep.kv.chunk_files import ChunkFiles
+from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.policy import Rate
 from emberkeep.kv.store import CHUNK_TOKENS, Budgets, KvStore
 from emberkeep.sched.draft_model import LoadedDraft

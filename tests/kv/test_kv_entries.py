@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from emberkeep.kv.chunk_files import ChunkFiles
+from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.policy import Keeping, StoreClock
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.types.cache import EntryKind, Label

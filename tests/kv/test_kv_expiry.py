@@ -12,13 +12,13 @@ import apsw
 import numpy as np
 import pytest
 
-from emberkeep.kv.chunk_files import ChunkFiles
+from emberkeep.kv.disk.chunk_files import ChunkFiles
+from emberkeep.kv.disk.index import Index
+from emberkeep.kv.disk.unused_stores import UnusedStores
 from emberkeep.kv.entries import Entry, Tail
-from emberkeep.kv.index import Index
 from emberkeep.kv.policy import Keeping, StoreClock
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import ChunkKey
-from emberkeep.kv.unused_stores import UnusedStores
 from emberkeep.types.cache import EntryKind, Label
 from emberkeep.types.events import MissReason
 from emberkeep.types.request import Lineage, Ttl
@@ -489,7 +489,7 @@ def test_a_disk_that_refuses_is_asked_again(
     store.flush()
     time.pass_(SHORT_S)
     with monkeypatch.context() as broken:
-        broken.setattr("emberkeep.kv.chunk_files.delete", no_space)
+        broken.setattr("emberkeep.kv.disk.chunk_files.delete", no_space)
         store.sweep()
         assert "still on disk" in caplog.text
         assert load(store, ANN.tokens, namespace=ANN.namespace) == 0
@@ -541,7 +541,7 @@ def test_a_store_in_which_nothing_can_have_expired_is_not_opened(
     unused.sweep()
     opening: list[bytes] = []
     monkeypatch.setattr(
-        "emberkeep.kv.unused_stores.ChunkFiles", lambda root, fingerprint: opening.append(fingerprint)
+        "emberkeep.kv.disk.unused_stores.ChunkFiles", lambda root, fingerprint: opening.append(fingerprint)
     )
     unused.sweep()
     assert opening == []
@@ -559,7 +559,7 @@ def test_a_store_that_cannot_be_read_just_now_stays(
     unused = UnusedStores(tmp_path, Keeping(expire=True), time)
     time.seconds = 1e12
     with monkeypatch.context() as broken:
-        broken.setattr("emberkeep.kv.unused_stores.ChunkFiles", no_space)
+        broken.setattr("emberkeep.kv.disk.unused_stores.ChunkFiles", no_space)
         unused.sweep()
     assert "No space left" in caplog.text
     assert found_in(tmp_path, ANN)

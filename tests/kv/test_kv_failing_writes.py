@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from emberkeep.kv.forgotten import of_user
+from emberkeep.kv.disk.forgotten import of_user
 from helpers.kv_building import (
     CHUNK_BYTES,
     LONG,
@@ -28,7 +28,7 @@ def test_serving_goes_on_when_the_disk_refuses(store, monkeypatch, error):
         raise error
 
     with monkeypatch.context() as broken:
-        broken.setattr("emberkeep.kv.chunkfile.write", refuse)
+        broken.setattr("emberkeep.kv.disk.chunkfile.write", refuse)
         put(store, LONG)
         store.flush()
         assert load(store, LONG) == 1000
@@ -40,7 +40,7 @@ def test_serving_goes_on_when_the_disk_refuses(store, monkeypatch, error):
 def test_refused_chunks_are_written_when_the_disk_is_well_again(tmp_path, monkeypatch):
     store = new_store(tmp_path)
     with monkeypatch.context() as broken:
-        broken.setattr("emberkeep.kv.chunkfile.write", no_space)
+        broken.setattr("emberkeep.kv.disk.chunkfile.write", no_space)
         put(store, LONG[:500])
         store.flush()
     put(store, LONG)
@@ -50,7 +50,7 @@ def test_refused_chunks_are_written_when_the_disk_is_well_again(tmp_path, monkey
 
 
 def test_a_broken_disk_does_not_make_the_queue_grow(tmp_path, monkeypatch):
-    monkeypatch.setattr("emberkeep.kv.chunkfile.write", no_space)
+    monkeypatch.setattr("emberkeep.kv.disk.chunkfile.write", no_space)
     store = new_store(tmp_path, warm=4 * CHUNK_BYTES)
     for seed in range(20):
         put(store, prompt(300, seed=seed))
@@ -83,7 +83,7 @@ def test_an_index_that_cannot_be_written_does_not_stop_the_writer(tmp_path, monk
 
 
 def test_a_write_that_loses_its_race_with_eviction_leaves_no_file(tmp_path, monkeypatch):
-    from emberkeep.kv import chunkfile
+    from emberkeep.kv.disk import chunkfile
 
     store, real = new_store(tmp_path), chunkfile.write
 
@@ -92,7 +92,7 @@ def test_a_write_that_loses_its_race_with_eviction_leaves_no_file(tmp_path, monk
         return real(path, *rest)
 
     with monkeypatch.context() as racing:
-        racing.setattr("emberkeep.kv.chunkfile.write", forgotten_meanwhile)
+        racing.setattr("emberkeep.kv.disk.chunkfile.write", forgotten_meanwhile)
         put(store, LONG[:128])
         store.flush()
     assert chunk_files(tmp_path) == []

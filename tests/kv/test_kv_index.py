@@ -6,9 +6,9 @@ import apsw
 import numpy as np
 import pytest
 
-from emberkeep.kv.chunkfile import Description
+from emberkeep.kv.disk.chunkfile import Description
+from emberkeep.kv.disk.index import ChunkRow, Index, Unreadable
 from emberkeep.kv.entries import Uses
-from emberkeep.kv.index import ChunkRow, Index, Unreadable
 from helpers.kv_building import FINGERPRINT, chunk_files, load, new_store, prompt, put
 
 TOKENS = prompt(300)
@@ -132,7 +132,7 @@ def test_an_index_that_lies_is_not_believed(folder, lie):
 
 
 def test_a_locked_database_is_an_error_and_is_not_thrown_away(folder, monkeypatch):
-    monkeypatch.setattr("emberkeep.kv.index._BUSY_MS", 1)
+    monkeypatch.setattr("emberkeep.kv.disk.index._BUSY_MS", 1)
     holder = apsw.Connection(str(database(folder)))
     holder.pragma("journal_mode", "delete")
     holder.execute("BEGIN EXCLUSIVE")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from emberkeep.kv.transfers import FetchState
+from emberkeep.kv.disk.transfers import FetchState
 from emberkeep.types.request import EXACT
 from helpers.kv_building import (
     LONG,
@@ -72,7 +72,7 @@ def test_a_tail_stays_when_what_supersedes_it_is_lost_before_it_is_written(tmp_p
     put(store, LONG[:50])
     store.flush()
     with monkeypatch.context() as broken:
-        broken.setattr("emberkeep.kv.chunkfile.write", no_space)
+        broken.setattr("emberkeep.kv.disk.chunkfile.write", no_space)
         longer = put(store, LONG[:128])
         store.flush()
     store._ledger.drop(longer.chunk, None)  # as if RAM had run short
@@ -88,7 +88,7 @@ def test_a_tail_that_is_built_on_while_its_successor_is_written_stays(tmp_path, 
     tail = put(store, LONG[:50])
     store.flush()
     with monkeypatch.context() as broken:
-        broken.setattr("emberkeep.kv.chunkfile.write", no_space)
+        broken.setattr("emberkeep.kv.disk.chunkfile.write", no_space)
         put(store, LONG[:128])
         store.flush()
     part = prompt(20, seed=3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emberkeep.kv.transfers import FetchState
+from emberkeep.kv.disk.transfers import FetchState
 from emberkeep.types.request import EXACT
 from helpers.kv_building import (
     LONG,

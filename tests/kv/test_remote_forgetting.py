@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from socketserver import StreamRequestHandler, ThreadingTCPServer
 
 import pytest
 from valkey.client import Pipeline
 
-from emberkeep.kv.chunk_files import ChunkFiles
-from emberkeep.kv.remote_link import FORGOTTEN, RemoteLink, RemoteSettings, Unreachable
+from emberkeep.kv.disk.chunk_files import ChunkFiles
+from emberkeep.kv.remote.link import FORGOTTEN, RemoteLink, RemoteSettings, Unreachable
+from emberkeep.kv.remote.tier import RemoteTier
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import EntryKind, Label
@@ -35,7 +37,9 @@ class Hosts:
     def new(self, folder: Path | None = None) -> tuple[KvStore, RemoteLink]:
         link = RemoteLink(self.server.settings())
         files = ChunkFiles(folder, FINGERPRINT) if folder else None
-        store = KvStore(FINGERPRINT, Budgets(PLENTY, PLENTY if folder else 0), files, link=link)
+        store = KvStore(
+            FINGERPRINT, Budgets(PLENTY, PLENTY if folder else 0), files, shared=partial(RemoteTier, link)
+        )
         self._opened.callback(store.close)
         return store, link
 
@@ -130,7 +134,7 @@ def test_nothing_is_written_while_the_disk_does_not_let_go(
     def refuse(*_: object) -> int:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("emberkeep.kv.disk_tier.DiskTier.forget", refuse)
+    monkeypatch.setattr("emberkeep.kv.disk.tier.DiskTier.forget", refuse)
     link.breaker.mend()
     store.flush()
     for user in users:
@@ -157,7 +161,7 @@ def test_a_server_that_is_full_forgets(hosts: Hosts) -> None:
 def test_what_was_removed_while_nothing_could_be_written_is_removed_later(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emberkeep.kv.remote_writer._PAUSE_S", 0.2)
+    monkeypatch.setattr("emberkeep.kv.remote.writer._PAUSE_S", 0.2)
     store, _ = hosts.new()
     entry = store.turn_ended(KEPT, put(store, LONG))
     store.flush()

@@ -21,9 +21,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from emberkeep.errors import ConfigError
-from emberkeep.kv.chunkfile import Damaged
-from emberkeep.kv.remote_link import Breaker, KeySeal, OpenSeal, RemoteLink, RemoteSettings, Unreachable
-from emberkeep.kv.remote_socket import Allowance, BoundedSocket
+from emberkeep.kv.disk.chunkfile import Damaged
+from emberkeep.kv.remote.link import Breaker, KeySeal, OpenSeal, RemoteLink, RemoteSettings, Unreachable
+from emberkeep.kv.remote.socket import Allowance, BoundedSocket
 from helpers.faulty_proxy import faulty_proxy
 from helpers.valkey_server import ValkeyServer, running_valkey
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
 
-from emberkeep.kv.remote_link import RemoteLink
+from emberkeep.kv.remote.link import RemoteLink
+from emberkeep.kv.remote.tier import RemoteTier
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import EntryKind, Label
@@ -35,7 +37,7 @@ def empty(server: ValkeyServer) -> None:
 def host(server: ValkeyServer, *, fingerprint: bytes = FINGERPRINT, **settings: object) -> Iterator[KvStore]:
     """A store of its own, in RAM."""
     link = RemoteLink(server.settings(**settings))
-    store = KvStore(fingerprint, Budgets(PLENTY), link=link)
+    store = KvStore(fingerprint, Budgets(PLENTY), shared=partial(RemoteTier, link))
     try:
         yield store
     finally:

@@ -7,7 +7,7 @@ from pathlib import Path
 import apsw
 import pytest
 
-from emberkeep.kv.vector_file import VectorFile
+from emberkeep.kv.disk.vector_file import VectorFile
 
 SIZE = 4096
 
@@ -45,7 +45,7 @@ def test_what_is_known_stays_as_it_is(path: Path) -> None:
 def test_the_longest_unused_go_where_there_is_no_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     day = 100_000
     clock = iter(range(day, 1000 * day, day))
-    monkeypatch.setattr("emberkeep.kv.vector_file.time.time", lambda: next(clock))
+    monkeypatch.setattr("emberkeep.kv.disk.vector_file.time.time", lambda: next(clock))
     file = VectorFile(path, 64 * SIZE)
     for number in range(100):
         file.add({key(number): bytes(SIZE // 2)})

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from emberkeep.config.settings import Config
-from emberkeep.kv.chunk_files import INDEX
-from emberkeep.kv.forgotten import RECORD
+from emberkeep.kv.disk.chunk_files import INDEX
+from emberkeep.kv.disk.forgotten import RECORD
 from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import store_name
 from emberkeep.runtime import parts

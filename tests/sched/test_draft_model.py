@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from emberkeep.chat.prompt import Splice
 from emberkeep.engine.base import Engine, KvUnit
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.kv.forgotten import of_user
+from emberkeep.kv.disk.forgotten import of_user
 from emberkeep.sched.draft_model import SliceTimes
 from emberkeep.sched.model_drafts import ModelDrafts, _Plan
 from emberkeep.sched.sampling import Sampler

@@ -10,7 +10,7 @@ from dataclasses import replace
 from emberkeep.backend.verify import Verifier
 from emberkeep.chat.prompt import Prompt, PromptBuilder
 from emberkeep.errors import NoSuchEntry
-from emberkeep.kv.forgotten import of_user
+from emberkeep.kv.disk.forgotten import of_user
 from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import Cursor, Peek, tokens_to
 from emberkeep.sched.reuse import Reuse

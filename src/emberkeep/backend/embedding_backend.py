@@ -10,7 +10,7 @@ from emberkeep.backend.base import NO_ARGS, ModelCard
 from emberkeep.backend.embedder import LocalEmbedder
 from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.errors import EmberkeepError, InvalidField, NoSuchEntry, RequestError
-from emberkeep.kv.forgotten import of_user
+from emberkeep.kv.disk.forgotten import of_user
 from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.types.cache import CacheEntry, CacheTree, EntryText, Explanation, Removed, Verified
 from emberkeep.types.events import Events

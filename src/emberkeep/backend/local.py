@@ -53,7 +53,7 @@ from emberkeep.errors import (
     RequestError,
     TooLarge,
 )
-from emberkeep.kv.remote_lookup import Arrival
+from emberkeep.kv.shared_tier import Arrival
 from emberkeep.kv.store import KvStore
 from emberkeep.memory.memory import Memory
 from emberkeep.sched.admission import Admission

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from emberkeep.engine.embedding import TokenInput
-from emberkeep.kv.vector_file import VectorFile
+from emberkeep.kv.disk.vector_file import VectorFile
 from emberkeep.types.cache import Removed
 from emberkeep.types.embedding import Vector
 from emberkeep.values import dataclass

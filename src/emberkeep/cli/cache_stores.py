@@ -25,7 +25,7 @@ from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
-    from emberkeep.kv.remote_link import RemoteLink
+    from emberkeep.kv.remote.link import RemoteLink
 
 
 class Store(Protocol):

@@ -8,8 +8,8 @@ from emberkeep.cli.cache_stores import closed_folders, open_link, served_stores
 from emberkeep.config.kinds import public_url, readable_size
 from emberkeep.config.settings import Config, ttls
 from emberkeep.errors import ConfigError, StoreFailed
-from emberkeep.kv.remote_link import RemoteLink, Unreachable
-from emberkeep.kv.remote_listing import holdings
+from emberkeep.kv.remote.link import RemoteLink, Unreachable
+from emberkeep.kv.remote.listing import holdings
 from emberkeep.library.stores import ClosedStore
 from emberkeep.values import dataclass
 

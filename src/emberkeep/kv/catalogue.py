@@ -7,11 +7,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from emberkeep.errors import StoreFailed
+from emberkeep.kv.disk.forgotten import Whose, of_user
 from emberkeep.kv.entries import Entry, EntryId, latest_tail, nameless
-from emberkeep.kv.forgotten import Whose, of_user
 from emberkeep.kv.ledger import Ledger, Transact
 from emberkeep.kv.outline import outline
-from emberkeep.kv.remote_writer import StillElsewhere
+from emberkeep.kv.remote.writer import StillElsewhere
 from emberkeep.kv.runs import Runs, gently
 from emberkeep.kv.tree import Chunk, ChunkKey, Cursor
 from emberkeep.token_arrays import TokenArray

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Sequence
 
-from emberkeep.kv.disk_tier import DiskTier
+from emberkeep.kv.disk.tier import DiskTier
 from emberkeep.kv.entries import Entry, EntryId, latest_tail
 from emberkeep.kv.ledger import Ledger, Transact
 from emberkeep.kv.tree import Chunk, ChunkKey, held_at

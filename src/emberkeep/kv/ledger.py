@@ -12,8 +12,8 @@ from heapq import heapify, heappop, heappush
 from typing import Any, Protocol, TypeVar
 
 from emberkeep.kv.content import ContentIndex
+from emberkeep.kv.disk.index import ChunkRow, LaterUses
 from emberkeep.kv.entries import Entries, Entry, UnsavedChanges, Uses, ghost_of
-from emberkeep.kv.index import ChunkRow, LaterUses
 from emberkeep.kv.policy import LOW_WATER, Keeping, Rhythm, StoreClock, StoreCounters, WriteBudget, worth_writing
 from emberkeep.kv.ram_tier import RamTier, Tally
 from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, RadixTree, held_at, sibling_with

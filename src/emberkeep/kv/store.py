@@ -13,25 +13,24 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from math import inf
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from emberkeep.kv.catalogue import Catalogue
-from emberkeep.kv.chunk_files import ChunkFiles
 from emberkeep.kv.content import Moved, to_pieces
-from emberkeep.kv.corpus import TokenCorpus
-from emberkeep.kv.disk_tier import DiskSettings, DiskTier, Forgetter
+from emberkeep.kv.disk.chunk_files import ChunkFiles
+from emberkeep.kv.disk.forgotten import Whose, of_user
+from emberkeep.kv.disk.tier import DiskSettings, DiskTier, Forgetter
+from emberkeep.kv.disk.transfers import Fetch, Fetched, FetchState
+from emberkeep.kv.drafts.corpus import TokenCorpus
 from emberkeep.kv.entries import Entry
 from emberkeep.kv.expiry import Expiry
-from emberkeep.kv.forgotten import Whose, of_user
 from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.policy import CostModel, Keeping, Saved, StoreClock, StoreCounters, WriteBudget
-from emberkeep.kv.remote_link import RemoteLink
-from emberkeep.kv.remote_lookup import Arrival
-from emberkeep.kv.remote_tier import RemoteTier
+from emberkeep.kv.shared_tier import Arrival, NotShared, SharedTier
 from emberkeep.kv.text_walk import Replayed, chunks_along, stored_ids
-from emberkeep.kv.transfers import Fetch, Fetched, FetchState
 from emberkeep.kv.tree import (
     Chunk,
     ChunkKey,
@@ -82,7 +81,7 @@ class KvStore:
         budgets: Budgets,
         files: ChunkFiles | None = None,
         *,
-        link: RemoteLink | None = None,
+        shared: Callable[[KvStore, int, Path | None], SharedTier] | None = None,
         keeping: Keeping | None = None,
         chunk_tokens: int = CHUNK_TOKENS,
         about: Mapping[str, Any] | None = None,
@@ -90,8 +89,9 @@ class KvStore:
         beside: Callable[[], None] | None = None,
     ) -> None:
         """`chunk_tokens`: of what is stored from now on; what is there already is found whatever it has. `about`
-        is written into the store's folder, for people and tools that come without the model. `link`: to a server
-        that other hosts share; it belongs to the store from now on. `beside`: what else a sweep does."""
+        is written into the store's folder, for people and tools that come without the model. `shared` opens the
+        tier that other hosts share, for this store, of so many bytes a prompt, with notes in that folder; the tier
+        belongs to the store. `beside`: what else a sweep does."""
         self.fingerprint = fingerprint
         self.costs = CostModel()
         self.counters = StoreCounters()
@@ -116,11 +116,9 @@ class KvStore:
         self._expiry = Expiry(self.transact, self._disk) if self.keeping.expire else None
         if self._expiry:
             self._expiry.sweep()  # before anything is served
-        self._remote: RemoteTier | None = None
-        if link is not None:
-            folder = self._disk.files.folder if self._disk else None
-            self._remote = RemoteTier(link, self, budgets.ram // 2, folder)
-        self.catalogue = Catalogue(self.transact, self._remove_files, self._remove_elsewhere, self._forget)
+        folder = self._disk.files.folder if self._disk else None
+        self._shared: SharedTier = shared(self, budgets.ram // 2, folder) if shared else NotShared()
+        self.catalogue = Catalogue(self.transact, self._remove_files, self._shared.remove, self._forget)
 
     def read_into(self, allocate: Callable[[int], memoryview | None]) -> None:
         """From now on payloads are read from disk into memory that `allocate` gives, where it gives any."""
@@ -163,12 +161,12 @@ class KvStore:
     @property
     def shares_more(self) -> bool:
         """Whether it would reach other hosts now."""
-        return self._remote is not None and self._remote.takes_more
+        return self._shared.takes_more
 
     @property
     def is_shared(self) -> bool:
         """Other hosts reuse what is stored here: chunks should lie where they cut them, too."""
-        return self._remote is not None
+        return self._shared.is_shared
 
     def transact(self, change: Callable[[Ledger], T]) -> T:
         """Run `change` with the store's lock held. It must be short, and must not block."""
@@ -344,19 +342,16 @@ class KvStore:
 
     def prefetch(self, lineage: Lineage, tokens: TokenArray) -> None:
         """Begin to fetch what other hosts have computed of a prompt whose first tokens these are. Never blocks."""
-        if self._remote is not None:
-            self._remote.prefetch(lineage, tokens)
+        self._shared.prefetch(lineage, tokens)
 
     def bring_in(self, lineage: Lineage, tokens: TokenArray, *, snapshots: bool) -> Arrival | None:
         """Fetch what other hosts have computed of a prompt, if that is cheaper than to evaluate it: a lookup finds
         it when it has arrived. None where nothing is to be had. Never blocks."""
-        remote = self._remote if self._fits_engine else None
-        return remote.bring_in(lineage, tokens, snapshots=snapshots) if remote else None
+        return self._shared.bring_in(lineage, tokens, snapshots=snapshots) if self._fits_engine else None
 
     def was_late(self, arrival: Arrival) -> None:
         """A request has given up waiting for it."""
-        if self._remote is not None:
-            self._remote.was_late(arrival)
+        self._shared.was_late(arrival)
 
     def fetch(self, chunk: Chunk, notify: Callable[[], None]) -> Fetch:
         """Bring a pinned chunk's payload into RAM; `notify` is called once, from any thread, when it is there.
@@ -446,8 +441,7 @@ class KvStore:
                 self._ledger.supersede(replaced)
         if self._disk:
             self._disk.store(chunk, replaced)
-        if self._remote:
-            self._remote.offer([chunk])
+        self._shared.offer([chunk])
         return cursor.moved(chunk, len(tokens))
 
     def share(
@@ -455,12 +449,12 @@ class KvStore:
     ) -> None:
         """Let other hosts have a chunk that is not kept here as it is: the block around a place where
         conversations part."""
-        if self._remote is None or not self._fits_engine:
+        if not (self._shared.is_shared and self._fits_engine):
             return
         chunk = new_chunk(self.fingerprint, cursor, np.array(tokens, np.int32), len(payload), made)
         chunk.sampled, chunk.payload = tuple(sampled), payload
         chunk.expires = self.transact(lambda ledger: ledger.wanted_until(Ttl.LONG))
-        self._remote.offer_loose(chunk)
+        self._shared.offer_loose(chunk)
 
     def has_snapshot(self, cursor: Cursor) -> bool:
         with self._lock:
@@ -477,11 +471,12 @@ class KvStore:
             self._ledger.insert(chunk, payload)
             self._ledger.shrink_ram()
             is_kept = chunk in self._tree
-        if self._disk and is_kept:
+        if not is_kept:
+            return None
+        if self._disk:
             self._disk.store(chunk, None)
-        if self._remote and is_kept:
-            self._remote.offer([chunk])
-        return chunk if is_kept else None
+        self._shared.offer([chunk])
+        return chunk
 
     def turn_ended(self, label: Label, cursor: Cursor) -> Entry | None:
         """A request has left its state at `cursor`. None when there is nothing there any more."""
@@ -489,11 +484,10 @@ class KvStore:
             if cursor.chunk.is_root or cursor.chunk not in self._tree:
                 return None
             entry = self._ledger.turn_ended(label, cursor)
-            held = list(held_at(cursor)) if self._remote else []
+            held = list(held_at(cursor)) if self._shared.is_shared else []
         if self._disk:
             self._disk.wake()
-        if self._remote:
-            self._remote.offer(held)
+        self._shared.offer(held)
         return entry
 
     def sweep(self) -> int:
@@ -531,14 +525,12 @@ class KvStore:
         find it."""
         if self._disk:
             self._disk.flush()
-        if self._remote:
-            self._remote.flush()
+        self._shared.flush()
 
     def close(self) -> None:
         """Write what is left and let go of the folder. Nothing may be called afterwards."""
         self.corpus.close()
-        if self._remote:
-            self._remote.close()
+        self._shared.close()
         if self._disk:
             self._disk.close()
 
@@ -588,7 +580,7 @@ class KvStore:
                     "unwritten_chunks": len(ledger.unwritten),
                     **(self._disk.stats() if self._disk else {}),
                 },
-                "remote": self._remote.stats() if self._remote else None,
+                "remote": self._shared.stats(),
             }
 
     # ── for the disk tier, on its threads ──
@@ -655,10 +647,6 @@ class KvStore:
     def _remove_files(self) -> set[ChunkKey]:
         return self._disk.remove_files() if self._disk else set()
 
-    def _remove_elsewhere(self, chunks: list[Chunk]) -> None:
-        if self._remote:
-            self._remote.remove(chunks)
-
     def forget_here(self, is_one: Callable[[str], bool]) -> None:
         """Another host has forgotten users: leave nothing of them here. Raises OSError."""
         whose, failures = Whose(is_one), []
@@ -677,8 +665,7 @@ class KvStore:
         files. Raises OSError."""
         # The server first: what comes from there meanwhile goes with the rest.
         try:
-            if self._remote:
-                self._remote.forget(user)
+            self._shared.forget(user)
         finally:
             swept = self._forget_local(user, whose)
         return swept

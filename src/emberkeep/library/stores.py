@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from emberkeep.errors import NoSuchEntry
-from emberkeep.kv.chunk_files import INDEX, ChunkFiles, Found, stores_under
-from emberkeep.kv.index import read_meta
+from emberkeep.kv.disk.chunk_files import INDEX, ChunkFiles, Found, stores_under
+from emberkeep.kv.disk.index import read_meta
 from emberkeep.kv.policy import Keeping
-from emberkeep.kv.remote_link import RemoteLink
+from emberkeep.kv.remote.link import RemoteLink
+from emberkeep.kv.remote.tier import RemoteTier
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import store_name
 from emberkeep.types.cache import CacheEntry, Removed
@@ -98,7 +100,7 @@ class ClosedStore:
             folder.fingerprint,
             Budgets(ram=0, disk=sys.maxsize),
             ChunkFiles(folder.path.parent, folder.fingerprint),
-            link=link,
+            shared=partial(RemoteTier, link) if link else None,
             keeping=Keeping(ttl, expire=expire),
         )
 

@@ -7,17 +7,19 @@ import logging
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple
+from functools import partial
 from typing import Protocol
 
 from emberkeep.config.settings import Config, ttls
 from emberkeep.engine.former_names import Stored
-from emberkeep.kv.chunk_files import ChunkFiles, stores_under
+from emberkeep.kv.disk.chunk_files import ChunkFiles, stores_under
+from emberkeep.kv.disk.unused_stores import UnusedStores
+from emberkeep.kv.disk.vector_file import VectorFile, delete_vectors
 from emberkeep.kv.policy import Keeping
-from emberkeep.kv.remote_link import RemoteLink, RemoteSettings
+from emberkeep.kv.remote.link import RemoteLink, RemoteSettings
+from emberkeep.kv.remote.tier import RemoteTier
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import store_name
-from emberkeep.kv.unused_stores import UnusedStores
-from emberkeep.kv.vector_file import VectorFile, delete_vectors
 from emberkeep.memory.memory import Memory
 from emberkeep.runtime.memory import open_memory_or_none
 from emberkeep.session.hygiene import Hygiene
@@ -278,7 +280,7 @@ def open_store(
             fingerprint,
             budgets,
             files,
-            link=link,
+            shared=partial(RemoteTier, link) if link else None,
             keeping=keeping,
             about=about,
             beside=beside,

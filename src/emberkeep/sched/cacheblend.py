@@ -11,8 +11,8 @@ from itertools import takewhile
 from emberkeep.engine.base import Blended, Engine, Outcome, Piece, Rows
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.kv.content import Moved
+from emberkeep.kv.disk.transfers import FetchState
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.transfers import FetchState
 from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.slots import Slots
 from emberkeep.sched.transit import StoredPiece

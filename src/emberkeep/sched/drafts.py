@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from emberkeep.chat.prompt import Prompt
-from emberkeep.kv.ngram_index import MAX_MATCH, Continuation, NgramIndex, agreement
+from emberkeep.kv.drafts.ngram_index import MAX_MATCH, Continuation, NgramIndex, agreement
 from emberkeep.sched.rewriting import Rewriting
 from emberkeep.sched.sampling import Sampler
 from emberkeep.token_arrays import TokenArray, common_prefix

@@ -20,11 +20,11 @@ from time import monotonic, perf_counter
 
 from emberkeep.engine.base import Engine, KvExport, Outcome, Payload
 from emberkeep.errors import EngineError, StepFailed
-from emberkeep.kv.blocks import BLOCK_TOKENS, block_start
 from emberkeep.kv.content import Moved
+from emberkeep.kv.disk.transfers import FetchState
 from emberkeep.kv.entries import Entry
+from emberkeep.kv.remote.blocks import BLOCK_TOKENS, block_start
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.transfers import FetchState
 from emberkeep.kv.tree import Chunk, Cursor, Match, Segment, place_at
 from emberkeep.sched.cacheblend import CacheBlend
 from emberkeep.sched.context_shift import ContextShift

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import field
 
-from emberkeep.kv.ngram_index import MAX_MATCH, NgramIndex
+from emberkeep.kv.drafts.ngram_index import MAX_MATCH, NgramIndex
 from emberkeep.values import dataclass
 
 _AHEAD = 32

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from emberkeep.kv.blocks import BLOCK_TOKENS
+from emberkeep.kv.remote.blocks import BLOCK_TOKENS
 from emberkeep.kv.store import KvStore
 from emberkeep.kv.text_walk import Replayed, stored_ids
 from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, Span

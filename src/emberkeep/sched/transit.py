@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from emberkeep.engine.base import KvExport, Payload
-from emberkeep.kv.transfers import Fetch
+from emberkeep.kv.disk.transfers import Fetch
 from emberkeep.kv.tree import Chunk, Cursor, Made, Span
 from emberkeep.token_arrays import TokenArray
 from emberkeep.values import dataclass

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from emberkeep.files import private_folder, replace_file
-from emberkeep.kv.index import ChunkRow
+from emberkeep.kv.disk.index import ChunkRow
 from emberkeep.types.request import SHARED, owner_of, user_of
 from emberkeep.values import dataclass
 

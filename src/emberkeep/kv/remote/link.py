@@ -21,8 +21,8 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from emberkeep.errors import ConfigError
-from emberkeep.kv.chunkfile import Damaged
-from emberkeep.kv.remote_socket import Allowance, bound
+from emberkeep.kv.disk.chunkfile import Damaged
+from emberkeep.kv.remote.socket import Allowance, bound
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from concurrent.futures import Future
 from time import monotonic, perf_counter
 from typing import Any
 
-from emberkeep.kv.chunkfile import Damaged, Description, verified
+from emberkeep.kv.disk.chunkfile import Damaged, Description, verified
 from emberkeep.kv.policy import CostModel
-from emberkeep.kv.remote_link import RemoteLink
+from emberkeep.kv.remote.link import RemoteLink
 from emberkeep.types.request import Lineage
 from emberkeep.values import dataclass
 

@@ -18,11 +18,11 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from emberkeep.files import replace_file
-from emberkeep.kv.blocks import BlockPlaces, Placed
-from emberkeep.kv.chunkfile import parts
+from emberkeep.kv.disk.chunkfile import parts
+from emberkeep.kv.disk.transfers import give_way
 from emberkeep.kv.ledger import Ledger
-from emberkeep.kv.remote_link import FOLLOWERS, FORGOTTEN, SLOTS, SNAPSHOTS, RemoteLink, Unreachable
-from emberkeep.kv.transfers import give_way
+from emberkeep.kv.remote.blocks import BlockPlaces, Placed
+from emberkeep.kv.remote.link import FOLLOWERS, FORGOTTEN, SLOTS, SNAPSHOTS, RemoteLink, Unreachable
 from emberkeep.kv.tree import Chunk, ChunkKey, token_bytes
 from emberkeep.types.request import SHARED, Lineage
 from emberkeep.values import dataclass

@@ -18,7 +18,7 @@ import apsw
 import numpy as np
 import xxhash
 
-from emberkeep.kv.chunkfile import Description
+from emberkeep.kv.disk.chunkfile import Description
 from emberkeep.kv.entries import GHOST_LIMIT, Entry, EntryId, Ghost, UnsavedChanges, Uses, unpack_tails
 from emberkeep.kv.tree import MADE, ChunkKey, Made, Span, pack_spans, token_bytes, unpack_spans
 from emberkeep.token_arrays import TokenArray

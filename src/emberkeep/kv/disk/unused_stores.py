@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from emberkeep.kv.chunk_files import INDEX, ChunkFiles, is_unused, last_change, remove_if_unused, stores_under
-from emberkeep.kv.index import Unreadable, is_of_this_version, read_meta
+from emberkeep.kv.disk.chunk_files import INDEX, ChunkFiles, is_unused, last_change, remove_if_unused, stores_under
+from emberkeep.kv.disk.index import Unreadable, is_of_this_version, read_meta
 from emberkeep.kv.policy import Keeping, StoreClock, steady_wall
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import store_name

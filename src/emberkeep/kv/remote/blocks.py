@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from emberkeep.kv.chunkfile import Description
+from emberkeep.kv.disk.chunkfile import Description
 from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, Made, Span, chunk_key, tokens_to
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.request import Lineage

@@ -18,8 +18,8 @@ from enum import Enum
 from time import monotonic, perf_counter
 from typing import Protocol
 
-from emberkeep.kv.chunk_files import ChunkFiles, Written
-from emberkeep.kv.chunkfile import Damaged, Description, describe, most_bytes
+from emberkeep.kv.disk.chunk_files import ChunkFiles, Written
+from emberkeep.kv.disk.chunkfile import Damaged, Description, describe, most_bytes
 from emberkeep.kv.tree import Chunk, ChunkKey
 from emberkeep.values import dataclass
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from emberkeep.kv.remote_link import FOLLOWERS, SNAPSHOTS, VERSION, RemoteLink
+from emberkeep.kv.remote.link import FOLLOWERS, SNAPSHOTS, VERSION, RemoteLink
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

@@ -4,21 +4,21 @@ follows the last whole one. What comes is entered into the store, in order."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import field, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from time import monotonic
 from typing import Protocol, TypeVar
 
 import numpy as np
 
-from emberkeep.kv.blocks import BLOCK_TOKENS, Place, block_start, blocks_of, place_after
-from emberkeep.kv.chunkfile import Damaged, Description
+from emberkeep.kv.disk.chunkfile import Damaged, Description
 from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.policy import CostModel
-from emberkeep.kv.remote_link import FOLLOWERS, SNAPSHOTS, RemoteLink
-from emberkeep.kv.remote_reader import BlockReader, Found, Whole
-from emberkeep.kv.remote_writer import ForgottenLog
+from emberkeep.kv.remote.blocks import BLOCK_TOKENS, Place, block_start, blocks_of, place_after
+from emberkeep.kv.remote.link import FOLLOWERS, SNAPSHOTS, RemoteLink
+from emberkeep.kv.remote.reader import BlockReader, Found, Whole
+from emberkeep.kv.remote.writer import ForgottenLog
+from emberkeep.kv.shared_tier import Arrival
 from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, Made, Span, place_at
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types.request import EXACT_BITS, SHARED, Lineage
@@ -63,18 +63,6 @@ class RemoteOwner(Protocol):
 
     def forget_here(self, is_one: Callable[[str], bool]) -> None:
         """Drop all users of whom `is_one` is true, on this host. Raises OSError."""
-
-
-@dataclass(slots=True)
-class Arrival:
-    """What is on its way for one prompt."""
-
-    give_up: float
-    """Nothing waits for it any longer then; on the monotonic clock."""
-    done: Future[frozenset[ChunkKey]] = field(default_factory=Future)
-    """The chunks of the tree that came for it."""
-    moved_at: float | None = None
-    """When it was begun, or something came for it; None before that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,13 @@ from collections.abc import Callable, Container, Mapping
 from time import monotonic
 from typing import Any, Protocol, TypeVar
 
-from emberkeep.kv.chunk_files import ChunkFiles, Found
-from emberkeep.kv.chunkfile import most_bytes
-from emberkeep.kv.forgotten import ALL_USERS, NO_USER, Whose
-from emberkeep.kv.index import ChunkRow
+from emberkeep.kv.disk.chunk_files import ChunkFiles, Found
+from emberkeep.kv.disk.chunkfile import most_bytes
+from emberkeep.kv.disk.forgotten import ALL_USERS, NO_USER, Whose
+from emberkeep.kv.disk.index import ChunkRow
+from emberkeep.kv.disk.transfers import Fetch, Fetched, Reader, Writer
 from emberkeep.kv.ledger import Ledger, Transact
 from emberkeep.kv.policy import StoreCounters
-from emberkeep.kv.transfers import Fetch, Fetched, Reader, Writer
 from emberkeep.kv.tree import Chunk, ChunkKey
 from emberkeep.values import dataclass
 

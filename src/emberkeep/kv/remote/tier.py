@@ -18,11 +18,12 @@ from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
 
-from emberkeep.kv.blocks import BLOCK_TOKENS
-from emberkeep.kv.remote_link import RemoteLink, Unreachable
-from emberkeep.kv.remote_lookup import WORTH_ASKING, Arrival, Lookup, LookupTools, RemoteOwner
-from emberkeep.kv.remote_reader import BlockReader
-from emberkeep.kv.remote_writer import ForgottenLog, RemoteWriter
+from emberkeep.kv.remote.blocks import BLOCK_TOKENS
+from emberkeep.kv.remote.link import RemoteLink, Unreachable
+from emberkeep.kv.remote.lookup import WORTH_ASKING, Lookup, LookupTools, RemoteOwner
+from emberkeep.kv.remote.reader import BlockReader
+from emberkeep.kv.remote.writer import ForgottenLog, RemoteWriter
+from emberkeep.kv.shared_tier import Arrival
 from emberkeep.kv.tree import Chunk, ChunkKey, held_at, store_name
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.request import SHARED, Lineage
@@ -34,7 +35,9 @@ _REMEMBERED = 16_384
 
 
 class RemoteTier:
-    """Safe to use from any thread. Methods return at once unless they say otherwise."""
+    """The `SharedTier` over a link to a server."""
+
+    is_shared = True
 
     def __init__(self, link: RemoteLink, owner: RemoteOwner, most_bytes: int, folder: Path | None) -> None:
         """`most_bytes`: that come for one prompt. `folder`: where it is kept who was forgotten."""
@@ -58,13 +61,11 @@ class RemoteTier:
     # ── reading ──
 
     def prefetch(self, lineage: Lineage, tokens: TokenArray) -> None:
-        """Begin to fetch the whole blocks of a prompt that is not complete yet."""
         if not self._link.breaker.is_open and len(tokens) >= BLOCK_TOKENS:
             arrival = Arrival(monotonic() + self._reader.patience(0))
             self._submit(lambda: self._run(lineage, tokens, arrival, lambda lookup: lookup.fetch_blocks()))
 
     def bring_in(self, lineage: Lineage, tokens: TokenArray, *, snapshots: bool) -> Arrival | None:
-        """Fetch what is worth it; None where there is nothing to wait for."""
         missing = len(tokens) - self._known(lineage, tokens, snapshots=snapshots)
         if self._link.breaker.is_open or missing < WORTH_ASKING:
             return None
@@ -94,7 +95,6 @@ class RemoteTier:
         return self._owner.advance(self._owner.origin(lineage), tokens).position
 
     def was_late(self, arrival: Arrival) -> None:
-        """A request has given up waiting for it."""
         self._late += 1
         if arrival.moved_at is not None and monotonic() - arrival.moved_at > self._reader.patience(0):
             self._link.breaker.trip("it takes too long to answer")
@@ -157,20 +157,15 @@ class RemoteTier:
         return not self._link.breaker.is_open
 
     def offer(self, chunks: Iterable[Chunk]) -> None:
-        """They are worth having elsewhere, too; or have been used, and are wanted for longer."""
         self._writer.offer(chunks)
 
     def offer_loose(self, chunk: Chunk) -> None:
-        """The same for one that is not in the tree."""
         self._writer.offer_loose(chunk)
 
     def remove(self, chunks: Iterable[Chunk]) -> None:
-        """They were to be removed here, and are out of the tree."""
         self._writer.remove_chunks(chunks)
 
     def forget(self, user: str) -> int:
-        """Leave nothing of a user there; returns how many values went. Blocks. Raises OSError where the server
-        does not answer: it is tried again."""
         with self._entering:
             self._forgettings += 1
         return self._writer.forget(user)
@@ -187,11 +182,9 @@ class RemoteTier:
     # ── life ──
 
     def flush(self) -> None:
-        """Block until everything that was offered is there, or the server does not take it."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Write what is left, as far as there is time."""
         with self._entering:
             self._forgettings += 1  # nothing more is entered
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -31,10 +31,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from emberkeep.files import private_folder, sync
-from emberkeep.kv import chunkfile
-from emberkeep.kv.chunkfile import Buffers, Damaged, Description, namespace_of
-from emberkeep.kv.forgotten import ForgottenRecord, Whose
-from emberkeep.kv.index import ChunkRow, Index, SharedIndex, Unreadable, model_with, row_of
+from emberkeep.kv.disk import chunkfile
+from emberkeep.kv.disk.chunkfile import Buffers, Damaged, Description, namespace_of
+from emberkeep.kv.disk.forgotten import ForgottenRecord, Whose
+from emberkeep.kv.disk.index import ChunkRow, Index, SharedIndex, Unreadable, model_with, row_of
 from emberkeep.kv.tree import ChunkKey, store_name
 from emberkeep.values import dataclass
 

@@ -1,0 +1,99 @@
+"""The tier that several hosts share, as a store sees it, and what stands in its place on a host that is alone.
+
+Who opens a store chooses one (`kv/remote/tier.py`): the store itself knows this page only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import field
+from typing import Protocol
+
+from emberkeep.kv.tree import Chunk, ChunkKey
+from emberkeep.token_arrays import TokenArray
+from emberkeep.types.request import Lineage
+from emberkeep.values import dataclass
+
+
+@dataclass(slots=True)
+class Arrival:
+    """What is on its way for one prompt."""
+
+    give_up: float
+    """Nothing waits for it any longer then; on the monotonic clock."""
+    done: Future[frozenset[ChunkKey]] = field(default_factory=Future)
+    """The chunks of the tree that came for it."""
+    moved_at: float | None = None
+    """When it was begun, or something came for it; None before that."""
+
+
+class SharedTier(Protocol):
+    """Safe to use from any thread. Methods return at once unless they say otherwise, and never raise unless they
+    say so."""
+
+    is_shared: bool
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether what is offered now would reach other hosts."""
+
+    def prefetch(self, lineage: Lineage, tokens: TokenArray) -> None:
+        """Begin to fetch what is there of a prompt that begins with `tokens`."""
+
+    def bring_in(self, lineage: Lineage, tokens: TokenArray, *, snapshots: bool) -> Arrival | None:
+        """Fetch what is cheaper to load than to evaluate; None where there is nothing to wait for."""
+
+    def was_late(self, arrival: Arrival) -> None:
+        """A request has given up waiting for it."""
+
+    def offer(self, chunks: Iterable[Chunk]) -> None:
+        """They are worth having elsewhere, too; or have been used, and are wanted for longer."""
+
+    def offer_loose(self, chunk: Chunk) -> None:
+        """Offer one that is not in the tree."""
+
+    def remove(self, chunks: Iterable[Chunk]) -> None:
+        """They were to be removed, and are out of the tree."""
+
+    def forget(self, user: str) -> int:
+        """Leave nothing of a user there; returns how many values went. Blocks. Raises OSError where something may
+        be left: it is tried again."""
+
+    def flush(self) -> None:
+        """Block until everything that was offered is there, or is not taken."""
+
+    def close(self) -> None:
+        """Write what is left, as far as there is time. Blocks."""
+
+    def stats(self) -> dict[str, object] | None: ...
+
+
+class NotShared:
+    """The tier of a host that is alone: nothing is there, and nothing is taken."""
+
+    is_shared = False
+    takes_more = False
+
+    def prefetch(self, lineage: Lineage, tokens: TokenArray) -> None: ...
+
+    def bring_in(self, lineage: Lineage, tokens: TokenArray, *, snapshots: bool) -> Arrival | None:
+        return None
+
+    def was_late(self, arrival: Arrival) -> None: ...
+
+    def offer(self, chunks: Iterable[Chunk]) -> None: ...
+
+    def offer_loose(self, chunk: Chunk) -> None: ...
+
+    def remove(self, chunks: Iterable[Chunk]) -> None: ...
+
+    def forget(self, user: str) -> int:
+        return 0
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def stats(self) -> dict[str, object] | None:
+        return None
