@@ -6,12 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.config.settings import Config
-from emberkeep.config.sources import load_config
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.errors import ConfigError
-from emberkeep.runtime.parts import open_store
 from emberkeep.types.request import Lineage
 from helpers.chance import examples
 from helpers.kv_building import check_ledger, chunks_of
@@ -88,16 +84,3 @@ def test_what_is_packed_is_not_packed_again(tmp_path):
         assert stored <= chunks.keys()
         later = [chunk for key, chunk in chunks.items() if key not in stored]
         assert min(chunk.start for chunk in later) == 128
-
-
-def test_hosts_that_share_state_have_one_size(tmp_path):
-    config = Config(data_dir=tmp_path, remote="valkey://127.0.0.1:1", chunk_size=256)
-    with pytest.raises(ConfigError, match=r"blocks of 128 tokens: leave chunk_size or remote out\."):
-        open_store(config, b"f" * 32, {})
-
-
-def test_the_setting_is_what_a_store_is_opened_with(tmp_path):
-    config = load_config({"data_dir": str(tmp_path), "chunk_size": "64"}, as_arguments=True).config
-    store = open_store(config, b"f" * 32, {})
-    assert store.chunk_tokens == 64
-    store.close()
