@@ -266,7 +266,7 @@ emberkeep bench cluster --trace FILE --replicas 1..16
 emberkeep bench cluster --trace FILE --replicas 8 --policy affinity --no-remote
 emberkeep bench cluster --trace FILE --per-replica --speedup 0.2 --requests 1000
 
-docs/scale.md says what was found with it."""
+docs/several-machines.md says what was found with it."""
 
 
 BENCHMARKS = (
