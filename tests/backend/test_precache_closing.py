@@ -17,7 +17,7 @@ PREFIX = Request(prompt="harbour " * 400, max_tokens=0).decided(is_prefix=True)
 def test_no_request_waits_for_a_prefix_that_is_being_warmed(tmp_path: Path) -> None:
     engine = FakeEngine(batch=128)
     gate = Gate(engine)
-    config = Config(data_dir=tmp_path, drain_s=PATIENCE)
+    config = Config(data_dir=tmp_path)
     backend = fake_backend(config, engine)
     whole = len(backend.tokenizer.tokenize(str(PREFIX.prompt), add_special=True, parse_special=True))
     backend.warmer.keep_warm([PREFIX])

@@ -198,10 +198,10 @@ def test_config_show_tells_where_each_value_came_from(tmp_path: Path, monkeypatc
 
 
 def test_config_show_as_json(tmp_path: Path) -> None:
-    (tmp_path / "other.json").write_text('{"api_key": "canary", "allowed_hosts": ["box"]}')
+    (tmp_path / "other.json").write_text('{"api_key": "canary", "allow": ["box"]}')
     output = run("config", "show", "--json", "--config", "other.json").output
     shown = json.loads(output)
-    assert shown["allowed_hosts"] == {"value": ["box"], "from": f"file {tmp_path / 'other.json'}"}
+    assert shown["allow"] == {"value": ["box"], "from": f"file {tmp_path / 'other.json'}"}
     assert shown["api_key"]["value"] == "***"
     assert "canary" not in output
 

@@ -78,7 +78,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         cluster_replicas=REPLICAS,
         max_concurrent_per_user=PER_USER,
         ram_budget=96 << 20,
-        drain_s=10.0,
         log_level="warning",
     )
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)

@@ -68,9 +68,9 @@ def test_a_setting_of_drafts_that_is_out_of_bounds_is_named(tmp_path: Path, key:
 
 
 def test_a_json_file_says_the_same_as_a_toml_file(tmp_path: Path) -> None:
-    (tmp_path / "emberkeep.json").write_text(json.dumps({"ram_budget": "2G", "allowed_hosts": ["a", "b"]}))
+    (tmp_path / "emberkeep.json").write_text(json.dumps({"ram_budget": "2G", "allow": ["a", "b"]}))
     config = load(tmp_path)
-    assert (config.ram_budget, config.allowed_hosts) == (2 << 30, ("a", "b"))
+    assert (config.ram_budget, config.allow) == (2 << 30, ("a", "b"))
 
 
 def test_a_named_file_is_read_instead_of_the_usual_ones(tmp_path: Path) -> None:
@@ -142,9 +142,9 @@ def test_an_unknown_setting_of_the_library_is_refused(tmp_path: Path) -> None:
         ("ram_budget", 1.5),
         ("disk_budget", "auto"),
         ("deadline_s", "nan"),
-        ("drain_s", "inf"),
-        ("allowed_hosts", 5),
-        ("allowed_hosts", [5]),
+        ("deadline_s", "inf"),
+        ("allow", 5),
+        ("allow", [5]),
         ("log_level", "loud"),
         ("log_level", ["info"]),
         ("model", ""),
@@ -200,9 +200,9 @@ def test_auto_and_none_bring_the_default_back(tmp_path: Path) -> None:
 
 
 def test_lists_in_a_variable_are_separated_by_commas(tmp_path: Path) -> None:
-    env = {"EMBERKEEP_ALLOWED_ORIGINS": "http://a:1, http://b,", "EMBERKEEP_ALLOWED_HOSTS": ""}
+    env = {"EMBERKEEP_ALLOW": "http://a:1, http://b,", "EMBERKEEP_PINNED": ""}
     config = load(tmp_path, env=env)
-    assert (config.allowed_origins, config.allowed_hosts) == (("http://a:1", "http://b"), ())
+    assert (config.allow, config.pinned) == (("http://a:1", "http://b"), ())
 
 
 @pytest.mark.parametrize(
@@ -249,12 +249,12 @@ def test_other_machines_need_a_key(tmp_path: Path, host: str) -> None:
 
 
 def test_values_are_shown_as_they_are_written(tmp_path: Path) -> None:
-    config = load(tmp_path, {"disk_budget": "1.5GiB", "allowed_hosts": ["a", "b"], "drain_s": 2.5, "ctx": 512})
-    shows = {key: show_value(config, key) for key in ("disk_budget", "allowed_hosts", "drain_s", "ctx", "threads")}
+    config = load(tmp_path, {"disk_budget": "1.5GiB", "allow": ["a", "b"], "deadline_s": 2.5, "ctx": 512})
+    shows = {key: show_value(config, key) for key in ("disk_budget", "allow", "deadline_s", "ctx", "threads")}
     assert shows == {
         "disk_budget": "1.5 GiB",
-        "allowed_hosts": "a, b",
-        "drain_s": "2.5",
+        "allow": "a, b",
+        "deadline_s": "2.5",
         "ctx": "512",
         "threads": "auto",
     }

@@ -17,7 +17,7 @@ from emberkeep.library.emberkeep import Emberkeep
 HARMLESS = {
     *("model", "draft_model"),  # as the names of installed models
     "threads",  # no more than there are cores
-    *("accept_any_model", "ctx", "parallel", "kv_type", "flash_attention", "gpu_layers", "cpu_moe"),
+    *("ctx", "parallel", "kv_type", "flash_attention", "gpu_layers", "cpu_moe"),
     *("tensor_split", "engine", "device", "dtype", "quantization", "attention", "residency", "keep_first"),
     *("keep_last", "kv_bits", "approximate", "speculation", "auto_truncate"),
     *("evict", "pooling", "reasoning"),

@@ -20,7 +20,7 @@ KEYS = list(public_values(Config()))
 _KEY = rf"`(?:--)?({'|'.join(key.replace('_', '[_-]') for key in KEYS)})`"
 _VALUE = r"`?(\d[\d.,]*(?: (?:KiB|MiB|GiB|TiB))?|[a-z][a-z0-9_.]*)`?"
 _SAID = [
-    # `tool_timeout_s` (60 s); `drain_s` seconds (20 unless configured); | `disk_budget` | ... (20 GiB) |
+    # `tool_timeout_s` (60 s); `queue` seconds (64 unless configured); | `disk_budget` | ... (20 GiB) |
     re.compile(
         _KEY + r"[^`().|]{0,40}\((\d[\d.,]*(?: (?:KiB|MiB|GiB|TiB))?)(?: s| seconds)?(?: unless configured)?\)"
     ),
@@ -72,13 +72,13 @@ def test_what_is_limited_is_not_called_unlimited(page: Path) -> None:
 def test_the_patterns_read_what_they_are_for(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "Both have `tool_timeout_s` (61 s).\nThey go on for up to `drain_s`\nseconds (20 unless configured).\n\n"
+        "Both have `tool_timeout_s` (61 s).\nThey go on for up to `queue`\nseconds (64 unless configured).\n\n"
         "| `disk_budget` | bytes on disk (20 GiB) |\n- **`gpu_layers`** is `auto` by default.\n",
         encoding="utf-8",
     )
     assert set(said(page)) == {
         ("tool_timeout_s", "61"),
-        ("drain_s", "20"),
+        ("queue", "64"),
         ("disk_budget", "20 GiB"),
         ("gpu_layers", "auto"),
     }
@@ -98,7 +98,6 @@ def in_words(seconds: float) -> str:
 DEFAULTS = Config()
 SENTENCES = [
     ("docs/guide.md", f"unloaded {in_words(DEFAULTS.unload_after_s or 0)} after"),
-    ("docs/architecture.md", f"for up to {in_words(DEFAULTS.drain_s)}, writes its queue"),
     ("docs/other-apis.md", f"(`{DEFAULTS.ttl_short_s / 60:g}m`: `ttl_short_s`"),
     ("docs/other-apis.md", f"`{DEFAULTS.ttl_long_s / 3600:g}h`: `ttl_long_s`)"),
     (

@@ -88,7 +88,7 @@ def test_a_file_that_may_not_be_written_is_still_searched(tmp_path: Path) -> Non
     memory = filled(tmp_path / "memory.sqlite")
     with memory._database.transaction() as db:
         db.pragma("query_only", True)
-    with pytest.raises(MemoryFailed, match="allow writing there, or choose another memory_path"):
+    with pytest.raises(MemoryFailed, match="allow writing there, or choose another data_dir"):
         memory.archive("", [turn("late")])
     assert memory.search("", "thing number 7")
     memory._database._writer.pragma("query_only", False)

@@ -38,7 +38,6 @@ def main() -> None:
         data_dir=options.data_dir,
         ram_budget=options.ram_budget,
         parallel=options.sequences // 2,
-        drain_s=5.0,
         remote=options.remote,
     )
     engine = FakeEngine(

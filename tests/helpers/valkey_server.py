@@ -30,8 +30,9 @@ class ValkeyServer:
     def url(self) -> str:
         return f"valkey://127.0.0.1:{self.port}"
 
-    def settings(self, **more: object) -> RemoteSettings:
-        return RemoteSettings(self.url, **{"deadline_s": 5.0, **more})  # type: ignore[arg-type]
+    def settings(self, password: str | None = None, **more: object) -> RemoteSettings:
+        url = self.url.replace("//", f"//:{password}@") if password else self.url
+        return RemoteSettings(url, **{"deadline_s": 5.0, **more})  # type: ignore[arg-type]
 
     def start(self) -> None:
         """Blocks until it answers."""

@@ -225,11 +225,11 @@ def test_a_line_on_which_much_takes_longer_than_the_deadline_is_written_to() -> 
 def test_tls_wants_a_certificate_that_it_knows(server: ValkeyServer, tmp_path: Path) -> None:
     context, authority = certificate_for_loopback(tmp_path)
     with faulty_proxy(server.port, tls=context) as secure:
-        url = f"rediss://127.0.0.1:{secure.port}"
-        known = RemoteLink(RemoteSettings(f"{url}?ssl_ca_certs={authority}", password="swordfish", deadline_s=5))
+        url = f"rediss://:swordfish@127.0.0.1:{secure.port}"
+        known = RemoteLink(RemoteSettings(f"{url}?ssl_ca_certs={authority}", deadline_s=5))
         known.ping()
         known.close()
-        unknown = RemoteLink(RemoteSettings(url, password="swordfish", deadline_s=5))
+        unknown = RemoteLink(RemoteSettings(url, deadline_s=5))
         with pytest.raises(Unreachable, match=r"(?i)certificate"):
             unknown.ping()
         unknown.close()

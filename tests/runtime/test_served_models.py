@@ -128,10 +128,11 @@ def test_where_one_model_is_served_any_name_may_mean_it(
     install(tmp_path, "first")
 
     async def story() -> None:
-        models = open_models(Config(data_dir=tmp_path, model="first", models=others, accept_any_model=True))
+        config = Config(data_dir=tmp_path, model="first", models=others)
+        models = open_models(replace(config, aliases=(Alias("*", "first"),)))
         assert models.find("claude-sonnet") is models.find("gpt-4o:latest") is models.default
         await models.close()
-        models = open_models(Config(data_dir=tmp_path, model="first", models=others))
+        models = open_models(config)
         with pytest.raises(ModelNotFound, match="use 'first' or 'default'"):
             models.find("claude-sonnet")
         await models.close()
@@ -143,7 +144,7 @@ def test_an_unknown_name_among_several_is_refused_with_the_names_there_are(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load_fake_engines(monkeypatch)
-    config = replace(config, accept_any_model=True, aliases=(Alias("gpt-4o", "second"),))
+    config = replace(config, aliases=(Alias("gpt-4o", "second"),))
 
     async def story() -> None:
         models = open_models(config)

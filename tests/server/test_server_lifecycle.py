@@ -20,6 +20,7 @@ import pytest
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.server.lifecycle import bind
+from emberkeep.server.limits import Limits
 from emberkeep.types.events import TextDelta
 from helpers.scripted_server import HANG, WAIT_S, ScriptedBackend, running, says
 
@@ -45,7 +46,7 @@ def test_an_address_of_another_machine_is_one_sentence() -> None:
 def test_a_draining_server_refuses_new_work_and_finishes_the_old() -> None:
     backend = ScriptedBackend([TextDelta(0, "Hel"), HANG, *says("lo")])
     with (
-        running(backend, Config(drain_s=60)) as server,
+        running(backend, Config(), Limits(drain_s=60)) as server,
         httpx.Client(base_url=server.url, timeout=WAIT_S) as http,
         ThreadPoolExecutor() as pool,
     ):
@@ -67,7 +68,7 @@ def test_a_draining_server_refuses_new_work_and_finishes_the_old() -> None:
 
 def test_what_outlives_the_drain_is_cut_off_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:
     backend = ScriptedBackend([TextDelta(0, "Hel"), HANG])
-    with running(backend, Config(drain_s=0)) as server, ThreadPoolExecutor() as pool:
+    with running(backend, Config(), Limits(drain_s=0)) as server, ThreadPoolExecutor() as pool:
         whole = pool.submit(httpx.post, server.url + CHAT, json=BODY, timeout=WAIT_S)
         assert backend.hanging.wait(WAIT_S)
         with httpx.stream("POST", server.url + CHAT, json={**BODY, "stream": True}, timeout=WAIT_S) as streamed:
@@ -88,7 +89,7 @@ def test_a_client_that_does_not_read_cannot_keep_a_server_from_stopping(
 ) -> None:
     backend = ScriptedBackend([*(TextDelta(0, "x" * 1_000_000) for _ in range(100)), HANG])
     with (
-        running(backend, Config(drain_s=0)) as server,
+        running(backend, Config(), Limits(drain_s=0)) as server,
         socket.create_connection(("127.0.0.1", server.port)) as deaf,
     ):
         body = json.dumps({**BODY, "stream": True}).encode()
@@ -110,9 +111,10 @@ from emberkeep.server.app import create_app
 from emberkeep.server.http_server import Server
 from emberkeep.server.lifecycle import run_until_stopped
 from emberkeep.server.lifecycle import bind
+from emberkeep.server.limits import Limits
 from emberkeep.types.events import TextDelta
 
-config = Config(drain_s=60, log_level="info")
+config = Config(log_level="info")
 backend = ScriptedBackend([TextDelta(0, "Hel"), HANG] if sys.argv[1] == "hang" else says("Hello"))
 with bind("127.0.0.1", 0) as listener:
     print("port", listener.getsockname()[1], flush=True)

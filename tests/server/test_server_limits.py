@@ -427,7 +427,7 @@ def test_an_answer_that_is_not_fetched_does_not_keep_a_closing_connection(
 
 def test_an_upload_that_stalls_is_not_waited_for_when_the_server_stops() -> None:
     with (
-        running(ScriptedBackend(), Config(drain_s=60), Limits(body_s=60)) as server,
+        running(ScriptedBackend(), Config(), Limits(body_s=60, drain_s=60)) as server,
         socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S) as connection,
     ):
         connection.sendall(UPLOAD)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starlette]:
     """A small context: answers without a limit end soon."""
-    config = Config(data_dir=tmp_path_factory.mktemp("data"), allowed_hosts=(HOST,))
+    config = Config(data_dir=tmp_path_factory.mktemp("data"), allow=(HOST,))
     backend = fake_backend(config, FakeEngine(context=256))
     yield create_app(Models(backend), config)
     asyncio.run(backend.close())

@@ -64,7 +64,7 @@ def test_a_forged_host_is_refused(host: str) -> None:
     response = call(Config(), {"Host": host})
     assert response.status_code == 403
     assert response.json()["error"]["type"] == "permission_error"
-    assert "allowed_hosts" in response.json()["error"]["message"]
+    assert "allow" in response.json()["error"]["message"]
 
 
 def test_two_hosts_are_refused() -> None:
@@ -72,7 +72,7 @@ def test_two_hosts_are_refused() -> None:
 
 
 def test_the_bound_host_and_allowed_hosts_are_served() -> None:
-    config = Config(host="10.1.2.3", allowed_hosts=("Box.local",), api_key=KEY)
+    config = Config(host="10.1.2.3", allow=("Box.local",), api_key=KEY)
     auth = {"Authorization": f"Bearer {KEY}"}
     assert call(config, {"Host": "10.1.2.3:9999", **auth}).status_code == 200
     assert call(config, {"Host": "box.local:8080", **auth}).status_code == 200
@@ -109,11 +109,11 @@ def test_foreign_pages_may_not(method: str, origin: str) -> None:
     response = call(Config(), headers, method, "/v1/chat/completions")
     assert response.status_code == 403
     assert "access-control-allow-origin" not in response.headers
-    assert "allowed_origins" in response.json()["error"]["message"]
+    assert "allow" in response.json()["error"]["message"]
 
 
 def test_an_allowed_origin_may_call_and_read() -> None:
-    config = Config(allowed_origins=("http://localhost:3000/",))
+    config = Config(allow=("http://localhost:3000/",))
     response = call(config, {"Origin": "http://localhost:3000"})
     assert response.status_code == 200
     assert response.headers["access-control-allow-origin"] == "http://localhost:3000"
@@ -121,7 +121,7 @@ def test_an_allowed_origin_may_call_and_read() -> None:
 
 
 def test_an_allowed_origin_gets_its_preflight_without_a_key() -> None:
-    config = Config(allowed_origins=("http://localhost:3000",), api_key=KEY)
+    config = Config(allow=("http://localhost:3000",), api_key=KEY)
     headers = {
         "Origin": "http://localhost:3000",
         "Access-Control-Request-Method": "POST",

@@ -18,6 +18,7 @@ from emberkeep.types.models import ModelStatus
 DEFAULT_NAME = "default"
 _NAMED = 32
 """Most names that one sentence lists."""
+_ANY = "*"
 _LATEST = ":latest"
 """Ollama's clients write it behind every name that has no other tag."""
 
@@ -84,29 +85,25 @@ class Models:
         default: Backend,
         others: Catalogue | Sequence[Backend] = (),
         aliases: Mapping[str, str] | None = None,
-        *,
-        accept_any: bool = False,
     ) -> None:
-        """`accept_any`: where there is one model only, every name means it."""
+        """The alias `*` is the model that every name means which no model has."""
         self.default = default
         self.has_others = bool(others)
         self._others = LoadedModels(others) if isinstance(others, Sequence) else others
         self._aliases = aliases or {}
-        self._accept_any = accept_any
+        self._for_any = (_ANY,) if _ANY in self._aliases else ()
 
     def find(self, name: str | None) -> Backend:
         """The backend of the model that a client calls `name`; the default one where it names none. Raises
         ModelNotFound."""
         if not name or name == DEFAULT_NAME:
             return self.default
-        for wanted in dict.fromkeys((name, name.removesuffix(_LATEST))):
+        for wanted in dict.fromkeys((name, name.removesuffix(_LATEST), *self._for_any)):
             known = self._aliases.get(wanted, wanted)
             if is_called(self.default.card, known):
                 return self.default
             if found := self._others.find(known):
                 return found
-        if self._accept_any and not self._others.names():
-            return self.default
         raise ModelNotFound(f"The model {name[:100]!r} is not served here: {self.choices()}.")
 
     def choices(self) -> str:
@@ -114,7 +111,7 @@ class Models:
         others = self._others.names()
         if not others:
             return f"use {self.default.card.id!r} or 'default', or see GET /v1/models"
-        names = [self.default.card.id, *others, *self._aliases]
+        names = [self.default.card.id, *others, *(alias for alias in self._aliases if alias != _ANY)]
         more = f" or one of {len(names) - _NAMED} more of GET /v1/models" if len(names) > _NAMED else ""
         return f"use one of {', '.join(map(repr, names[:_NAMED]))}{more}"
 

@@ -25,7 +25,7 @@ from emberkeep.cli.devices import describe, describe_cpu, llamacpp_view, torch_v
 from emberkeep.cli.flags import with_settings
 from emberkeep.config.kinds import readable_size
 from emberkeep.config.machine import free_ram, total_ram
-from emberkeep.config.settings import DEFAULT_MODEL, Config, check_exposure, forsaken_memory, memory_file
+from emberkeep.config.settings import DEFAULT_MODEL, Config, check_exposure, memory_file
 from emberkeep.config.tables import McpServer
 from emberkeep.engine.devices import amd_advice, read_cpu
 from emberkeep.engine.extras import has_hf, hf_versions
@@ -201,11 +201,7 @@ def _archive(config: Config) -> Finding:
         with tempfile.TemporaryFile(dir=nearest_folder(path.parent)):
             pass
     except OSError as error:
-        return Finding(Level.FAIL, f"{path} cannot be written ({error.strerror}): choose another memory_path.")
-    if other := forsaken_memory(config):
-        from emberkeep.runtime.memory import about_forsaken
-
-        return Finding(Level.WARN, f"in {path}; {about_forsaken(other)}")
+        return Finding(Level.FAIL, f"{path} cannot be written ({error.strerror}): choose another data_dir.")
     return Finding(Level.OK, f"in {path}" if path.exists() else f"will be in {path}")
 
 

@@ -18,7 +18,7 @@ Examples:
 
 
 @with_settings(
-    *("model", "models", "aliases", "accept_any_model", "pinned", "unload_after_s", "model_memory"),
+    *("model", "models", "aliases", "pinned", "unload_after_s", "model_memory"),
     *("host", "port", "data_dir", "ctx", "parallel", "ram_budget", "disk_budget", "remote"),
     *("kv_bits", "approximate", "exact", "api_key", "threads", "lora", "kv_type", "flash_attention"),
     *("mlock",),

@@ -99,7 +99,7 @@ def shared_server_report(config: Config) -> ServerReport:
         milliseconds = 1e3 * (perf_counter() - begin)
         told = link.about()
     except Unreachable as error:
-        advice = ["requests are answered without it; start it, or correct remote and remote_password"]
+        advice = ["requests are answered without it; start it, or correct remote"]
         return ServerReport(f"{where} does not answer ({error})", advice)
     finally:
         link.close()

@@ -27,7 +27,7 @@ from emberkeep.cluster.replica import Opening, ReplicaServer
 from emberkeep.cluster.replica_answer import Part, Whole
 from emberkeep.cluster.router import ReplicaRouter
 from emberkeep.cluster.slots import most_replicas
-from emberkeep.config.settings import FIELDS, Config
+from emberkeep.config.settings import DRAIN_S, FIELDS, Config
 from emberkeep.errors import Overloaded, StoreFailed
 from emberkeep.routing import RouteKeys
 from emberkeep.runtime.served_models import open_models
@@ -55,13 +55,11 @@ _ONE_AT_A_TIME = 1e-3
 _HEAD_NODE = {"node:__internal_head__": 0.001}
 """Where the port is: always on the same machine."""
 _OF_GATEWAY = (
-    *("host", "port", "api_key", "allowed_hosts", "allowed_origins", "connections", "log_level"),
-    *("routing", "parallel", "max_concurrent_per_user", "drain_s"),
+    *("host", "port", "api_key", "allow", "log_level"),
+    *("routing", "parallel", "max_concurrent_per_user"),
 )
 """Settings whose change makes a new gateway."""
-_NOT_OF_REPLICAS = frozenset(
-    {"host", "port", "allowed_hosts", "allowed_origins", "connections", "routing", "cluster_address"}
-)
+_NOT_OF_REPLICAS = frozenset({"host", "port", "allow", "routing", "cluster_address"})
 """Settings whose change makes no new replicas."""
 
 
@@ -136,7 +134,7 @@ class GatewayServer:
         self._gateway = Gateway(
             Handled(serve.get_deployment_handle(REPLICAS, REPLICAS_APP)),
             config.max_concurrent_per_user,
-            config.drain_s,
+            DRAIN_S,
             lambda: front.state.read_metrics(),
         )
         front = create_front(self._gateway, config)
@@ -204,7 +202,7 @@ def _gateway(config: Config) -> serve.Deployment:
         name=GATEWAY,
         num_replicas=1,
         ray_actor_options={"num_cpus": 0, "resources": _HEAD_NODE},
-        graceful_shutdown_timeout_s=config.drain_s + _FLUSH_S,
+        graceful_shutdown_timeout_s=DRAIN_S + _FLUSH_S,
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=2,
     )
@@ -222,7 +220,7 @@ def _replicas(config: Config) -> serve.Deployment:
         max_constructor_retry_count=_STARTS,
         rolling_update_percentage=_ONE_AT_A_TIME,
         max_ongoing_requests=config.parallel + config.queue + _SIDE_REQUESTS,
-        graceful_shutdown_timeout_s=config.drain_s + _FLUSH_S,
+        graceful_shutdown_timeout_s=DRAIN_S + _FLUSH_S,
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=2,
         request_router_config=RequestRouterConfig(

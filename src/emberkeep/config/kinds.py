@@ -78,7 +78,7 @@ def public_url(url: str) -> str:
 def _parse_shared_server(value: object) -> str:
     url = parse_text(value)
     parts = urlsplit(url)
-    if parts.scheme not in _SHARED_SERVERS or parts.password is not None or not (parts.hostname or parts.path):
+    if parts.scheme not in _SHARED_SERVERS or not (parts.hostname or parts.path):
         raise ValueError
     return url
 
@@ -89,7 +89,7 @@ TEXT = Kind(parse_text, "a text that is not empty", "text")
 URL = replace(TEXT, show=public_url, public=public_url)
 SHARED_SERVER = Kind(
     _parse_shared_server,
-    "valkey://host:port, redis:// (with TLS valkeys:// or rediss://) or unix://path, and no password in it",
+    "valkey://host:port, redis:// (with TLS valkeys:// or rediss://) or unix://path",
     "url",
     show=public_url,
     public=public_url,

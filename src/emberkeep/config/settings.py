@@ -52,6 +52,8 @@ DEFAULT_MODEL = "smollm2-135m"
 OFF = "off"
 """`approximate`: state that was stored at another position is not reused. `speculation`: nothing is drafted."""
 
+DRAIN_S = 20.0
+"""How long running requests may take to finish when a server stops."""
 PREFILL_SLICE = 512
 """Most prompt tokens in one step on a CPU, so that others do not wait long."""
 
@@ -117,9 +119,6 @@ class Config:
         "backend names one.",
     )
     aliases: tuple[Alias, ...] = _setting((), ALIASES, "Other names by which clients may ask for models.")
-    accept_any_model: bool = _harmless(
-        False, SWITCH, "Where one model is served, take any name in a request for it, instead of refusing it."
-    )
     pinned: tuple[str, ...] = _setting(
         (), NAMES, "Models that stay loaded, though they are idle or another one needs their memory."
     )
@@ -229,11 +228,8 @@ class Config:
     remote: str | None = _setting(
         None,
         or_word(SHARED_SERVER, "none"),
-        "Valkey or Redis server in which hosts share prompt state, such as valkey://10.0.0.5:6379.",
-    )
-    remote_user: str | None = _setting(None, or_word(TEXT, "none"), "Name to log in to that server with.")
-    remote_password: str | None = _setting(
-        None, SECRET, "Password for that server; best in the variable EMBERKEEP_REMOTE_PASSWORD."
+        "Valkey or Redis server in which hosts share prompt state, such as valkey://user:password@10.0.0.5:6379; "
+        "with a password best in EMBERKEEP_REMOTE.",
     )
     remote_key: str | None = _setting(
         None, SECRET, "Secret that all hosts have, with which everything in that server is encrypted."
@@ -281,18 +277,10 @@ class Config:
         or_word(whole(1, 100_000), "none"),
         "Requests that one user may have here at a time, running or waiting.",
     )
-    connections: int = _setting(
-        1000,
-        whole(1, 100_000),
-        "Connections that may be open; never more than half of the files the process may open.",
-    )
     evict: bool = _harmless(
         True, SWITCH, "Let the oldest messages leave a conversation that is too long; otherwise it is an error."
     )
     memory: bool = _setting(True, SWITCH, "Archive what leaves a context, so that it can be found again.")
-    memory_path: Path | None = _setting(
-        None, or_word(PATH, "auto"), "File of the memory; auto: memory.sqlite3 in data_dir."
-    )
     memory_budget: int = _setting(
         10 << 30, BYTES, "Size of the memory on disk; beyond it the oldest archived turns and stored responses go."
     )
@@ -381,14 +369,11 @@ class Config:
     deadline_s: float | None = _setting(
         None, or_word(seconds(0.001, 86_400), "none"), "Longest time one request may take."
     )
-    drain_s: float = _setting(
-        20.0, seconds(0, 86_400), "Time that running requests get to finish when the server stops."
-    )
-    allowed_hosts: tuple[str, ...] = _setting(
-        (), NAMES, "Names, besides this machine's own, that clients may call the server by."
-    )
-    allowed_origins: tuple[str, ...] = _setting(
-        (), NAMES, "Origins of web pages, such as http://localhost:3000, that may call the server."
+    allow: tuple[str, ...] = _setting(
+        (),
+        NAMES,
+        "Names by which clients may call the server besides this machine's own; origins of pages that may, "
+        "such as http://localhost:3000.",
     )
     cluster_replicas: int = _setting(
         2,
@@ -454,19 +439,7 @@ def ttls(config: Config) -> dict[Ttl, float]:
 
 
 def memory_file(config: Config) -> Path:
-    return config.memory_path or memory_in(config.data_dir)
-
-
-def memory_in(data_dir: Path) -> Path:
-    """Where the memory is unless the configuration says."""
-    return data_dir / "memory.sqlite3"
-
-
-def forsaken_memory(config: Config) -> Path | None:
-    """The memory in the data folder, where there is one and another one is used. Looks at the disk."""
-    usual = memory_in(config.data_dir)
-    is_used = usual.resolve() == memory_file(config).resolve()
-    return usual.resolve() if usual.is_file() and not is_used else None
+    return config.data_dir / "memory.sqlite3"
 
 
 def is_harmless(key: str, value: object) -> bool:

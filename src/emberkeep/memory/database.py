@@ -157,7 +157,7 @@ _SENTENCES: tuple[tuple[tuple[type[Exception], ...], str], ...] = (
     ((apsw.FullError,), "The memory in {path} cannot be written, its disk is full: make room and try again."),
     (
         (apsw.ReadOnlyError, apsw.PermissionsError, PermissionError),
-        "The memory in {path} cannot be written: allow writing there, or choose another memory_path.",
+        "The memory in {path} cannot be written: allow writing there, or choose another data_dir.",
     ),
     (
         (apsw.BusyError, apsw.LockedError),
@@ -169,7 +169,7 @@ _SENTENCES: tuple[tuple[tuple[type[Exception], ...], str], ...] = (
     ),
     (
         (IsADirectoryError,),
-        "The memory in {path} cannot be used, that is a folder: name a file in it (memory_path).",
+        "The memory in {path} cannot be used, that is a folder: move it away.",
     ),
     ((apsw.ConnectionClosedError,), "The memory in {path} is closed: open it again."),
 )
@@ -179,9 +179,7 @@ def _describe(path: Path, error: Exception) -> str:
     for kinds, sentence in _SENTENCES:
         if isinstance(error, kinds):
             return sentence.format(path=path)
-    return (
-        f"The memory in {path} cannot be used ({_reason(error)}): check its disk, or choose another memory_path."
-    )
+    return f"The memory in {path} cannot be used ({_reason(error)}): check its disk, or choose another data_dir."
 
 
 def _reason(error: Any) -> str:

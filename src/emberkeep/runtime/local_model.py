@@ -16,7 +16,7 @@ from emberkeep.backend.on_demand import Report, tell_nobody
 from emberkeep.backend.precache import KeepAlive
 from emberkeep.chat.template import ChatTemplate, begin_worker
 from emberkeep.config.machine import total_ram
-from emberkeep.config.settings import OFF, PREFILL_SLICE, Config, ttls
+from emberkeep.config.settings import DRAIN_S, OFF, PREFILL_SLICE, Config, ttls
 from emberkeep.engine.base import Engine
 from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.engine.extras import require_hf
@@ -228,7 +228,7 @@ def assemble(
         parallel=config.parallel,
         prefill_slice=slice_,
         tracked=_TRACKED,
-        drain_s=config.drain_s,
+        drain_s=DRAIN_S,
         memory=admission.budget if admission else None,
         draft_max=0 if config.speculation == OFF else _MOST_DRAFTED,
     )

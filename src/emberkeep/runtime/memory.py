@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
-from emberkeep.config.settings import Config, forsaken_memory, memory_file
+from emberkeep.config.settings import Config, memory_file
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Policy, Sessions, about_tokens
@@ -25,18 +24,7 @@ def open_memory(config: Config) -> Memory | None:
     if not config.memory:
         return None
     embed = open_embedder() if config.embeddings else None
-    memory = Memory(memory_file(config), limit_bytes=config.memory_budget, embed=embed)
-    if other := forsaken_memory(config):
-        log.warning("%s", about_forsaken(other))
-    return memory
-
-
-def about_forsaken(path: Path) -> str:
-    """What to tell people about a memory that nothing is read from."""
-    return (
-        f"another memory still lies in {path}, and nothing is read from it: "
-        f"`EMBERKEEP_MEMORY_PATH={path} emberkeep memory export FILE` exports it, to be imported or deleted."
-    )
+    return Memory(memory_file(config), limit_bytes=config.memory_budget, embed=embed)
 
 
 def open_memory_or_none(config: Config) -> Memory | None:

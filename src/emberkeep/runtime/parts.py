@@ -211,8 +211,6 @@ def open_link(config: Config) -> RemoteLink | None:
     return RemoteLink(
         RemoteSettings(
             config.remote,
-            config.remote_user,
-            config.remote_password,
             config.remote_key,
         )
     )

@@ -44,7 +44,7 @@ def open_models(config: Config) -> Models:
     One that is served alone is never unloaded.
     """
     if not serves_others(config):
-        return Models(open_backend(config), aliases=_aliases(config), accept_any=config.accept_any_model)
+        return Models(open_backend(config), aliases=_aliases(config))
     parts = SharedParts(config)
     try:
         first = open_backend(config, parts)
@@ -54,7 +54,7 @@ def open_models(config: Config) -> Models:
     pool = ModelPool(room_for_models(config, free_on_gpus))
     default = OnDemandBackend(_first_source(config, parts, first.card), pool, first)
     others = ServedModels(config, parts, pool, default)
-    return Models(default, others, _aliases(config), accept_any=config.accept_any_model)
+    return Models(default, others, _aliases(config))
 
 
 def begin_models(config: Config, prepare: Callable[[Reporter], None], reporter: Reporter) -> Models:
@@ -80,10 +80,10 @@ def begin_models(config: Config, prepare: Callable[[Reporter], None], reporter: 
     source = replace(_first_source(config, parts, card), open=opening, give_up=opening.give_up)
     if shared is None:
         default = OnDemandBackend(replace(source, needs=None, is_pinned=False, stays=True), pool)
-        return Models(default, aliases=_aliases(config), accept_any=config.accept_any_model)
+        return Models(default, aliases=_aliases(config))
     default = OnDemandBackend(source, pool)
     others = ServedModels(config, shared, pool, default)
-    return Models(default, others, _aliases(config), accept_any=config.accept_any_model)
+    return Models(default, others, _aliases(config))
 
 
 class EarlyOpening:

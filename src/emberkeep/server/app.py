@@ -38,7 +38,7 @@ def create_app(
     app.router.default = subjects = Subjects(Served(models, config, library, SideWork(), drain, metrics))
     app.state.subjects = subjects
     app.state.drain = drain
-    app.state.limits = limits or Limits(connections=affordable(config.connections))
+    app.state.limits = limits or Limits(connections=affordable())
     app.state.metrics = metrics
     app.add_middleware(PathMiddleware)
     app.add_middleware(RequestGate, drain=drain, limits=app.state.limits)

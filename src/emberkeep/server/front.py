@@ -23,7 +23,7 @@ def create_front(answer: ASGIApp, config: Config) -> Starlette:
     drain, metrics = Drain(), RequestMetrics()
     app = Starlette()
     app.state.drain = drain
-    app.state.limits = Limits(connections=affordable(config.connections))
+    app.state.limits = Limits(connections=affordable())
     app.state.metrics = metrics
     app.state.read_metrics = lambda: read_requests(metrics)
     app.add_middleware(_Instead, answer=answer)

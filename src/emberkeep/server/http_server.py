@@ -75,6 +75,7 @@ class Server(uvicorn.Server):
         self.hurry = asyncio.Event()
         self.listening = asyncio.Event()
         self._drain: Drain = app.state.drain
+        self._drain_s = app.state.limits.drain_s
         self._deadline = 0.0
         self._app = app
         self._settings = config
@@ -103,14 +104,14 @@ class Server(uvicorn.Server):
             self.hurry.set()
             return
         self._drain.begin()
-        self._deadline = time.monotonic() + self._settings.drain_s
+        self._deadline = time.monotonic() + self._drain_s
         if self._drain.running:
-            count, limit = self._drain.running, self._settings.drain_s
+            count, limit = self._drain.running, self._drain_s
             log.info("Finishing %d running request(s), up to %g s; stop again to quit now.", count, limit)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._drain.running and not self.force_exit:
-            count, limit = self._drain.running, self._settings.drain_s
+            count, limit = self._drain.running, self._drain_s
             log.warning("Cutting off %d request(s) that did not finish within %g s.", count, limit)
         await self._cut_off()
         await super().shutdown(sockets)

@@ -91,7 +91,7 @@ def serve_mcp(host: McpHost, config: Config) -> None:
     from emberkeep.server.middleware import Drain, RequestGate, SecurityMiddleware
 
     check_exposure(config)
-    limits = Limits(connections=affordable(config.connections))
+    limits = Limits(connections=affordable())
     app = SecurityMiddleware(RequestGate(host.http_app(), Drain(), limits), config)
     with bind(config.host, config.port) as listener:
         url = reachable_url(config.host, listener.getsockname()[1])

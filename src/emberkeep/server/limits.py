@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 
+from emberkeep.config.settings import DRAIN_S
 from emberkeep.values import dataclass
 
+MOST_CONNECTIONS = 1000
 _FILES_PER_CONNECTION = 2
 """Open files that the process may have for each connection: the store, memory and tools need some too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    connections: int = 1000
+    connections: int = MOST_CONNECTIONS
     """At a time. Beyond them the one whose client has kept us waiting longest gives way."""
     spare_connections: int = 32
     """On top of these: if all are busy, others are still told so, and `/health` still answers."""
@@ -31,11 +33,13 @@ class Limits:
     these."""
     unsent_bytes: int = 4 << 20
     """Bytes of a stream's events that wait because the client has not read earlier ones."""
+    drain_s: float = DRAIN_S
+    """Time that running requests get to finish when the server stops."""
     linger_s: float = 2.0
     """Time to read a refusal while the rest of what was refused still comes."""
 
 
-def affordable(connections: int) -> int:
+def affordable(connections: int = MOST_CONNECTIONS) -> int:
     """No more than half of the files that this process may open: without one, nothing is answered."""
     if sys.platform == "win32":
         return connections

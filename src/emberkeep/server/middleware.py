@@ -49,8 +49,8 @@ class SecurityMiddleware:
 
     def __init__(self, app: ASGIApp, config: Config) -> None:
         self._app = app
-        self._hosts = frozenset(name.lower() for name in (*LOOPBACK, config.host, *config.allowed_hosts))
-        self._origins = frozenset(origin.lower().rstrip("/") for origin in config.allowed_origins)
+        self._hosts = frozenset(name.lower() for name in (*LOOPBACK, config.host, *config.allow))
+        self._origins = frozenset(origin.lower().rstrip("/") for origin in config.allow if "://" in origin)
         self._key = config.api_key.encode() if config.api_key else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,7 +77,7 @@ class SecurityMiddleware:
         if name not in self._hosts and name != dialled:
             raise _forbidden(
                 f"The Host {(name or '')[:100]!r} is not served here: use the server's own address, or name it in "
-                "allowed_hosts (needed where a container reaches the server as host.docker.internal)."
+                "allow (needed where a container reaches the server as host.docker.internal)."
             )
 
     def _check_origin(self, headers: Headers) -> str | None:
@@ -92,7 +92,7 @@ class SecurityMiddleware:
             f"{scheme}://{headers['host'].lower()}" for scheme in ("http", "https")
         ]:
             return None
-        raise _forbidden("This web page may not use the server: add its origin to allowed_origins.")
+        raise _forbidden("This web page may not use the server: add its origin to allow.")
 
     def _has_key(self, headers: Headers) -> bool:
         if self._key is None:

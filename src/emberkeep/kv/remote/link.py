@@ -55,9 +55,7 @@ class Unreachable(Exception):
 @dataclass(frozen=True, slots=True)
 class RemoteSettings:
     url: str
-    """valkey://, redis:// or, with TLS, valkeys:// or rediss://."""
-    user: str | None = None
-    password: str | None = None
+    """valkey://, redis:// or, with TLS, valkeys:// or rediss://; with `user:password@` where they are needed."""
     key: str | None = None
     """With it everything but sizes and times is sealed."""
     deadline_s: float = 0.5
@@ -340,7 +338,6 @@ def _open(settings: RemoteSettings) -> tuple[Valkey, tuple[type[Exception], ...]
         from valkey.retry import Retry
     except ImportError:
         raise ConfigError('The remote tier needs more: pip install "emberkeep[valkey]".') from None
-    said = {"username": settings.user, "password": settings.password}
     secure = {"ssl_check_hostname": True} if settings.url.startswith(("rediss:", "valkeys:")) else {}
     try:
         client = Valkey.from_url(
@@ -349,7 +346,6 @@ def _open(settings: RemoteSettings) -> tuple[Valkey, tuple[type[Exception], ...]
             socket_connect_timeout=settings.deadline_s,
             socket_keepalive=True,
             retry=Retry(NoBackoff(), 0),
-            **{name: value for name, value in said.items() if value},
             **secure,
         )
     except (ValueError, TypeError) as error:
