@@ -98,14 +98,14 @@ def in_words(seconds: float) -> str:
 DEFAULTS = Config()
 SENTENCES = [
     ("docs/guide.md", f"unloaded {in_words(DEFAULTS.unload_after_s or 0)} after"),
-    ("docs/other-apis.md", f"(`{DEFAULTS.ttl_short_s / 60:g}m`: `ttl_short_s`"),
-    ("docs/other-apis.md", f"`{DEFAULTS.ttl_long_s / 3600:g}h`: `ttl_long_s`)"),
+    ("docs/cache-api.md", f"(`{DEFAULTS.ttl_short_s / 60:g}m`: `ttl_short_s`"),
+    ("docs/cache-api.md", f"`{DEFAULTS.ttl_long_s / 3600:g}h`: `ttl_long_s`)"),
     (
         "docs/configuration.md",
         f'By default only programs on this machine can connect (`host = "{DEFAULTS.host}"`)',
     ),
     ("docs/benchmarks.md", f"uses the default settings (`recall = {DEFAULTS.recall}`)"),
-    ("docs/http-api.md", f'base_url="http://{DEFAULTS.host}:{DEFAULTS.port}/v1"'),
+    ("docs/apis.md", f'base_url="http://{DEFAULTS.host}:{DEFAULTS.port}/v1"'),
     ("README.md", DEFAULTS.local_model),
 ]
 """Defaults that pages tell in words. Who changes one changes the page."""

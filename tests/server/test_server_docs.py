@@ -17,7 +17,7 @@ from emberkeep.types.events import MissReason
 from emberkeep.types.request import Sampling
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("http-api.md", "cache-api.md", "other-apis.md")
+PAGES = ("apis.md", "cache-api.md", "operating.md")
 TEXT = "\n".join((DOCS / page).read_text(encoding="utf-8") for page in PAGES)
 
 

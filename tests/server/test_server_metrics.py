@@ -31,7 +31,7 @@ from helpers.scripted_server import COMPLETED, HANG, WAIT_S, ScriptedBackend, St
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
-DOCS = (Path(__file__).parents[2] / "docs/http-api.md").read_text(encoding="utf-8")
+DOCS = (Path(__file__).parents[2] / "docs/operating.md").read_text(encoding="utf-8")
 
 LEFT_OUT = (
     r"engine\.(attention|pool\.block_tokens)",  # a name, and a constant

@@ -1,6 +1,6 @@
 """The keywords that generations in Python take, for editors and type checkers.
 
-They are the fields of the HTTP API (docs/http-api.md says what each does) under the same names. What is accepted
+They are the fields of the HTTP API (docs/apis.md says what each does) under the same names. What is accepted
 is read off the models that check them (`library/arguments.py`). None means the same as leaving one out.
 """
 
