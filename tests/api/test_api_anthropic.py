@@ -9,7 +9,7 @@ import pytest
 
 from emberkeep.api.anthropic import CountBody, MessagesBody, user_of_metadata
 from emberkeep.api.anthropic_blocks import pack_reasoning, signature_of, unpack_reasoning
-from emberkeep.api.request import parse_body
+from emberkeep.api.body import parse_body
 from emberkeep.errors import InvalidField
 from emberkeep.types.request import (
     Breakpoint,
@@ -400,8 +400,7 @@ def test_one_for_the_whole_request_stands_at_its_end() -> None:
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "server_tool_use"}]}]},
-            "messages[0].content[0]: 'server_tool_use' is no block that can be read here: use text, image, "
-            "document, search_result, tool_use, tool_result, thinking, redacted_thinking.",
+            "messages[0].content[0]: 'server_tool_use' is no block that can be read here: leave it out.",
         ),
         (
             {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
@@ -411,7 +410,7 @@ def test_one_for_the_whole_request_stands_at_its_end() -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice: required needs at least one tool: give tools."),
         (
             {"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}},
-            "tool_choice: give true or false for disable_parallel_tool_use.",
+            "tool_choice.disable_parallel_tool_use: give true or false.",
         ),
         ({"mcp_servers": [{}]}, "mcp_servers: is not supported: let the client call these servers."),
         ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl: give '5m' or '1h'."),

@@ -9,7 +9,7 @@ import pytest
 
 from emberkeep.api.anthropic import MessagesBody
 from emberkeep.api.anthropic_answer import MessageEnvelope, MessageFrames
-from emberkeep.api.request import parse_body
+from emberkeep.api.body import parse_body
 from emberkeep.types.events import (
     Accepted,
     Completed,

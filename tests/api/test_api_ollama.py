@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from emberkeep.api.body import validate
 from emberkeep.api.ollama import EmbedBody, EmbeddingsBody, GenerateBody, OllamaChatBody, to_context
 from emberkeep.api.ollama_answer import GenerateEnvelope, OllamaEnvelope, OllamaFrames, timestamp
-from emberkeep.api.request import USUAL_COMPLETION, validate
+from emberkeep.api.request import USUAL_COMPLETION
 from emberkeep.errors import InvalidField
 from emberkeep.types.events import (
     Event,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from emberkeep.api.body import parse_body
 from emberkeep.api.messages import ChatBody
-from emberkeep.api.request import parse_body
 from emberkeep.errors import InvalidField
 from emberkeep.types.request import (
     SHARED,
@@ -134,8 +134,11 @@ def test_a_value_outside_the_bounds_is_refused_by_name(field: str, value: Any) -
         ({"role": "user", "content": None, "tool_calls": [CALL]}, "messages[0].content"),
         ("hi", "messages[0]"),
         ({"role": "user", "content": 5}, "messages[0].content"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content"),
-        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+            "messages[0].content[0].image_url.url",
+        ),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
         ({"role": "assistant", "tool_calls": [{"id": "x"}]}, "messages[0].tool_calls[0].function"),
     ],
 )
@@ -366,8 +369,11 @@ def test_how_long_the_whole_conversation_is_kept_is_said_by_the_request_first() 
         ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "messages[0].cache_control.ttl"),
         ({"cache_control": True}, "messages[0].cache_control"),
         ({"stable": "yes"}, "messages[0].stable"),
-        ({"content": [{"type": "text", "text": "x", "stable": 1}]}, "messages[0].content"),
-        ({"content": [{"type": "text", "text": "x", "cache_control": "1h"}]}, "messages[0].content"),
+        ({"content": [{"type": "text", "text": "x", "stable": 1}]}, "messages[0].content[0].stable"),
+        (
+            {"content": [{"type": "text", "text": "x", "cache_control": "1h"}]},
+            "messages[0].content[0].cache_control",
+        ),
     ],
 )
 def test_a_mark_that_is_none_is_refused(message: dict[str, Any], path: str) -> None:
@@ -409,7 +415,7 @@ def test_a_prediction_is_a_text_or_texts_that_are_joined_as_in_messages() -> Non
         ("x", "prediction"),
         ({"content": "x"}, "prediction.type"),
         ({"type": "content"}, "prediction.content"),
-        ({"type": "content", "content": [{"type": "image_url"}]}, "prediction.content"),
+        ({"type": "content", "content": [{"type": "image_url"}]}, "prediction.content[0].type"),
         ({"type": "content", "content": "x" * (2**18 + 1)}, "prediction.content"),
     ],
     ids=["text", "no-type", "no-content", "image", "long"],

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from emberkeep.api.request import validate
+from emberkeep.api.body import validate
 from emberkeep.api.responses import ResponseBody, response_head
 from emberkeep.api.responses_items import Called
 from emberkeep.errors import InvalidField
@@ -139,7 +139,7 @@ def test_tools_of_a_namespace_are_called_by_both_names() -> None:
     ],
 )
 def test_tools_that_only_openai_hosts_are_refused_by_name(kind: str) -> None:
-    with pytest.raises(InvalidField, match=rf"tools\[1\].type: '{kind}' runs at OpenAI only"):
+    with pytest.raises(InvalidField, match=rf"tools\[1\]: '{kind}' runs at OpenAI only"):
         request(tools=[WEATHER, {"type": kind}])
 
 
@@ -176,7 +176,7 @@ def test_allowed_tools_are_all_that_may_be_called_of_those_that_the_model_is_tol
     [
         (
             {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{}]}},
-            "tool_choice",
+            "tool_choice.tools[0].type",
         ),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
@@ -199,7 +199,7 @@ def test_allowed_tools_are_all_that_may_be_called_of_those_that_the_model_is_tol
         ({"conversation": {"name": "x"}}, "conversation"),
         ({"input": []}, "input"),
         ({"input": 7}, "input"),
-        ({"input": [7]}, "input"),
+        ({"input": [7]}, "input[0]"),
         ({"metadata": {"k": "v" * 513}}, "metadata.k"),
         ({"top_logprobs": 21}, "top_logprobs"),
     ],

@@ -8,23 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.api.custom_tools import custom_input
-from emberkeep.api.responses_items import (
-    custom_arguments,
-    output_id,
-    references,
-    resolve,
-    response_of,
-    seal,
-    to_items,
-    to_messages,
-    unseal,
-)
+from emberkeep.api.body import validate
+from emberkeep.api.responses import PromptBody
+from emberkeep.api.responses_items import SEALED, Item, output_id, references, resolve, response_of, to_messages
+from emberkeep.api.sealed import seal, unseal
+from emberkeep.api.tools import custom_arguments, custom_input
 from emberkeep.errors import InvalidField
 from emberkeep.types.request import Breakpoint, Image, Json, Message, ToolCall, Ttl
 
 CALL = {"type": "function_call", "call_id": "call_1", "name": "get_weather", "arguments": '{"city":"Oslo"}'}
 RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "rain"}
+
+
+def to_items(given: Any) -> list[Item]:
+    return validate(PromptBody, {"input": given}).to_items()
 
 
 def messages_of(*items: dict[str, Any]) -> tuple[Message, ...]:
@@ -110,13 +107,13 @@ def test_arguments_that_are_not_as_agreed_are_the_input(arguments: str) -> None:
 
 @given(st.text())
 def test_reasoning_that_was_sealed_comes_back(text: str) -> None:
-    item = {"type": "reasoning", "summary": [], "encrypted_content": seal(text)}
-    assert messages_of(item)[0].reasoning == unseal(seal(text)) == text
+    item = {"type": "reasoning", "summary": [], "encrypted_content": seal(text, SEALED)}
+    assert messages_of(item)[0].reasoning == unseal(seal(text, SEALED), SEALED) == text
 
 
 @pytest.mark.parametrize("sealed", ["gAAAAABo", "ek1.", "ek1.!!!", "ek1.AAAA", ""])
 def test_reasoning_that_others_sealed_is_nothing(sealed: str) -> None:
-    assert unseal(sealed) == ""
+    assert unseal(sealed, SEALED) == ""
 
 
 def test_ids_of_output_tell_their_response() -> None:
@@ -137,13 +134,13 @@ def test_references_become_what_they_refer_to() -> None:
 @pytest.mark.parametrize(
     ("item", "param"),
     [
-        ({"type": "web_search_call", "id": "ws_1"}, "input[0].type"),
-        ({"type": ["message"]}, "input[0].type"),
+        ({"type": "web_search_call", "id": "ws_1"}, "input[0]"),
+        ({"type": ["message"]}, "input[0]"),
         ({"role": "robot", "content": "x"}, "input[0].role"),
         ({"role": "user"}, "input[0].content"),
         ({"role": "user", "content": 7}, "input[0].content"),
         ({"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}, "input[0].content[0]"),
-        ({"role": "user", "content": [{"type": "input_text"}]}, "input[0].content[0]"),
+        ({"role": "user", "content": [{"type": "input_text"}]}, "input[0].content[0].text"),
         ({"role": "user", "content": ["x"]}, "input[0].content[0]"),
         ({"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}, "input[0].content[0].image_url"),
         ({"type": "function_call", "name": "f", "arguments": "{}"}, "input[0].call_id"),
@@ -204,7 +201,7 @@ def test_beginnings_end_where_items_and_parts_are_marked() -> None:
         ),
         (
             {"role": "user", "content": [{"type": "input_text", "text": "x", "stable": "yes"}]},
-            r"input\[0\]\.content\[0\]",
+            r"input\[0\]\.content\[0\]\.stable",
         ),
     ],
 )

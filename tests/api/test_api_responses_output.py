@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from openai._models import validate_type
 from openai.types.responses import Response, ResponseStreamEvent
 
+from emberkeep.api.body import validate
 from emberkeep.api.errors import Failure
-from emberkeep.api.request import validate
 from emberkeep.api.responses import ResponseBody, response_head
-from emberkeep.api.responses_items import unseal
+from emberkeep.api.responses_items import SEALED
 from emberkeep.api.responses_output import Output, ResponseFrames
+from emberkeep.api.sealed import unseal
 from emberkeep.types.events import (
     Accepted,
     CallEnded,
@@ -191,7 +192,7 @@ def test_usage_and_what_was_reused_are_told() -> None:
 
 def test_reasoning_is_sealed_for_clients_that_ask() -> None:
     told = play(ReasoningDelta(0, "Hm"), STOP, include=["reasoning.encrypted_content"])
-    assert unseal(told[-1]["response"]["output"][0]["encrypted_content"]) == "Hm"
+    assert unseal(told[-1]["response"]["output"][0]["encrypted_content"], SEALED) == "Hm"
     assert "encrypted_content" not in play(ReasoningDelta(0, "Hm"), STOP)[-1]["response"]["output"][0]
 
 

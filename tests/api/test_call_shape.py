@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from emberkeep.api.answer import Answer, ChatFrames, Envelope
+from emberkeep.api.body import parse_body
 from emberkeep.api.call_shape import CallShape
-from emberkeep.api.custom_tools import custom_input
 from emberkeep.api.messages import ChatBody
-from emberkeep.api.request import parse_body
+from emberkeep.api.tools import custom_input
 from emberkeep.errors import InvalidField
 from emberkeep.types.events import (
     Completed,
@@ -96,9 +96,12 @@ def test_a_custom_tool_is_a_function_with_one_text_to_the_model() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "custom", "custom": {"name": "p", "format": {"type": "grammar"}}}]}, "tools[0]"),
-        ({"tools": [{"type": "custom", "custom": {"name": "a b"}}]}, "tools[0].function.name"),
-        ({"tools": [{"type": "custom"}]}, "tools[0].function"),
+        (
+            {"tools": [{"type": "custom", "custom": {"name": "p", "format": {"type": "grammar"}}}]},
+            "tools[0].custom.format",
+        ),
+        ({"tools": [{"type": "custom", "custom": {"name": "a b"}}]}, "tools[0].custom.name"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
         ({"tools": [CUSTOM], "functions": [FUNCTION]}, "functions"),
         ({"functions": [FUNCTION], "function_call": {"name": "other"}}, "function_call"),
         ({"functions": [FUNCTION], "function_call": "required"}, "function_call"),

@@ -10,9 +10,10 @@ from typing import Any, get_type_hints
 import pytest
 
 from emberkeep import Emberkeep
+from emberkeep.api.body import validate
 from emberkeep.api.llama_server import InfillBody, LlamaCompletionBody
 from emberkeep.api.messages import ChatBody
-from emberkeep.api.request import CompletionBody, validate
+from emberkeep.api.request import CompletionBody
 from emberkeep.config.settings import Config
 from emberkeep.errors import InvalidField
 from emberkeep.library.arguments import (

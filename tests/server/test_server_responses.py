@@ -159,7 +159,7 @@ def test_errors_have_openais_shape(site: Site) -> None:
     refused = site.post(input="x", tools=[{"type": "file_search", "vector_store_ids": []}])
     assert refused.status_code == 400
     error = refused.json()["error"]
-    assert (error["type"], error["param"]) == ("invalid_request_error", "tools[0].type")
+    assert (error["type"], error["param"]) == ("invalid_request_error", "tools[0]")
     assert "'file_search' runs at OpenAI only" in error["message"]
     assert site.post(model="gpt-9", input="x").json()["error"]["code"] == "model_not_found"
 

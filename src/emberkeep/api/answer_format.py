@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from emberkeep.api.body import Body, parse_json
-from emberkeep.api.field_kinds import NotHere
+from emberkeep.api.body import Body, not_here, parse_json
 from emberkeep.errors import InvalidField, RequestError
 from emberkeep.types.request import AnswerFormat, ChoiceFormat, GrammarFormat, Json, JsonFormat, RegexFormat
 
@@ -71,39 +70,12 @@ class StructuredOutputs(Body):
     regex: FormatText | None = None
     choice: Choices | None = None
     grammar: FormatText | None = None
-    structural_tag: NotHere = None
+    structural_tag: Annotated[None, not_here("is not supported: use json, regex or grammar")] = None
 
     def formats(self) -> Iterator[AnswerFormat]:
-        """Raises InvalidField."""
-        if self.structural_tag is not None:
-            raise InvalidField(
-                "structured_outputs.structural_tag", "is not supported: use json, regex or grammar."
-            )
-        yield from _formats("structured_outputs.json", self.json_)
         if self.json_object:
             yield JsonFormat(param="structured_outputs.json_object")
-        yield from _formats("structured_outputs.regex", regex=self.regex)
-        yield from _formats("structured_outputs.choice", choice=self.choice)
-        yield from _formats("structured_outputs.grammar", grammar=self.grammar)
-
-
-def _formats(
-    param: str,
-    schema: Mapping[str, Json] | None = None,
-    *,
-    grammar: str | None = None,
-    regex: str | None = None,
-    choice: Sequence[str] | None = None,
-) -> Iterator[AnswerFormat]:
-    """What one field asks for, if it asks for anything. A grammar without text is none."""
-    if schema is not None:
-        yield JsonFormat(schema, param=param)
-    if grammar:
-        yield GrammarFormat(grammar, param=param)
-    if regex:
-        yield RegexFormat(regex, param=param)
-    if choice:
-        yield ChoiceFormat(tuple(choice), param=param)
+        yield from _formats(self, _STRUCTURED, "structured_outputs.")
 
 
 class FormatFields(Body):
@@ -119,21 +91,41 @@ class FormatFields(Body):
     structured_outputs: StructuredOutputs | None = None
 
     def to_format(self, own: AnswerFormat | None = None) -> AnswerFormat | None:
-        """`own`: what a field asks for that one API alone has. Raises InvalidField for more than one."""
-        asked = [*([own] if own is not None else ()), *self._formats()]
-        if len(asked) > 1:
-            raise InvalidField(asked[1].param, f"goes without {asked[0].param}: leave one of them out.")
-        return asked[0] if asked else None
+        """`own`: what a field says that one API alone has. Raises InvalidField for more than one."""
+        response_format = self.response_format.to_format() if self.response_format else None
+        formats = [each for each in (own, response_format) if each is not None]
+        formats += _formats(self, _GUIDED)
+        formats += self.structured_outputs.formats() if self.structured_outputs else ()
+        if len(formats) > 1:
+            raise InvalidField(formats[1].param, f"goes without {formats[0].param}: leave one of them out.")
+        return formats[0] if formats else None
 
-    def _formats(self) -> Iterator[AnswerFormat]:
-        wanted = self.response_format.to_format() if self.response_format else None
-        if wanted is not None:
-            yield wanted
-        yield from _formats("grammar", grammar=self.grammar)
-        yield from _formats("json_schema", self.json_schema)
-        yield from _formats("guided_json", self.guided_json)
-        yield from _formats("guided_regex", regex=self.guided_regex)
-        yield from _formats("guided_choice", choice=self.guided_choice)
-        yield from _formats("guided_grammar", grammar=self.guided_grammar)
-        if self.structured_outputs is not None:
-            yield from self.structured_outputs.formats()
+
+Maker = Callable[..., AnswerFormat]
+
+
+def _choice(texts: list[str], *, param: str) -> AnswerFormat:
+    return ChoiceFormat(tuple(texts), param=param)
+
+
+_GUIDED: dict[str, Maker] = {
+    "grammar": GrammarFormat,
+    "json_schema": JsonFormat,
+    "guided_json": JsonFormat,
+    "guided_regex": RegexFormat,
+    "guided_choice": _choice,
+    "guided_grammar": GrammarFormat,
+}
+_STRUCTURED: dict[str, Maker] = {
+    "json_": JsonFormat,
+    "regex": RegexFormat,
+    "choice": _choice,
+    "grammar": GrammarFormat,
+}
+
+
+def _formats(fields: Body, makers: Mapping[str, Maker], prefix: str = "") -> Iterator[AnswerFormat]:
+    """What is given of these fields. A grammar without text is none."""
+    for name, make in makers.items():
+        if (value := getattr(fields, name)) not in (None, ""):
+            yield make(value, param=f"{prefix}{name.rstrip('_')}")

@@ -8,39 +8,20 @@ many templates want speakers to take turns.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from dataclasses import field, replace
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic import BeforeValidator, Field
 
-from emberkeep.api.answer_format import FormatFields
-from emberkeep.api.anthropic_blocks import (
-    Block,
-    Content,
-    ResultBlock,
-    TextBlock,
-    ThinkingBlock,
-    ToolUseBlock,
-    texts_as_blocks,
-)
-from emberkeep.api.errors import TOOL_NAME, Failure, Refused
-from emberkeep.api.field_kinds import NotHere
-from emberkeep.api.messages import MAX_MESSAGES, check_choice
-from emberkeep.api.request import (
-    INT32_MAX,
-    WHOLE,
-    Body,
-    CacheControl,
-    Count,
-    GenerationFields,
-    Label,
-    OwnerFields,
-    RoomFields,
-    Schema,
-    Stops,
-    ttl_of,
-)
+from emberkeep.api.answer_format import FormatFields, Schema
+from emberkeep.api.anthropic_blocks import Block, Content, ResultBlock, Texts, ThinkingBlock, ToolUseBlock
+from emberkeep.api.body import BY_KIND, INT32_MAX, WHOLE, Body, Count, Label, not_here
+from emberkeep.api.errors import Failure, Refused
+from emberkeep.api.messages import MAX_MESSAGES
+from emberkeep.api.request import CacheControl, OwnerFields, RoomFields, breakpoints_in_text, ttl_of
+from emberkeep.api.sampling import GenerationFields, Stops
+from emberkeep.api.tools import ToolName, check_choice
 from emberkeep.errors import InvalidField
 from emberkeep.types.request import (
     Breakpoint,
@@ -54,6 +35,7 @@ from emberkeep.types.request import (
     Tool,
     ToolCall,
     ToolChoice,
+    Ttl,
     private_namespace,
 )
 from emberkeep.values import dataclass
@@ -81,7 +63,7 @@ def _own_only(tool: Json) -> Json:
 
 class ToolParam(Body):
     type: Literal["custom"] | None = None
-    name: Annotated[str, Field(pattern=TOOL_NAME)]
+    name: ToolName
     description: str | None = None
     input_schema: Schema
     cache_control: CacheControl | None = None
@@ -94,39 +76,17 @@ class AnyChoice(Body):
     type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: bool | None = None
 
+    def to_choice(self) -> ToolChoice:
+        return ToolChoice("required" if self.type == "any" else self.type)
 
-class NamedChoice(Body):
+
+class ToolUseChoice(Body):
     type: Literal["tool"]
     name: str
     disable_parallel_tool_use: bool | None = None
 
-
-_MODES: dict[str, Literal["auto", "required", "none"]] = {"auto": "auto", "any": "required", "none": "none"}
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    choice: ToolChoice
-    parallel: bool = True
-
-
-_ANY = _Choice(ToolChoice())
-
-
-def _to_choice(value: Any) -> _Choice:
-    match value:
-        case None:
-            return _ANY
-        case {"type": "auto" | "any" | "none" as kind}:
-            choice = ToolChoice(_MODES[kind])
-        case {"type": "tool", "name": str(name)}:
-            choice = ToolChoice("named", name)
-        case _:
-            raise ValueError('give {"type": "auto"}, "any", "none", or {"type": "tool", "name": ...}')
-    serial = value.get("disable_parallel_tool_use")
-    if not isinstance(serial, bool | None):
-        raise ValueError("give true or false for disable_parallel_tool_use")
-    return _Choice(choice, not serial)
+    def to_choice(self) -> ToolChoice:
+        return ToolChoice("named", self.name)
 
 
 class Thinking(Body):
@@ -145,7 +105,7 @@ class OutputConfig(Body):
     format: JsonOutput | None = None
 
 
-class Metadata(Body):
+class UserMetadata(Body):
     user_id: Label | None = None
 
 
@@ -183,23 +143,19 @@ def user_of_metadata(said: str) -> tuple[str, str]:
 # ── bodies ──
 
 
-class PromptFields(Body):
+class CountBody(Body):
     """What makes the prompt."""
 
     model: str | None = None
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES)]
-    system: Annotated[
-        list[TextBlock], BeforeValidator(texts_as_blocks, json_schema_input_type=str | list[TextBlock])
-    ] = Field(default=[])
+    system: Texts = Field(default=[])
     tools: Annotated[list[Annotated[ToolParam, BeforeValidator(_own_only)]], Field(max_length=1024)] | None = None
-    tool_choice: Annotated[
-        _Choice, PlainValidator(_to_choice, json_schema_input_type=AnyChoice | NamedChoice | None)
-    ] = _ANY
+    tool_choice: Annotated[AnyChoice | ToolUseChoice, BY_KIND] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: JsonOutput | None = None
     cache_control: CacheControl | None = None
-    mcp_servers: NotHere = None
+    mcp_servers: Annotated[None, not_here("is not supported: let the client call these servers")] = None
 
     @property
     def omits_thinking(self) -> bool:
@@ -207,24 +163,21 @@ class PromptFields(Body):
 
     def to_prompt(self) -> Request:
         """A request with this prompt and nothing else. Raises InvalidField where fields contradict each other."""
-        if self.mcp_servers is not None:
-            raise InvalidField("mcp_servers", "is not supported: let the client call these servers.")
-        tools = tuple(tool.to_tool() for tool in self.tools or ())
-        check_choice(self.tool_choice.choice, tools)
+        tools, choice = tuple(tool.to_tool() for tool in self.tools or ()), self.tool_choice
+        to_call = choice.to_choice() if choice else ToolChoice()
+        check_choice(to_call, tools)
         turns = self._turns()
-        messages, last = turns.messages(), turns.last
-        continues = last is not None and last.role == "assistant" and bool(last.texts) and not last.calls
-        breakpoints = turns.breakpoints()
+        last, breakpoints = turns.last, turns.breakpoints()
         return Request(
-            messages=messages,
+            messages=turns.messages(),
             tools=tools,
-            tool_choice=self.tool_choice.choice,
-            parallel_tool_calls=self.tool_choice.parallel,
+            tool_choice=to_call,
+            parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
             format=self._output_format(),
             template_args=self._template_args(),
             thinks_if_asked=self.thinking is None,
             reasoning=None if self._shows_thinking else ReasoningFormat.STRIP,
-            continues=continues,
+            continues=last is not None and last.role == "assistant" and bool(last.texts) and not last.calls,
             breakpoints=breakpoints,
             ttl=ttl_of(breakpoints),
         )
@@ -249,7 +202,8 @@ class PromptFields(Body):
 
     def _turns(self) -> _Turns:
         turns = _Turns()
-        turns.mark_tools(tool.cache_control for tool in self.tools or ())
+        for tool in self.tools or ():
+            turns.mark(tool.cache_control)
         turns.add("system", self.system)
         for index, message in enumerate(self.messages):
             if message.role == "user" and not any(block.says_something for block in message.content):
@@ -259,24 +213,18 @@ class PromptFields(Body):
         return turns
 
 
-class CountBody(PromptFields):
-    """Of `/v1/messages/count_tokens`."""
-
-
-class MessagesBody(GenerationFields, FormatFields, OwnerFields, RoomFields, PromptFields):
+class MessagesBody(GenerationFields, FormatFields, OwnerFields, RoomFields, CountBody):
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE]
     stop_sequences: Stops | None = None
     stream: bool | None = None
-    metadata: Metadata | None = None
+    metadata: UserMetadata | None = None
     thread: Thread | None = None
-    compaction: NotHere = None
+    compaction: Annotated[None, not_here("is not supported: old messages leave by themselves (evict)")] = None
 
     def to_request(self) -> Request:
         """Raises InvalidField where fields contradict each other, and Refused."""
         if self.thread is not None and self.thread.type == "continue":
             raise Refused(_NO_THREAD)
-        if self.compaction is not None:
-            raise InvalidField("compaction", "is not supported: old messages leave by themselves (evict).")
         prompt, owned = self.apply_to(self.to_prompt()), self.to_owned()
         form = self.to_format(prompt.format)
         if form is not None and prompt.continues:
@@ -302,19 +250,22 @@ class MessagesBody(GenerationFields, FormatFields, OwnerFields, RoomFields, Prom
 # ── from blocks to messages ──
 
 
+@dataclass(slots=True)
 class _Turn:
     """A message that is still being put together."""
 
-    def __init__(self, role: Role) -> None:
-        self.role = role
-        self.texts: list[str] = []
-        self.chars = -1
-        """Of the texts with a line break between any two."""
-        self.reasoning: list[str] = []
-        self.calls: list[ToolCall] = []
-        self.images: list[Image] = []
-        self.result_of: str | None = None
-        self.tool: str | None = None
+    role: Role
+    call_id: str | None = None
+    tool: str | None = None
+    parts: list[tuple[Ttl | None, str | None]] = field(default_factory=list)
+    """Marks and texts in their order, as `breakpoints_in_text` reads them."""
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    images: list[Image] = field(default_factory=list)
+
+    @property
+    def texts(self) -> list[str]:
+        return [text for _, text in self.parts if text is not None]
 
     def add(self, block: Block) -> None:
         if isinstance(block, ThinkingBlock):
@@ -322,12 +273,8 @@ class _Turn:
         elif isinstance(block, ToolUseBlock):
             self.calls.append(block.to_call())
         else:
-            self.add_texts(block.texts())
+            self.parts += [(None, text) for text in block.texts()]
             self.images += block.images()
-
-    def add_texts(self, texts: Sequence[str]) -> None:
-        self.texts += texts
-        self.chars += sum(len(text) + 1 for text in texts)
 
     def to_message(self) -> Message:
         return Message(
@@ -335,7 +282,7 @@ class _Turn:
             content="\n".join(self.texts),
             reasoning="\n".join(filter(None, self.reasoning)),
             tool_calls=tuple(self.calls),
-            tool_call_id=self.result_of,
+            tool_call_id=self.call_id,
             name=self.tool,
             images=tuple(self.images),
         )
@@ -346,7 +293,8 @@ class _Turns:
 
     def __init__(self) -> None:
         self._turns: list[_Turn] = []
-        self._marks: list[Breakpoint] = []
+        self._before: list[Breakpoint] = []
+        """Those before the first message."""
         self._names: dict[str, str] = {}
         """Tools by the ids of their calls."""
 
@@ -358,26 +306,24 @@ class _Turns:
         return tuple(turn.to_message() for turn in self._turns)
 
     def breakpoints(self) -> tuple[Breakpoint, ...]:
-        """One at the end of a text is one at the end of its message."""
-        return tuple(
-            replace(one, chars=None) if one.messages and one.chars == self._turns[one.messages - 1].chars else one
-            for one in self._marks
-        )
-
-    def mark_tools(self, controls: Iterable[CacheControl | None]) -> None:
-        for control in controls:
-            self.mark(control)
+        turns = enumerate(self._turns, 1)
+        return (*self._before, *(one for n, turn in turns for one in breakpoints_in_text(turn.parts, n)))
 
     def mark(self, control: CacheControl | None) -> None:
-        if control is not None:
-            chars = self._turns[-1].chars if self._turns else None
-            self._marks.append(Breakpoint(len(self._turns), chars, control.to_ttl()))
+        if control is None:
+            return
+        if self._turns:
+            self._turns[-1].parts.append((control.to_ttl(), None))
+        else:
+            self._before.append(Breakpoint(0, None, control.to_ttl()))
 
     def add(self, role: Role, blocks: Sequence[Block]) -> None:
         """Results stand before whatever else the user says: models know them right after their calls."""
         for block in sorted(blocks, key=lambda block: not isinstance(block, ResultBlock)):
             if isinstance(block, ResultBlock):
-                self._add_result(block)
+                turn = _Turn("tool", block.tool_use_id, self._names.get(block.tool_use_id))
+                turn.parts, turn.images = [(None, block.text())], block.images()
+                self._turns.append(turn)
             elif block.says_something:
                 self._turn_of(role).add(block)
             if isinstance(block, ToolUseBlock):
@@ -388,11 +334,3 @@ class _Turns:
         if not self._turns or self._turns[-1].role != role:
             self._turns.append(_Turn(role))
         return self._turns[-1]
-
-    def _add_result(self, block: ResultBlock) -> None:
-        turn = _Turn("tool")
-        turn.result_of = block.tool_use_id
-        turn.tool = self._names.get(block.tool_use_id)
-        turn.add_texts([block.text()])
-        turn.images = block.images()
-        self._turns.append(turn)

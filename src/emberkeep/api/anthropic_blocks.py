@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
-import zlib
 from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from emberkeep.api.request import Body, CacheControl, Label
+from emberkeep.api.body import Body, ByKind, Label
+from emberkeep.api.request import CacheControl
+from emberkeep.api.sealed import seal, unseal
 from emberkeep.types.request import Image, Json, ToolCall
 
 
@@ -36,30 +37,12 @@ class TextBlock(Block):
         return [self.text] if self.text else []
 
 
-# ── kinds of blocks and sources ──
-
-
 def texts_as_blocks(content: Json) -> Json:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _tag(value: Any) -> str:
-    return f"~{_kind(value)}"
-
-
-def _kind(value: Any) -> str:
-    return str(value.get("type") if isinstance(value, dict) else getattr(value, "type", None))
-
-
-def _one_of(*kinds: str, sentence: str) -> BeforeValidator:
-    """Says which kinds there are, where it is none of them."""
-
-    def check(value: Json) -> Json:
-        if _kind(value) not in kinds:
-            raise ValueError(sentence.format(kind=_kind(value)[:64], kinds=", ".join(kinds)))
-        return value
-
-    return BeforeValidator(check)
+Texts = Annotated[list[TextBlock], BeforeValidator(texts_as_blocks, json_schema_input_type=str | list[TextBlock])]
+"""A text stands for one block of it."""
 
 
 # ── images and documents ──
@@ -91,9 +74,8 @@ class UrlSource(Body):
 class ImageBlock(Block):
     type: Literal["image"]
     source: Annotated[
-        Annotated[Base64Source, Tag("~base64")] | Annotated[UrlSource, Tag("~url")],
-        Discriminator(_tag),
-        _one_of("base64", "url", sentence="give an image as base64 with its media_type, or by its https address"),
+        Base64Source | UrlSource,
+        ByKind("give an image as base64 with its media_type, or by its https address"),
     ]
 
     def images(self) -> list[Image]:
@@ -111,9 +93,7 @@ class PlainTextSource(Body):
 
 class ContentSource(Body):
     type: Literal["content"]
-    content: Annotated[
-        list[TextBlock], BeforeValidator(texts_as_blocks, json_schema_input_type=str | list[TextBlock])
-    ]
+    content: Texts
 
     def to_text(self) -> str:
         return "\n".join(block.text for block in self.content)
@@ -135,13 +115,8 @@ NoCitations = Annotated[Citations, BeforeValidator(_without_citations)]
 class DocumentBlock(Block):
     type: Literal["document"]
     source: Annotated[
-        Annotated[PlainTextSource, Tag("~text")] | Annotated[ContentSource, Tag("~content")],
-        Discriminator(_tag),
-        _one_of(
-            "text",
-            "content",
-            sentence="models here read text: give the document as a source of type text or content",
-        ),
+        PlainTextSource | ContentSource,
+        ByKind("models here read text: give the document as a source of type text or content"),
     ]
     title: str | None = None
     context: str | None = None
@@ -180,24 +155,17 @@ class ToolUseBlock(Block):
         return ToolCall(self.id, self.name, json.dumps(self.input, ensure_ascii=False))
 
 
-_NO_BLOCK = "{kind!r} is no block that can be read here: use {kinds}"
-
-ToldBlock = Annotated[
-    Annotated[TextBlock, Tag("~text")]
-    | Annotated[ImageBlock, Tag("~image")]
-    | Annotated[DocumentBlock, Tag("~document")]
-    | Annotated[SearchResultBlock, Tag("~search_result")],
-    Discriminator(_tag),
-    _one_of("text", "image", "document", "search_result", sentence=_NO_BLOCK),
-]
+READABLE = ByKind("{kind} is no block that can be read here: leave it out")
+ShownBlock = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock
+ShownBlocks = list[Annotated[ShownBlock, READABLE]]
 
 
 class ResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: Label
-    content: Annotated[
-        list[ToldBlock], BeforeValidator(texts_as_blocks, json_schema_input_type=str | list[ToldBlock])
-    ] = Field(default=[])
+    content: Annotated[ShownBlocks, BeforeValidator(texts_as_blocks, json_schema_input_type=str | ShownBlocks)] = (
+        Field(default=[])
+    )
     is_error: bool | None = None
 
     @property
@@ -217,8 +185,6 @@ class ResultBlock(Block):
 # ── reasoning ──
 
 _PACKED = "emberkeep:"
-_MAX_PACKED = 4 << 20
-"""Bytes of a reasoning that is unpacked."""
 
 
 class ThinkingBlock(Block):
@@ -250,42 +216,16 @@ def signature_of(reasoning: str) -> str:
 
 def pack_reasoning(reasoning: str) -> str:
     """A signature that stands for the reasoning itself, for clients that do not want to see it."""
-    return _PACKED + base64.b64encode(zlib.compress(reasoning.encode("utf-8", "surrogatepass"))).decode()
+    return seal(reasoning, _PACKED)
 
 
 def unpack_reasoning(signature: str) -> str:
     """Empty for a signature that is none of ours."""
-    if not signature.startswith(_PACKED):
-        return ""
-    try:
-        packed = base64.b64decode(signature.removeprefix(_PACKED), validate=True)
-        return zlib.decompressobj().decompress(packed, _MAX_PACKED).decode("utf-8")
-    except (ValueError, zlib.error):
-        return ""
+    return unseal(signature, _PACKED)
 
 
-AnyBlock = Annotated[
-    Annotated[TextBlock, Tag("~text")]
-    | Annotated[ImageBlock, Tag("~image")]
-    | Annotated[DocumentBlock, Tag("~document")]
-    | Annotated[SearchResultBlock, Tag("~search_result")]
-    | Annotated[ToolUseBlock, Tag("~tool_use")]
-    | Annotated[ResultBlock, Tag("~tool_result")]
-    | Annotated[ThinkingBlock, Tag("~thinking")]
-    | Annotated[RedactedThinkingBlock, Tag("~redacted_thinking")],
-    Discriminator(_tag),
-    _one_of(
-        "text",
-        "image",
-        "document",
-        "search_result",
-        "tool_use",
-        "tool_result",
-        "thinking",
-        "redacted_thinking",
-        sentence=_NO_BLOCK,
-    ),
+AnyBlocks = list[
+    Annotated[ShownBlock | ToolUseBlock | ResultBlock | ThinkingBlock | RedactedThinkingBlock, READABLE]
 ]
-
-Content = Annotated[list[AnyBlock], BeforeValidator(texts_as_blocks, json_schema_input_type=str | list[AnyBlock])]
+Content = Annotated[AnyBlocks, BeforeValidator(texts_as_blocks, json_schema_input_type=str | AnyBlocks)]
 """A text stands for one block of it."""

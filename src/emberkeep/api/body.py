@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Iterator, Mapping
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+)
+from pydantic_core import core_schema
 
 from emberkeep.api.errors import HALF_A_CHARACTER, refusal
-from emberkeep.errors import RequestError
+from emberkeep.errors import InvalidField, RequestError
 from emberkeep.types.request import Json, exceeds_depth
 
 MAX_DEPTH = 64
@@ -41,6 +51,14 @@ def validate(model: type[B], value: Mapping[str, Json]) -> B:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise refusal(first["loc"], first["type"], first.get("ctx", {})) from None
+
+
+def validate_at(model: type[B], value: Mapping[str, Json], path: str) -> B:
+    """As `validate`, of what stands at `path` in a body."""
+    try:
+        return validate(model, value)
+    except InvalidField as error:
+        raise InvalidField(f"{path}.{error.param}", str(error).removeprefix(f"{error.param}: ")) from None
 
 
 def parse_object(raw: bytes) -> dict[str, Json]:
@@ -102,3 +120,111 @@ def _refuse_constant(name: str) -> Json:
 
 def _too_deep() -> RequestError:
     return RequestError(f"The body is nested too deeply: use at most {MAX_DEPTH} levels.")
+
+
+# ── kinds of fields ──
+
+INT32_MAX = 2**31 - 1
+
+NO_OTHERS: dict[str, Json] = {"additionalProperties": False}
+"""For the schema of a mapping: no other keys are allowed, which pydantic does not say."""
+
+
+def not_here(way_out: str) -> BeforeValidator:
+    """For a field of type None: whatever is given for it is refused with this sentence."""
+
+    def refuse(given: Json) -> None:
+        if given not in (None, []):
+            raise ValueError(way_out)
+
+    return BeforeValidator(refuse)
+
+
+def one_of(*names: str) -> dict[str, Json]:
+    """For the schema of a body: one of these is given, and not empty."""
+    given = ({"required": [name], "properties": {name: {"not": {"enum": [None, "", []]}}}} for name in names)
+    return {"anyOf": list(given)}
+
+
+def whole(number: Json) -> Json:
+    """Some languages have one kind of numbers only, and write 2 as 2.0."""
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
+WHOLE = BeforeValidator(whole)
+"""For an integer, after its bounds: before them, the schema would not have these."""
+
+Count = Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE]
+Label = Annotated[str, Field(max_length=512)]
+Name = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class ByKind:
+    """For a union: its members are told apart by their JSON type, and objects by what `type` says in them.
+
+    An error names the place in the member that was meant, or all that could stand there.
+    """
+
+    def __init__(self, sentence: str = "") -> None:
+        """`sentence`: what to say instead of a list of the members; `{kind}` in it is what was given."""
+        self._sentence = sentence
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        members = {kind: handler.generate_schema(one) for one in get_args(source) for kind in _kinds_of(one)}
+        tags, sentence = {kind: f"~{kind}" for kind in members}, self._sentence or _either(list(members))
+
+        def choose(value: Any) -> str:
+            tag = tags.get(_kind(value))
+            return tag or (tags.get(_WHATEVER_TYPE) if type(value) is dict else None) or _NONE_OF_THEM
+
+        def refuse(value: Any) -> None:
+            raise ValueError(sentence.replace("{kind}", repr(_kind(value)[:64])))
+
+        choices = {tags[kind]: member for kind, member in members.items()}
+        nothing = core_schema.no_info_before_validator_function(refuse, core_schema.any_schema())
+        return core_schema.tagged_union_schema({**choices, _NONE_OF_THEM: nothing}, choose)
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Json]:
+        """An object may agree with more than one member, which `oneOf` would forbid."""
+        found = handler(schema)
+        return {"anyOf": [member for member in found["oneOf"] if member]} if "oneOf" in found else found
+
+
+BY_KIND = ByKind()
+_NONE_OF_THEM = "~"
+_OBJECT, _WHATEVER_TYPE = "an object", "an object of any type"
+_JSON_KINDS = {str: "a text", list: "a list", dict: _OBJECT, bool: "true or false", NoneType: "null"}
+
+
+def _kinds_of(member: Any) -> Iterator[str]:
+    """What a value of this type is, as `_kind` says it."""
+    while get_origin(member) is Annotated:
+        member = get_args(member)[0]
+    if get_origin(member) is Literal:
+        yield from dict.fromkeys(map(_kind, get_args(member)))
+    elif member in (str, bool, NoneType) or get_origin(member) is list:
+        yield _JSON_KINDS[get_origin(member) or member]
+    elif get_origin(member) is dict or (field := member.model_fields.get("type")) is None:
+        yield from (_OBJECT, _WHATEVER_TYPE)
+    else:
+        literals = [field.annotation, *get_args(field.annotation)]
+        yield from (kind for each in literals if get_origin(each) is Literal for kind in get_args(each))
+        if not field.is_required():
+            yield _OBJECT
+
+
+def _kind(value: Any) -> str:
+    if type(value) is dict:
+        return str(value.get("type") or _OBJECT)
+    return _JSON_KINDS.get(type(value), "something else")
+
+
+def _either(kinds: list[str]) -> str:
+    """Which kinds there are, as a sentence."""
+    others = [kind for kind in _JSON_KINDS.values() if kind in kinds]
+    types = [kind for kind in kinds if kind not in (*others, _WHATEVER_TYPE)]
+    if types:
+        others = [kind for kind in others if kind != _OBJECT] + [f"an object of type {' or '.join(types)}"]
+    return f"give {' or '.join(others)}"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import field
 
-from emberkeep.api.custom_tools import custom_input
-from emberkeep.api.messages import call_json
+from emberkeep.api.tools import call_json, custom_input
 from emberkeep.types.events import FinishReason, ToolCallDelta
 from emberkeep.types.request import Json, ToolCall
 from emberkeep.values import dataclass

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator
 
-from emberkeep.api.field_kinds import INT32_MAX, WHOLE, Count, one_of
-from emberkeep.api.request import Body, UserFields, to_prompts
+from emberkeep.api.body import INT32_MAX, WHOLE, Body, Count, one_of
+from emberkeep.api.request import UserFields, to_prompts
 from emberkeep.errors import InvalidField
 from emberkeep.types.embedding import Embedded, EmbeddingInput, EmbeddingRequest, Ranked, RerankRequest, Vector
 from emberkeep.types.request import Json

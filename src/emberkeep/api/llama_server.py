@@ -12,20 +12,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
 
-from emberkeep.api.field_kinds import whole
-from emberkeep.api.request import (
-    INT32_MAX,
-    MAX_CHOICES,
-    MAX_PROMPTS,
-    WHOLE,
-    Body,
-    Count,
-    GenerationBody,
-    Limit,
-    Prompt,
-    to_limit,
-)
-from emberkeep.api.sampling import BAN, USUAL_LAST_N
+from emberkeep.api.body import INT32_MAX, WHOLE, Body, Count, whole
+from emberkeep.api.request import MAX_CHOICES, MAX_PROMPTS, GenerationBody, Prompt
+from emberkeep.api.sampling import BAN, USUAL_LAST_N, Limit, to_limit
 from emberkeep.errors import InvalidField
 from emberkeep.types.request import Infill, Json, Request, Sampling, SourceFile
 

@@ -11,30 +11,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator
 
-from emberkeep.api.custom_tools import CUSTOM_PARAMETERS, custom_arguments
-from emberkeep.api.errors import TEMPLATE_NAME, TOOL_NAME
-from emberkeep.api.field_kinds import one_of
+from emberkeep.api.body import BY_KIND, NO_OTHERS, Body, ByKind, Label, one_of, validate
+from emberkeep.api.errors import TEMPLATE_NAME
 from emberkeep.api.request import (
-    NO_MARKS,
-    NO_OTHERS,
-    Body,
     CompletionBody,
     GenerationBody,
-    Label,
-    Limit,
     LogprobFields,
     MarkFields,
     RoomFields,
-    Schema,
-    TextMarks,
-    TextPart,
-    text_marks,
-    to_limit,
+    breakpoints_in_text,
     ttl_of,
-    validate,
 )
+from emberkeep.api.sampling import Limit, TextPart, to_limit
+from emberkeep.api.tools import CustomFields, FunctionFields, call_json, check_choice, custom_arguments
 from emberkeep.errors import InvalidField
 from emberkeep.types.request import (
     Breakpoint,
@@ -47,86 +38,29 @@ from emberkeep.types.request import (
     ToolCall,
     ToolChoice,
 )
-from emberkeep.values import dataclass
 
-
-class ImageAddress(Body):
-    url: Annotated[str, Field(pattern="^(https?://|data:image/)")]
-
-
-class MessageTextPart(TextPart, MarkFields):
-    pass
-
-
-class ImagePart(MarkFields):
-    type: Literal["image_url"]
-    image_url: ImageAddress
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    text: str
-    images: tuple[Image, ...] = ()
-    marks: TextMarks = NO_MARKS
-
-
-def _join_parts(content: Json) -> Content | None:
-    """A string, null or a list of parts: texts, one per line, and images."""
-    if content is None:
-        return None
-    if isinstance(content, str):
-        return Content(content)
-    if not isinstance(content, list):
-        raise ValueError("give a text or a list of parts")
-    parts = [_part(part) for part in content]
-    texts = [part if isinstance(part, str) else None for part in parts]
-    return Content(
-        "\n".join(text for text in texts if text is not None),
-        tuple(part for part in parts if isinstance(part, Image)),
-        text_marks(zip(content, texts, strict=True)),
-    )
-
-
-def _part(part: Json) -> str | Image:
-    match part:
-        case {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
-            return text
-        case {"type": "image_url", "image_url": {"url": str(url)} | str(url)} if _IMAGE_URL.match(url):
-            return Image(url)
-        case {"type": "image_url"}:
-            raise ValueError("give the url of an image as https: or data:image/")
-    raise ValueError("only parts of type text and image_url are supported: leave the other parts out")
-
+# ── parts of a message ──
 
 _IMAGE_URL = re.compile(r"https?://|data:image/", re.IGNORECASE)
 
 
-def _as_text(arguments: Json) -> Json:
-    return json.dumps(arguments) if isinstance(arguments, dict) else arguments
+def _checked_url(url: str) -> str:
+    if not _IMAGE_URL.match(url):
+        raise ValueError("give the url of an image as https: or data:image/")
+    return url
 
 
-class CalledFunction(Body):
-    name: Label
-    arguments: Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | dict[str, Any])]
+ImageUrl = Annotated[
+    str, Field(json_schema_extra={"pattern": "^(https?://|data:image/)"}), AfterValidator(_checked_url)
+]
 
 
-def _custom_call(call: Json) -> Json:
-    """The call of a custom tool as one of a function."""
-    match call:
-        case {"type": "custom", "custom": {"name": str(name), "input": str(text)}}:
-            return {**call, "function": {"name": name, "arguments": custom_arguments(text)}}
-    return call
+class ImageAddress(Body):
+    url: ImageUrl
 
 
-class ToolCallBody(Body):
-    id: Label
-    type: Literal["function", "custom"] | None = None
-    function: CalledFunction
-
-    _read_custom = model_validator(mode="before")(_custom_call)
-
-    def to_call(self) -> ToolCall:
-        return ToolCall(self.id, self.function.name, self.function.arguments)
+class MessageTextPart(TextPart, MarkFields):
+    pass
 
 
 class RefusalPart(MarkFields):
@@ -134,7 +68,68 @@ class RefusalPart(MarkFields):
     refusal: str
 
 
-MarkedPart = MessageTextPart | ImagePart | RefusalPart
+class ImagePart(MarkFields):
+    type: Literal["image_url"]
+    image_url: Annotated[ImageAddress | ImageUrl, BY_KIND]
+
+
+Part = Annotated[
+    MessageTextPart | RefusalPart | ImagePart,
+    ByKind("only parts of type text and image_url are supported: leave the other parts out"),
+]
+
+
+def _text_of(part: MessageTextPart | RefusalPart | ImagePart) -> str | None:
+    """None: it is an image."""
+    if isinstance(part, ImagePart):
+        return None
+    return part.text if isinstance(part, MessageTextPart) else part.refusal
+
+
+def _image_of(part: ImagePart) -> Image:
+    return Image(part.image_url if isinstance(part.image_url, str) else part.image_url.url)
+
+
+# ── calls ──
+
+
+class CalledFunction(Body):
+    name: Label
+    arguments: Annotated[
+        str,
+        BeforeValidator(
+            lambda arguments: json.dumps(arguments) if isinstance(arguments, dict) else arguments,
+            json_schema_input_type=str | dict[str, Any],
+        ),
+    ]
+
+
+class CalledCustomTool(Body):
+    name: Label
+    input: str
+
+
+class FunctionCall(Body):
+    id: Label
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+    def to_call(self) -> ToolCall:
+        return ToolCall(self.id, self.function.name, self.function.arguments)
+
+
+class CustomCall(Body):
+    id: Label
+    type: Literal["custom"]
+    custom: CalledCustomTool
+
+    def to_call(self) -> ToolCall:
+        return ToolCall(self.id, self.custom.name, custom_arguments(self.custom.input))
+
+
+AnyCall = Annotated[FunctionCall | CustomCall, BY_KIND]
+
+# ── messages ──
 
 
 def _says_something(schema: dict[str, Json]) -> None:
@@ -151,12 +146,9 @@ class MessageBody(MarkFields):
     model_config = ConfigDict(json_schema_extra=_says_something)
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[
-        Content | None,
-        PlainValidator(_join_parts, json_schema_input_type=str | list[MarkedPart] | None),
-    ] = None
+    content: Annotated[str | list[Part], BY_KIND] | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCallBody], Field(max_length=256)] | None = None
+    tool_calls: Annotated[list[AnyCall], Field(max_length=256)] | None = None
     tool_call_id: Label | None = None
     name: Label | None = None
     refusal: str | None = None
@@ -171,18 +163,22 @@ class MessageBody(MarkFields):
         return self.role == "assistant" and bool(said)
 
     def to_message(self, legacy_id: str) -> Message:
-        """`legacy_id`: of a `function_call`, which has none, and of its result."""
+        """Each part's text is a line. `legacy_id`: of a `function_call`, which has none, and of its result."""
         calls = tuple(call.to_call() for call in self.tool_calls or ())
         if self.function_call is not None:
             calls += (ToolCall(legacy_id, self.function_call.name, self.function_call.arguments),)
+        content, images = self.content, tuple[Image, ...]()
+        if isinstance(content, list):
+            images = tuple(_image_of(part) for part in content if isinstance(part, ImagePart))
+            content = "\n".join(text for part in content if (text := _text_of(part)) is not None)
         return Message(
             role="tool" if self.role == "function" else self.role,
-            content=self.content.text if self.content else self.refusal or "",
+            content=(self.refusal or "") if content is None else content,
             reasoning=self.reasoning_content or "",
             tool_calls=calls,
             tool_call_id=legacy_id if self.role == "function" else self.tool_call_id,
             name=self.name,
-            images=self.content.images if self.content else (),
+            images=images,
         )
 
 
@@ -211,7 +207,8 @@ def to_breakpoints(bodies: list[MessageBody]) -> tuple[Breakpoint, ...]:
     """Where the beginnings end that a client marks in its messages."""
     found: list[Breakpoint] = []
     for count, body in enumerate(bodies, 1):
-        found += body.content.marks.breakpoints(count) if body.content else ()
+        if isinstance(body.content, list):
+            found += breakpoints_in_text(((part.to_mark(), _text_of(part)) for part in body.content), count)
         if (ttl := body.to_mark()) is not None:
             found.append(Breakpoint(count, ttl=ttl))
     return tuple(found)
@@ -219,16 +216,14 @@ def to_breakpoints(bodies: list[MessageBody]) -> tuple[Breakpoint, ...]:
 
 def message_json(message: Message) -> dict[str, Json]:
     """In OpenAI's shape; what is not set is left out."""
-    told: dict[str, Json] = {"role": message.role, "content": content_json(message)}
-    if message.reasoning:
-        told["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        told["tool_calls"] = [call_json(call) for call in message.tool_calls]
-    return told | {
-        key: value
-        for key, value in (("tool_call_id", message.tool_call_id), ("name", message.name))
-        if value is not None
+    fields = {
+        "reasoning_content": message.reasoning or None,
+        "tool_calls": [call_json(call) for call in message.tool_calls] or None,
+        "tool_call_id": message.tool_call_id,
+        "name": message.name,
     }
+    given = {name: value for name, value in fields.items() if value is not None}
+    return {"role": message.role, "content": content_json(message), **given}
 
 
 def content_json(message: Message) -> Json:
@@ -238,44 +233,29 @@ def content_json(message: Message) -> Json:
     return [{"type": "text", "text": message.content}, *images] if message.content else images
 
 
-def call_json(call: ToolCall) -> dict[str, Json]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+# ── tools ──
 
 
-class FunctionBody(Body):
-    name: Annotated[str, Field(pattern=TOOL_NAME)]
-    description: str | None = None
-    parameters: Schema | None = None
-
-    def to_tool(self) -> Tool:
-        return Tool(self.name, self.description or "", self.parameters or {})
-
-
-def _custom_tool(tool: Json) -> Json:
-    """A custom tool as a function. Raises ValueError."""
-    match tool:
-        case {"type": "custom", "custom": {"format": {"type": "grammar"}}}:
-            raise ValueError("a custom tool takes any text here: leave the grammar of its input out")
-        case {"type": "custom", "custom": {"name": name, **more}}:
-            function = {"name": name, "description": more.get("description"), "parameters": CUSTOM_PARAMETERS}
-            return {**tool, "function": function}
-    return tool
-
-
-class ToolBody(Body):
-    type: Literal["function", "custom"] | None = None
-    function: FunctionBody
-
-    _read_custom = model_validator(mode="before")(_custom_tool)
+class FunctionTool(Body):
+    type: Literal["function"] | None = None
+    function: FunctionFields
 
     def to_tool(self) -> Tool:
         return self.function.to_tool()
 
 
-ToolList = Annotated[list[ToolBody], Field(max_length=256)]
+class CustomTool(Body):
+    type: Literal["custom"]
+    custom: CustomFields
+
+    def to_tool(self) -> Tool:
+        return self.custom.to_tool()
 
 
-def prefix_of_chats(base: Request, messages: list[MessageBody], tools: list[ToolBody]) -> Request:
+ToolList = Annotated[list[Annotated[FunctionTool | CustomTool, BY_KIND]], Field(max_length=256)]
+
+
+def prefix_of_chats(base: Request, messages: list[MessageBody], tools: list[FunctionTool | CustomTool]) -> Request:
     """A request for the user of `base`, with a prefix to have ready for chats. Raises InvalidField."""
     if not (messages or tools):
         raise InvalidField("messages", "give messages, tools or a text.")
@@ -287,19 +267,27 @@ class NamedFunction(Body):
     name: str
 
 
-class NamedChoice(Body):
+class FunctionChoice(Body):
     type: Literal["function"]
     function: NamedFunction
 
+    @property
+    def name(self) -> str:
+        return self.function.name
 
-class NamedCustomChoice(Body):
+
+class CustomChoice(Body):
     type: Literal["custom"]
     custom: NamedFunction
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
 
 
 class AllowedTools(Body):
     mode: Literal["auto", "required"]
-    tools: list[NamedChoice | NamedCustomChoice]
+    tools: list[Annotated[FunctionChoice | CustomChoice, BY_KIND]]
 
 
 class AllowedChoice(Body):
@@ -307,57 +295,22 @@ class AllowedChoice(Body):
     allowed_tools: AllowedTools
 
 
-def _to_choice(value: Any) -> ToolChoice:
-    match value:
+ChoiceField = (
+    Annotated[Literal["none", "auto", "required"] | FunctionChoice | CustomChoice | AllowedChoice, BY_KIND] | None
+)
+LegacyChoiceField = Annotated[Literal["none", "auto"] | NamedFunction, BY_KIND] | None
+
+
+def to_choice(choice: ChoiceField | LegacyChoiceField) -> ToolChoice:
+    match choice:
         case None:
             return ToolChoice()
-        case "none" | "auto" | "required":
-            return ToolChoice(value)
-        case {"type": "function", "function": {"name": str(name)}}:
-            return ToolChoice("named", name)
-        case {"type": "custom", "custom": {"name": str(name)}}:
-            return ToolChoice("named", name)
-        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*tools]}}:
-            return ToolChoice(mode, allowed=tuple(_to_choice(tool).name or "" for tool in tools))
-    raise ValueError('give none, auto, required or {"type": "function", "function": {"name": ...}}')
-
-
-ChoiceField = Annotated[
-    ToolChoice,
-    PlainValidator(
-        _to_choice,
-        json_schema_input_type=Literal["none", "auto", "required"]
-        | NamedChoice
-        | NamedCustomChoice
-        | AllowedChoice
-        | None,
-    ),
-]
-
-
-def _to_legacy_choice(value: Any) -> ToolChoice:
-    match value:
-        case None:
-            return ToolChoice()
-        case "none" | "auto":
-            return ToolChoice(value)
-        case {"name": str(name)}:
-            return ToolChoice("named", name)
-    raise ValueError('give none, auto or {"name": ...}')
-
-
-LegacyChoiceField = Annotated[
-    ToolChoice,
-    PlainValidator(_to_legacy_choice, json_schema_input_type=Literal["none", "auto"] | NamedFunction | None),
-]
-
-
-def check_choice(choice: ToolChoice, tools: tuple[Tool, ...]) -> None:
-    if choice.mode == "required" and not (tools and choice.allowed != ()):
-        raise InvalidField("tool_choice", "required needs at least one tool: give tools.")
-    named = {choice.name} if choice.mode == "named" else set(choice.allowed or ())
-    if not named <= {tool.name for tool in tools}:
-        raise InvalidField("tool_choice", "names a function that is not among the tools.")
+        case str():
+            return ToolChoice(choice)
+        case AllowedChoice():
+            allowed = choice.allowed_tools
+            return ToolChoice(allowed.mode, allowed=tuple(tool.name for tool in allowed.tools))
+    return ToolChoice("named", choice.name)
 
 
 # ── the body ──
@@ -397,10 +350,10 @@ class TemplateFields(Body):
 class ChatBody(GenerationBody, RoomFields, LogprobFields, TemplateFields):
     messages: MessageList
     tools: ToolList | None = None
-    tool_choice: ChoiceField = ToolChoice()
+    tool_choice: ChoiceField = None
     parallel_tool_calls: bool | None = None
-    functions: Annotated[list[FunctionBody], Field(max_length=256)] | None = None
-    function_call: LegacyChoiceField = ToolChoice()
+    functions: Annotated[list[FunctionFields], Field(max_length=256)] | None = None
+    function_call: LegacyChoiceField = None
     max_completion_tokens: Limit | None = None
     ask_permission: bool | None = None
 
@@ -429,19 +382,21 @@ class ChatBody(GenerationBody, RoomFields, LogprobFields, TemplateFields):
     @property
     def custom_names(self) -> frozenset[str]:
         """Of the tools that take a text."""
-        return frozenset(tool.function.name for tool in self.tools or () if tool.type == "custom")
+        return frozenset(tool.custom.name for tool in self.tools or () if isinstance(tool, CustomTool))
 
     def _tools(self) -> tuple[tuple[Tool, ...], ToolChoice]:
         if not self.functions:
             tools = tuple(tool.to_tool() for tool in self.tools or ())
-            check_choice(self.tool_choice, tools)
-            return tools, self.tool_choice
+            choice = to_choice(self.tool_choice)
+            check_choice(choice, tools)
+            return tools, choice
         if self.tools:
             raise InvalidField("functions", "goes without tools: leave one of them out.")
         tools = tuple(function.to_tool() for function in self.functions)
-        if self.function_call.name not in {None, *(tool.name for tool in tools)}:
+        choice = to_choice(self.function_call)
+        if choice.name not in {None, *(tool.name for tool in tools)}:
             raise InvalidField("function_call", "names a function that is not among the functions.")
-        return tools, self.function_call
+        return tools, choice
 
 
 C = TypeVar("C", bound=ChatBody)

@@ -16,20 +16,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
+from emberkeep.api.answer_format import Schema
+from emberkeep.api.body import INT32_MAX, WHOLE, Body, Count, Label
 from emberkeep.api.messages import MAX_MESSAGES, ToolList
-from emberkeep.api.request import (
-    INT32_MAX,
-    USUAL_COMPLETION,
-    WHOLE,
-    Body,
-    Count,
-    GenerationFields,
-    Label,
-    OwnerFields,
-    RoomFields,
-    Schema,
-    to_limit,
-)
+from emberkeep.api.request import USUAL_COMPLETION, OwnerFields, RoomFields
+from emberkeep.api.sampling import GenerationFields, to_limit
 from emberkeep.errors import InvalidField
 from emberkeep.types.embedding import EmbeddingRequest
 from emberkeep.types.request import (

@@ -1,321 +1,34 @@
-"""What a client may ask: the fields of a request, each with its bounds.
+"""Fields that every API has: whose request it is, what to do when there is no room, what is sent again.
 
 HTTP and the library refuse the same, with the same words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationError
+from pydantic import Field, PlainValidator
 
 from emberkeep.api.answer_format import FormatFields
-from emberkeep.api.answer_format import Schema as Schema
-from emberkeep.api.body import Body as Body
-from emberkeep.api.body import parse_body as parse_body
-from emberkeep.api.body import parse_list as parse_list
-from emberkeep.api.body import parse_object as parse_object
-from emberkeep.api.body import validate as validate
+from emberkeep.api.body import INT32_MAX, WHOLE, Body, Count, Label, Name, whole
 from emberkeep.api.errors import USER_ID
-from emberkeep.api.field_kinds import INT32_MAX as INT32_MAX
-from emberkeep.api.field_kinds import NO_OTHERS as NO_OTHERS
-from emberkeep.api.field_kinds import WHOLE as WHOLE
-from emberkeep.api.field_kinds import Count as Count
-from emberkeep.api.field_kinds import whole
-from emberkeep.api.sampling import SamplerFields
-from emberkeep.config.settings import OFF
+from emberkeep.api.sampling import GenerationFields, TopLogprobs, to_limit
 from emberkeep.errors import InvalidField
-from emberkeep.types.request import (
-    Approximation,
-    Breakpoint,
-    Infill,
-    Json,
-    Recall,
-    Repair,
-    Request,
-    Sampling,
-    Ttl,
-    private_namespace,
-)
-from emberkeep.values import dataclass
+from emberkeep.types.request import Breakpoint, Infill, Recall, Request, Ttl, private_namespace
 
-# ── fields ──
-
-NO_LIMIT = -1
-ANY_SLOT = -1
 MAX_CHOICES = 16
-LEAST_SLICE = 32
-"""Prompt tokens in a step; with fewer a step takes hardly less time."""
 USUAL_COMPLETION = 256
 """Tokens of a raw completion, unless it says: a model that was trained on texts only never ends one."""
-_PASSED_ON = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-)
 
-
-def _listed(stop: Json) -> Json:
-    return [stop] if isinstance(stop, str) else stop
-
-
-def _no_less_than_no_limit(limit: int) -> int:
-    if limit < NO_LIMIT:
-        raise ValueError(f"give 0 or more, or {NO_LIMIT} for no limit")
-    return limit
-
-
-Label = Annotated[str, Field(max_length=512)]
-Name = Annotated[str, Field(min_length=1, max_length=512)]
 FactName = Annotated[str, Field(min_length=1, max_length=256)]
 Remembered = Annotated[str, Field(min_length=1, max_length=65_536)]
 Question = Annotated[str, Field(min_length=1, max_length=4096)]
 MaxResults = Annotated[int, Field(ge=1, le=100), WHOLE]
 MaxConversations = Annotated[int, Field(ge=1, le=1000), WHOLE]
-Limit = Annotated[
-    int,
-    Field(le=INT32_MAX, json_schema_extra={"minimum": NO_LIMIT}),
-    WHOLE,
-    AfterValidator(_no_less_than_no_limit),
-]
-Places = Annotated[int, Field(ge=0, le=65_536), WHOLE]
-Probability = Annotated[float, Field(gt=0, le=1)]
 ChoiceCount = Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE]
-KvBits = Annotated[Literal[16, 8, 4], BeforeValidator(whole)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-StopText = Annotated[str, Field(min_length=1, max_length=256)]
-Stops = Annotated[
-    list[StopText],
-    Field(max_length=16),
-    BeforeValidator(_listed, json_schema_input_type=StopText | list[StopText]),
-]
 UserId = Annotated[str, Field(pattern=USER_ID)]
-
-
-class ApproximationFields(Body):
-    """How state from other positions is repaired. Fields that are left out are as in `Approximation`."""
-
-    repair: Literal["off", "none", "selective", "cacheblend"] = "cacheblend"
-    ratio: Annotated[float, Field(ge=0, le=1)] | None = None
-    boundary: Places | None = None
-    side: Literal["first", "last", "both"] | None = None
-    overlap: Places | None = None
-    sinks: Places | None = None
-
-    def to_approximation(self) -> Approximation | Literal[False]:
-        if self.repair == OFF:
-            return False
-        given = {name: value for name, value in self if value is not None}
-        return Approximation(**{**given, "repair": Repair(self.repair)})
-
-
-def _as_object(value: Json) -> Json:
-    """A word is short for an object with that `repair`; false stands for off."""
-    if value is False:
-        return {"repair": OFF}
-    return {"repair": value} if isinstance(value, str) else value
-
-
-Approximate = Annotated[
-    ApproximationFields,
-    BeforeValidator(
-        _as_object,
-        json_schema_input_type=Literal[False, "off", "none", "selective", "cacheblend"] | ApproximationFields,
-    ),
-]
-
-
-class RoomFields(Body):
-    """What may be done when a conversation is longer than the context."""
-
-    evict: bool | None = None
-    recall: Literal["off", "tool", "auto"] | None = None
-
-    def to_recall(self) -> Recall | None:
-        return Recall(self.recall) if self.recall is not None else None
-
-
-MAX_PREDICTION = 256 << 10
-"""Characters. A quarter of a second to tokenize, and longer than answers are."""
-
-
-# ── beginnings that are sent again ──
-
-
-class CacheControl(Body):
-    """Anthropic's: the prompt will be sent again up to here."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-    def to_ttl(self) -> Ttl:
-        return Ttl.LONG if self.ttl == "1h" else Ttl.SHORT
-
-
-class MarkFields(Body):
-    """Of a message, or a part of one. With either, a beginning that is sent again ends with it."""
-
-    cache_control: CacheControl | None = None
-    stable: bool | None = None
-
-    def to_mark(self) -> Ttl | None:
-        """How long that beginning is kept at least. None: none ends here."""
-        if self.cache_control is not None:
-            return self.cache_control.to_ttl()
-        return Ttl.SHORT if self.stable else None
-
-
-MARKS = 'give cache_control as {"type": "ephemeral"}, also with a ttl of 5m or 1h, and stable as true or false'
-
-
-def mark_of(part: Json) -> Ttl | None:
-    """As `MarkFields.to_mark`, of what may be none. Raises ValueError."""
-    if not isinstance(part, Mapping) or not ("cache_control" in part or "stable" in part):
-        return None
-    try:
-        return MarkFields.model_validate(part).to_mark()
-    except ValidationError:
-        raise ValueError(MARKS) from None
-
-
-@dataclass(frozen=True, slots=True)
-class TextMarks:
-    """Where beginnings end in the text of a message whose parts are on lines of their own."""
-
-    chars: int
-    """Of the whole text."""
-    ends: tuple[tuple[int, Ttl], ...]
-    """How many of them each beginning has, and how long it is kept."""
-
-    def breakpoints(self, messages: int) -> list[Breakpoint]:
-        """In the last of so many messages. One at the end of its text is one at the end of the message."""
-        return [Breakpoint(messages, None if end == self.chars else end, ttl) for end, ttl in self.ends]
-
-
-NO_MARKS = TextMarks(0, ())
-
-
-def text_marks(parts: Iterable[tuple[Json, str | None]]) -> TextMarks:
-    """Of parts and the text that each adds; None: it adds none. Raises ValueError."""
-    chars, ends = -1, list[tuple[int, Ttl]]()
-    for part, text in parts:
-        chars += len(text) + 1 if text is not None else 0
-        if (ttl := mark_of(part)) is not None:
-            ends.append((max(chars, 0), ttl))
-    return TextMarks(max(chars, 0), tuple(ends))
-
-
-def ttl_of(breakpoints: Iterable[Breakpoint]) -> Ttl | None:
-    """How long a conversation with these is kept; None: as usual."""
-    return Ttl.LONG if any(one.ttl is Ttl.LONG for one in breakpoints) else None
-
-
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
-
-
-def _join_texts(content: Json) -> Json:
-    """A list of texts as one text, each on its own line: as in messages."""
-    if not isinstance(content, list):
-        return content
-    return "\n".join(map(_text_of, content))
-
-
-def _text_of(part: Json) -> str:
-    match part:
-        case {"type": "text", "text": str(text)}:
-            return text
-    raise ValueError("give a text or a list of parts of type text")
-
-
-PredictedText = Annotated[str, Field(max_length=MAX_PREDICTION)]
-
-
-class PredictionBody(Body):
-    """What the answer will be like: a draft that the model checks."""
-
-    type: Literal["content"]
-    content: Annotated[
-        PredictedText, BeforeValidator(_join_texts, json_schema_input_type=PredictedText | list[TextPart])
-    ]
-
-
-class GenerationFields(SamplerFields, Body):
-    """Every field may be null, which means the same as leaving it out."""
-
-    max_tokens: Limit | None = None
-    stop: Stops | None = None
-
-    temperature: Annotated[float, Field(ge=0, le=5)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    typical_p: Probability | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] | None = None
-
-    kv_bits: KvBits | None = None
-    prefill_chunk_size: Annotated[int, Field(ge=LEAST_SLICE, le=65_536), WHOLE] | None = None
-    approximate: Approximate | None = None
-    speculation: bool | None = None
-    prediction: PredictionBody | None = None
-    cache_prompt: bool | None = None
-    id_slot: Annotated[int, Field(ge=ANY_SLOT, le=INT32_MAX), WHOLE] | None = None
-
-    def apply_to(self, request: Request) -> Request:
-        """`request` with what these fields say, but for `max_tokens`, which has other names, too."""
-        return replace(
-            request,
-            sampling=self.to_sampling(),
-            stop=tuple(self.stop or ()),
-            use_cache=self.cache_prompt is not False,
-            kv_bits=self.kv_bits,
-            prefill_slice=self.prefill_chunk_size,
-            approximate=self.approximate.to_approximation() if self.approximate is not None else None,
-            slot=None if self.id_slot == ANY_SLOT else self.id_slot,
-            speculation=self.speculation,
-            prediction=self.prediction.content if self.prediction is not None else "",
-        )
-
-    def to_sampling(self) -> Sampling:
-        values = {name: getattr(self, name) for name in _PASSED_ON}
-        given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
-        if self.top_k == -1:
-            given["top_k"] = 0  # OpenAI-compatible servers write it so
-        if self.seed is not None:
-            given["seed"] = self.seed % 2**64  # random generators take no negative seeds
-        return Sampling(**{**self.sampler_settings(), **given})
-
-
-def to_limit(max_tokens: int | None) -> int | None:
-    return None if max_tokens == NO_LIMIT else max_tokens
-
-
-class LogprobFields(Body):
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
-
-    def to_top_logprobs(self) -> int | None:
-        """Raises InvalidField where fields contradict each other."""
-        if self.logprobs:
-            return self.top_logprobs or 0
-        if self.top_logprobs:
-            raise InvalidField("top_logprobs", "needs logprobs to be true.")
-        return None
-
-
-class StreamOptions(Body):
-    include_usage: bool | None = None
 
 
 # ── whose it is ──
@@ -363,7 +76,77 @@ class OwnerFields(UserFields):
         )
 
 
+# ── a conversation that is longer than the context, and beginnings that are sent again ──
+
+
+class RoomFields(Body):
+    """What may be done when a conversation is longer than the context."""
+
+    evict: bool | None = None
+    recall: Literal["off", "tool", "auto"] | None = None
+
+    def to_recall(self) -> Recall | None:
+        return Recall(self.recall) if self.recall is not None else None
+
+
+class CacheControl(Body):
+    """Anthropic's: the prompt will be sent again up to here."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+    def to_ttl(self) -> Ttl:
+        return Ttl.LONG if self.ttl == "1h" else Ttl.SHORT
+
+
+class MarkFields(Body):
+    """Fields of a message, or a part of one. With either, a beginning that is sent again ends with it."""
+
+    cache_control: CacheControl | None = None
+    stable: bool | None = None
+
+    def to_mark(self) -> Ttl | None:
+        """How long that beginning is kept at least. None: none ends here."""
+        if self.cache_control is not None:
+            return self.cache_control.to_ttl()
+        return Ttl.SHORT if self.stable else None
+
+
+def breakpoints_in_text(parts: Iterable[tuple[Ttl | None, str | None]], messages: int) -> list[Breakpoint]:
+    """Where beginnings end in the last of so many messages, whose text has the texts of these parts on lines of
+    their own. Each part comes with its mark; a text of None adds nothing. One at the end of the text is one at the
+    end of the message."""
+    chars, ends = -1, list[tuple[int, Ttl]]()
+    for ttl, text in parts:
+        chars += len(text) + 1 if text is not None else 0
+        if ttl is not None:
+            ends.append((max(chars, 0), ttl))
+    return [Breakpoint(messages, None if end == max(chars, 0) else end, ttl) for end, ttl in ends]
+
+
+def ttl_of(breakpoints: Iterable[Breakpoint]) -> Ttl | None:
+    """How long a conversation with these is kept; None: as usual."""
+    return Ttl.LONG if any(one.ttl is Ttl.LONG for one in breakpoints) else None
+
+
 # ── bodies ──
+
+
+class LogprobFields(Body):
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+
+    def to_top_logprobs(self) -> int | None:
+        """Raises InvalidField where fields contradict each other."""
+        if self.logprobs:
+            return self.top_logprobs or 0
+        if self.top_logprobs:
+            raise InvalidField("top_logprobs", "needs logprobs to be true.")
+        return None
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
 
 
 RETENTIONS = {"in_memory": Ttl.SHORT, "in-memory": Ttl.SHORT, "24h": Ttl.EXTENDED}

@@ -11,38 +11,14 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic import BeforeValidator, ConfigDict, Field
 
-from emberkeep.api.answer_format import FormatFields
-from emberkeep.api.custom_tools import CUSTOM_PARAMETERS
-from emberkeep.api.errors import TOOL_NAME
-from emberkeep.api.field_kinds import NotHere
-from emberkeep.api.messages import check_choice
-from emberkeep.api.request import (
-    RETENTIONS,
-    WHOLE,
-    Body,
-    GenerationFields,
-    Label,
-    Limit,
-    Name,
-    OwnerFields,
-    RoomFields,
-    Schema,
-    to_limit,
-    ttl_of,
-    validate,
-)
-from emberkeep.api.responses_items import (
-    MAX_ITEMS,
-    AnyItem,
-    Called,
-    Item,
-    ItemList,
-    model_name,
-    to_items,
-    to_messages,
-)
+from emberkeep.api.answer_format import FormatFields, Schema
+from emberkeep.api.body import BY_KIND, WHOLE, Body, ByKind, Label, Name, not_here
+from emberkeep.api.request import RETENTIONS, OwnerFields, RoomFields, ttl_of
+from emberkeep.api.responses_items import Called, Item, ItemList, model_name, to_items, to_messages
+from emberkeep.api.sampling import GenerationFields, Limit, to_limit
+from emberkeep.api.tools import CustomFields, FunctionFields, ToolName, check_choice
 from emberkeep.errors import InvalidField
 from emberkeep.types.memory import ApiConversation
 from emberkeep.types.request import Json, JsonFormat, Message, Request, Tool, ToolChoice, Ttl
@@ -98,10 +74,6 @@ class TextFields(Body):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ConversationReference(Body):
-    id: Name
-
-
 class CacheOptions(Body):
     ttl: Literal["30m", "12h"] | None = None
 
@@ -112,27 +84,52 @@ _LEAST_TTLS = {"30m": Ttl.LONG, "12h": Ttl.EXTENDED}
 # ── tools ──
 
 
-class FunctionTool(Body):
+class NamedFunctionTool(FunctionFields):
+    model_config = ConfigDict(extra="allow")
+
     type: Literal["function"]
-    name: Annotated[str, Field(pattern=TOOL_NAME)]
-    description: str | None = None
-    parameters: Schema | None = None
 
 
-class CustomTool(Body):
+class NamedCustomTool(CustomFields):
+    model_config = ConfigDict(extra="allow")
+
     type: Literal["custom"]
-    name: Annotated[str, Field(pattern=TOOL_NAME)]
-    description: str | None = None
-    format: dict[str, Any] | None = None
 
 
 class NamespaceTool(Body):
+    model_config = ConfigDict(extra="allow")
+
     type: Literal["namespace"]
-    name: Annotated[str, Field(pattern=TOOL_NAME)]
-    tools: Annotated[
-        list[dict[str, Any]],
-        BeforeValidator(lambda tools: tools, json_schema_input_type=list[FunctionTool | CustomTool]),
-    ]
+    name: ToolName
+    tools: list[Annotated[NamedFunctionTool | NamedCustomTool, BY_KIND]]
+
+
+class OfferedSearch(Body):
+    """A search as Codex writes it, which offers it in every request: nothing here can run it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["web_search"]
+    external_web_access: Any
+
+
+def _may_be_left_out(tool: Json) -> Json:
+    if isinstance(tool, dict) and tool.get("type") == "web_search" and "external_web_access" not in tool:
+        raise ValueError("'web_search' runs at OpenAI only: leave it out")
+    return tool
+
+
+OwnTool = NamedFunctionTool | NamedCustomTool
+ToolsField = Annotated[
+    list[
+        Annotated[
+            OwnTool | NamespaceTool | OfferedSearch,
+            ByKind("{kind} runs at OpenAI only: leave it out"),
+            BeforeValidator(_may_be_left_out),
+        ]
+    ],
+    Field(max_length=256),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,126 +146,28 @@ class Toolset:
         return (self.called or {}).get(name) or Called(name)
 
 
-def read_tools(given: Sequence[Mapping[str, Json]]) -> Toolset:
-    """Raises InvalidField; a tool that only OpenAI runs is refused by its name."""
+def read_tools(given: Sequence[OwnTool | NamespaceTool | OfferedSearch]) -> Toolset:
+    """Raises InvalidField where two have the same name."""
     tools: list[Tool] = []
     called: dict[str, Called] = {}
     left_out: list[str] = []
+
+    def add(given: OwnTool, path: str, namespace: str | None = None) -> None:
+        name = model_name(given.name, namespace)
+        if name in called:
+            raise InvalidField(f"{path}.name", "two tools have this name: rename one.")
+        called[name] = Called(given.name, namespace, isinstance(given, NamedCustomTool))
+        tools.append(replace(given.to_tool(), name=name))
+
     for place, tool in enumerate(given):
-        path = f"tools[{place}]"
-        match tool.get("type"):
-            case "function" | "custom":
-                _add_tool(tool, path, None, tools, called)
-            case "namespace":
-                space = _validate_at(NamespaceTool, tool, path)
-                for inner_place, inner in enumerate(space.tools):
-                    _add_tool(inner, f"{path}.tools[{inner_place}]", space.name, tools, called)
-            case "web_search" if "external_web_access" in tool:
-                # So Codex writes it, which offers the tool in every request, asked for or not.
-                left_out.append("web_search")
-            case kind:
-                raise InvalidField(f"{path}.type", f"{_shown(kind)} runs at OpenAI only: leave it out.")
+        if isinstance(tool, OfferedSearch):
+            left_out.append(tool.type)
+        elif isinstance(tool, NamespaceTool):
+            for inner_place, inner in enumerate(tool.tools):
+                add(inner, f"tools[{place}].tools[{inner_place}]", tool.name)
+        else:
+            add(tool, f"tools[{place}]")
     return Toolset(tuple(tools), called, tuple(left_out))
-
-
-def _add_tool(
-    given: Mapping[str, Json], path: str, namespace: str | None, tools: list[Tool], called: dict[str, Called]
-) -> None:
-    is_custom = given.get("type") == "custom"
-    if is_custom:
-        custom = _validate_at(CustomTool, given, path)
-        if custom.format is not None and custom.format.get("type") != "text":
-            raise InvalidField(f"{path}.format", "a custom tool takes any text here: leave the grammar out.")
-        tool = Tool(custom.name, custom.description or "", CUSTOM_PARAMETERS)
-    else:
-        function = _validate_at(FunctionTool, given, path)
-        tool = Tool(function.name, function.description or "", function.parameters or {})
-    name = model_name(tool.name, namespace)
-    if name in called:
-        raise InvalidField(f"{path}.name", "two tools have this name: rename one.")
-    called[name] = Called(tool.name, namespace, is_custom)
-    tools.append(replace(tool, name=name))
-
-
-def _validate_at(model: type[FunctionTool | CustomTool | NamespaceTool], given: Json, path: str) -> Any:
-    try:
-        return validate(model, given)
-    except InvalidField as error:
-        raise InvalidField(f"{path}.{error.param}", str(error).removeprefix(f"{error.param}: ")) from None
-
-
-def _shown(kind: Json) -> str:
-    return repr(str(kind)[:64])
-
-
-def read_choice(choice: Json, tools: tuple[Tool, ...]) -> ToolChoice:
-    """Raises InvalidField for what is not among the tools."""
-    match choice:
-        case None:
-            read = ToolChoice()
-        case "none" | "auto" | "required":
-            read = ToolChoice(choice)
-        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
-            read = ToolChoice(mode, allowed=tuple(_chosen_name(tool) for tool in allowed))
-        case _:
-            read = ToolChoice("named", _chosen_name(choice))
-    check_choice(read, tools)
-    return read
-
-
-def _chosen_name(choice: Json) -> str:
-    match choice:
-        case {"type": "function" | "custom", "name": str(name)}:
-            return model_name(name, choice.get("namespace"))
-        case {"type": str(kind)}:
-            raise InvalidField("tool_choice", f"{_shown(kind)} cannot be chosen here: name a function.")
-    raise InvalidField("tool_choice", "give none, auto, required or the type and name of a tool.")
-
-
-# ── the bodies ──
-
-
-def _text_or_items(value: Json) -> Json:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise ValueError("give a text or a list of items")
-    if len(value) > MAX_ITEMS:
-        raise ValueError(f"give {MAX_ITEMS} or fewer items")
-    return value
-
-
-def _named(value: Json) -> str | None:
-    match value:
-        case None:
-            return None
-        case str(name) | {"id": str(name)} if 0 < len(name) <= 512:
-            return name
-    raise ValueError('give the id of a conversation, or {"id": ...}')
-
-
-InputField = Annotated[
-    str | list[dict[str, Any]], PlainValidator(_text_or_items, json_schema_input_type=str | list[AnyItem])
-]
-ConversationField = Annotated[
-    str | None, PlainValidator(_named, json_schema_input_type=Name | ConversationReference | None)
-]
-_MAX_TOOLS = 256
-
-
-def _objects(value: Json) -> Json:
-    """They are checked one by one later, so that errors name the place."""
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        raise ValueError("give a list of objects")
-    if len(value) > _MAX_TOOLS:
-        raise ValueError(f"give {_MAX_TOOLS} or fewer")
-    return value
-
-
-ToolsField = Annotated[
-    list[dict[str, Any]],
-    PlainValidator(_objects, json_schema_input_type=list[FunctionTool | CustomTool | NamespaceTool]),
-]
 
 
 class NamedTool(Body):
@@ -276,18 +175,50 @@ class NamedTool(Body):
     name: Name
     namespace: Label | None = None
 
+    @property
+    def model_name(self) -> str:
+        return model_name(self.name, self.namespace)
 
-class AllowedTools(Body):
+
+class AllowedNamedTools(Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: list[NamedTool]
 
 
 ToolChoiceField = Annotated[
-    Any,
+    Literal["none", "auto", "required"] | NamedTool | AllowedNamedTools,
+    ByKind("{kind} cannot be chosen here: give none, auto, required or the type and name of a function"),
+]
+
+
+def read_choice(choice: ToolChoiceField | None, tools: tuple[Tool, ...]) -> ToolChoice:
+    """Raises InvalidField for what is not among the tools."""
+    match choice:
+        case None:
+            read = ToolChoice()
+        case NamedTool():
+            read = ToolChoice("named", choice.model_name)
+        case AllowedNamedTools():
+            read = ToolChoice(choice.mode, allowed=tuple(tool.model_name for tool in choice.tools))
+        case _:
+            read = ToolChoice(choice)
+    check_choice(read, tools)
+    return read
+
+
+# ── the bodies ──
+
+
+class ConversationReference(Body):
+    id: Name
+
+
+ConversationField = Annotated[
+    Name,
     BeforeValidator(
-        lambda choice: choice,
-        json_schema_input_type=Literal["none", "auto", "required"] | NamedTool | AllowedTools | None,
+        lambda value: value["id"] if isinstance(value, dict) and "id" in value else value,
+        json_schema_input_type=Name | ConversationReference,
     ),
 ]
 
@@ -296,12 +227,12 @@ class PromptBody(OwnerFields):
     """What a response continues and is asked, without how it is to be answered."""
 
     model: str | None = None
-    input: InputField | None = None
+    input: Annotated[str | ItemList, BY_KIND] | None = None
     instructions: str | None = None
-    conversation: ConversationField = None
+    conversation: ConversationField | None = None
     previous_response_id: Name | None = None
     tools: ToolsField | None = None
-    tool_choice: ToolChoiceField = None
+    tool_choice: ToolChoiceField | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningFields | None = None
     text: TextFields | None = None
@@ -310,7 +241,7 @@ class PromptBody(OwnerFields):
     @cached_property
     def toolset(self) -> Toolset:
         """Raises InvalidField."""
-        return read_tools(self.tools or ())
+        return read_tools(self.tools or [])
 
     def to_items(self) -> list[Item]:
         """What is asked now. Raises InvalidField."""
@@ -351,24 +282,18 @@ class ResponseBody(PromptBody, GenerationFields, FormatFields, RoomFields):
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: CacheOptions | None = None
     service_tier: Label | None = None
-    prompt: NotHere = None
-    context_management: NotHere = None
-    moderation: NotHere = None
+    prompt: Annotated[
+        None, not_here("OpenAI keeps such prompts, nothing here does: send instructions and input")
+    ] = None
+    context_management: Annotated[None, not_here('is not supported: use truncation "auto"')] = None
+    moderation: Annotated[None, not_here("runs at OpenAI only: leave it out")] = None
 
     @property
     def wants_encrypted_reasoning(self) -> bool:
         return ENCRYPTED_REASONING in (self.include or ())
 
     def check(self) -> None:
-        """Raises InvalidField for what cannot be done, or contradicts itself."""
-        if self.prompt is not None:
-            raise InvalidField(
-                "prompt", "OpenAI keeps such prompts, nothing here does: send instructions and input."
-            )
-        if self.context_management:
-            raise InvalidField("context_management", 'is not supported: use truncation "auto".')
-        if self.moderation is not None:
-            raise InvalidField("moderation", "runs at OpenAI only: leave it out.")
+        """Raises InvalidField where fields contradict each other."""
         if self.background and self.stream:
             raise InvalidField("stream", "goes without background: leave one of them out.")
         if self.background and self.store is False:
@@ -451,7 +376,7 @@ def response_head(
         "store": is_stored,
         "temperature": sampling.temperature,
         "text": _text_json(body.text),
-        "tool_choice": body.tool_choice if body.tool_choice is not None else "auto",
+        "tool_choice": _plain(body.tool_choice or "auto"),
         "tools": [_tool_json(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.top_p,
@@ -462,10 +387,13 @@ def response_head(
     }
 
 
-def _tool_json(tool: Mapping[str, Json]) -> dict[str, Json]:
-    if tool["type"] != "function":
-        return dict(tool)
-    return {"description": None, "parameters": None, "strict": None, **tool}
+def _plain(value: Json) -> Json:
+    return value.model_dump(exclude_unset=True) if isinstance(value, Body) else value
+
+
+def _tool_json(tool: Body) -> dict[str, Json]:
+    absent = {"description": None, "parameters": None, "strict": None}
+    return {**(absent if isinstance(tool, NamedFunctionTool) else {}), **tool.model_dump(exclude_unset=True)}
 
 
 def _text_json(text: TextFields | None) -> dict[str, Json]:

@@ -6,54 +6,63 @@ makes messages of them. Reasoning, a text and calls that follow each other are o
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
 import uuid
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
-from emberkeep.api.custom_tools import custom_arguments
-from emberkeep.api.request import Body, Label, MarkFields, Name, mark_of, text_marks, validate
+from emberkeep.api.body import BY_KIND, Body, ByKind, Label, Name
+from emberkeep.api.messages import ImageUrl, RefusalPart
+from emberkeep.api.request import MarkFields, breakpoints_in_text
+from emberkeep.api.sealed import unseal
+from emberkeep.api.tools import custom_arguments
 from emberkeep.errors import InvalidField
-from emberkeep.types.request import Breakpoint, Image, Json, Message, ToolCall
+from emberkeep.types.request import Breakpoint, Image, Json, Message, ToolCall, Ttl
 from emberkeep.values import dataclass
 
 Item = dict[str, Json]
+SEALED = "ek1."
+"""What the `encrypted_content` of reasoning that was written here begins with."""
 
 
 # ── what clients send ──
 
 
-class InputTextPart(MarkFields):
+class KeptFields(MarkFields):
+    """Fields that are stored and shown as they came, also those that mean nothing here."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class InputTextPart(KeptFields):
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-class RefusalPart(MarkFields):
-    type: Literal["refusal"]
-    refusal: str
-
-
-class InputImagePart(MarkFields):
+class InputImagePart(KeptFields):
     type: Literal["input_image"]
-    image_url: Annotated[str, Field(json_schema_extra={"pattern": "^(https?://|data:image/)"})]
+    image_url: ImageUrl
 
 
-Parts = list[InputTextPart | RefusalPart | InputImagePart]
+Parts = list[
+    Annotated[
+        InputTextPart | RefusalPart | InputImagePart,
+        ByKind("only parts of type input_text, output_text, refusal and input_image can be used here"),
+    ]
+]
+TextOrParts = Annotated[str | Parts, BY_KIND]
 
 
-class MessageItem(MarkFields):
+class MessageItem(KeptFields):
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Parts
+    content: TextOrParts
 
 
-class CallItem(MarkFields):
+class CallItem(KeptFields):
     type: Literal["function_call"]
     call_id: Name
     name: Name
@@ -61,13 +70,13 @@ class CallItem(MarkFields):
     namespace: Label | None = None
 
 
-class CallOutputItem(MarkFields):
+class CallOutputItem(KeptFields):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Name
-    output: str | Parts
+    output: TextOrParts
 
 
-class CustomCallItem(MarkFields):
+class CustomCallItem(KeptFields):
     type: Literal["custom_tool_call"]
     call_id: Name
     name: Name
@@ -80,7 +89,7 @@ class ReasoningText(Body):
     text: str
 
 
-class ReasoningItem(MarkFields):
+class ReasoningItem(KeptFields):
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
     encrypted_content: str | None = None
@@ -91,25 +100,22 @@ class ReferenceItem(Body):
     id: Name
 
 
-MAX_ITEMS = 100_000
-WholeItem = MessageItem | CallItem | CallOutputItem | CustomCallItem | ReasoningItem
-ItemList = Annotated[
-    list[dict[str, Any]],
-    Field(max_length=MAX_ITEMS),
-    BeforeValidator(lambda items: items, json_schema_input_type=list[WholeItem]),
-]
-"""They are checked one by one later, so that errors name the place."""
-AnyItem = WholeItem | ReferenceItem
+def _with_type(item: Json) -> Json:
+    """Messages and references may come without."""
+    if not isinstance(item, dict) or item.get("type"):
+        return item
+    return {**item, "type": "message" if "role" in item else "item_reference"}
 
-_KINDS: Mapping[str, type[Body]] = {
-    "message": MessageItem,
-    "function_call": CallItem,
-    "function_call_output": CallOutputItem,
-    "custom_tool_call": CustomCallItem,
-    "custom_tool_call_output": CallOutputItem,
-    "reasoning": ReasoningItem,
-    "item_reference": ReferenceItem,
-}
+
+_USABLE = ByKind("items of type {kind} cannot be used here: leave it out")
+WholeItem = MessageItem | CallItem | CallOutputItem | CustomCallItem | ReasoningItem
+AnyItem = WholeItem | ReferenceItem
+MAX_ITEMS = 100_000
+ItemList = Annotated[
+    list[Annotated[AnyItem, _USABLE, BeforeValidator(_with_type)]],
+    Field(max_length=MAX_ITEMS),
+]
+
 _PREFIXES = {
     "message": "msg",
     "function_call": "fc",
@@ -118,77 +124,26 @@ _PREFIXES = {
     "custom_tool_call_output": "ctco",
     "reasoning": "rs",
 }
-_IMAGE_URL = re.compile(r"https?://|data:image/", re.IGNORECASE)
 
 
-def to_items(given: str | Sequence[Json], field: str = "input") -> list[Item]:
-    """Checked, complete and with an id each; references are left as they are (see `references`).
-
-    Raises InvalidField with the path of what cannot be used.
-    """
+def to_items(given: str | Sequence[AnyItem]) -> list[Item]:
+    """Complete and with an id each; references are left as they are (see `references`)."""
     if isinstance(given, str):
-        return [_complete({"type": "message", "role": "user", "content": given})]
-    return [_to_item(item, f"{field}[{place}]") for place, item in enumerate(given)]
+        given = [MessageItem(type="message", role="user", content=given)]
+    return [_complete(item) for item in given]
 
 
-def _to_item(item: Mapping[str, Json], path: str) -> Item:
-    kind = item.get("type") or ("message" if "role" in item else "item_reference")
-    model = _KINDS.get(kind) if isinstance(kind, str) else None
-    if model is None:
-        raise InvalidField(f"{path}.type", f"items of type {str(kind)[:64]!r} cannot be used here: leave it out.")
-    for name in ("content", "output"):
-        if name in item and kind != "reasoning":
-            _check_content(item[name], f"{path}.{name}")
-    try:
-        validate(model, item)
-    except InvalidField as error:
-        raise InvalidField(f"{path}.{error.param}", str(error).removeprefix(f"{error.param}: ")) from None
-    return _complete({**item, "type": kind})
-
-
-def _check_content(content: Json, path: str) -> None:
-    """In our words: pydantic would tell about every kind that a part is not."""
-    if isinstance(content, str):
-        return
-    if not isinstance(content, list):
-        raise InvalidField(path, "give a text or a list of parts.")
-    for place, part in enumerate(content):
-        _check_part(part, f"{path}[{place}]")
-        try:
-            mark_of(part)
-        except ValueError as error:
-            raise InvalidField(f"{path}[{place}]", f"{error}.") from None
-
-
-def _check_part(part: Json, path: str) -> None:
-    match part:
-        case {"type": "input_text" | "output_text" | "text", "text": str()} | {
-            "type": "refusal",
-            "refusal": str(),
-        }:
-            return
-        case {"type": "input_image", "image_url": str(url)} if _IMAGE_URL.match(url):
-            return
-        case {"type": "input_image"}:
-            raise InvalidField(f"{path}.image_url", "give an image as https: or data:image/.")
-        case {"type": "input_text" | "output_text" | "text" | "refusal"}:
-            raise InvalidField(path, "give its text.")
-    raise InvalidField(
-        path, "only parts of type input_text, output_text, refusal and input_image can be used here."
-    )
-
-
-def _complete(item: Item) -> Item:
-    kind = item["type"]
-    if kind == "item_reference":
-        return {"type": kind, "id": item["id"]}
-    given = item.get("id")
-    told = {**item, "id": given if isinstance(given, str) and given else new_item_id(kind)}
-    if kind == "message":
-        told["content"] = _full_content(item["role"], item["content"])
-    if kind == "reasoning":
-        return {"summary": [], **told}
-    return {**told, "status": "completed"}
+def _complete(model: AnyItem) -> Item:
+    item = model.model_dump(exclude_unset=True)
+    if isinstance(model, ReferenceItem):
+        return item
+    kind, given = item["type"], item.get("id")
+    item["id"] = given if isinstance(given, str) and given else new_item_id(kind)
+    if isinstance(model, MessageItem):
+        item["content"] = _full_content(item["role"], item["content"])
+    if isinstance(model, ReasoningItem):
+        return {"summary": [], **item}
+    return {**item, "status": "completed"}
 
 
 def _full_content(role: str, content: Json) -> list[Json]:
@@ -229,32 +184,6 @@ def resolve(items: Sequence[Item], known: Mapping[str, Item]) -> list[Item]:
     return [known[item["id"]] if item["type"] == "item_reference" else item for item in items]
 
 
-# ── reasoning that clients carry for us ──
-
-_SEAL = "ek1."
-
-
-def seal(text: str) -> str:
-    """Reasoning as an opaque text, which a client that keeps nothing but `encrypted_content` sends back. It hides
-    nothing: the client has the reasoning beside it."""
-    return _SEAL + base64.urlsafe_b64encode(zlib.compress(text.encode("utf-8", "surrogatepass"))).decode()
-
-
-def unseal(sealed: str) -> str:
-    """The inverse of `seal`; empty for what others have sealed."""
-    if not sealed.startswith(_SEAL):
-        return ""
-    try:
-        packed = base64.urlsafe_b64decode(sealed.removeprefix(_SEAL))
-        return zlib.decompressobj().decompress(packed, _MOST_REASONING).decode("utf-8")
-    except (binascii.Error, zlib.error, ValueError):
-        return ""
-
-
-_MOST_REASONING = 4 << 20
-"""Bytes: a small text can be made that unpacks to gigabytes."""
-
-
 # ── messages ──
 
 
@@ -283,12 +212,17 @@ def to_messages(items: Iterable[Item]) -> tuple[tuple[Message, ...], tuple[Break
 
 
 def _marks(item: Item, messages: int) -> Iterator[Breakpoint]:
-    """Of an item that is in the last of so many messages."""
+    """Those of an item that is in the last of so many messages."""
     parts = item.get("content" if item["type"] == "message" else "output")
     if isinstance(parts, list):
-        yield from text_marks((part, _text_of(part)) for part in parts).breakpoints(messages)
-    if (ttl := mark_of(item)) is not None:
+        yield from breakpoints_in_text(((_mark_of(part), _text_of(part)) for part in parts), messages)
+    if (ttl := _mark_of(item)) is not None:
         yield Breakpoint(messages, ttl=ttl)
+
+
+def _mark_of(part: Mapping[str, Json]) -> Ttl | None:
+    """The mark of what was checked when it came."""
+    return MarkFields.model_validate(part).to_mark() if "cache_control" in part or "stable" in part else None
 
 
 def _add(messages: list[Message], item: Item) -> None:
@@ -325,8 +259,8 @@ def _to_call(item: Item) -> ToolCall:
 
 
 def _reasoning(item: Item) -> str:
-    told = "".join(part["text"] for part in item.get("content") or ())
-    return told or unseal(item.get("encrypted_content") or "")
+    text = "".join(part["text"] for part in item.get("content") or ())
+    return text or unseal(item.get("encrypted_content") or "", SEALED)
 
 
 def _read_parts(content: Json) -> tuple[str, tuple[Image, ...]]:

@@ -9,10 +9,11 @@ from dataclasses import field
 from typing import TypeVar
 
 from emberkeep.api.answer import SseFrames, chat_logprobs, detail_json, timings_json, tool_json
-from emberkeep.api.custom_tools import custom_input
 from emberkeep.api.errors import Failure, sse
 from emberkeep.api.responses import Toolset
-from emberkeep.api.responses_items import Called, Item, output_id, seal
+from emberkeep.api.responses_items import SEALED, Called, Item, output_id
+from emberkeep.api.sealed import seal
+from emberkeep.api.tools import custom_input
 from emberkeep.types.events import (
     CallEnded,
     Completed,
@@ -69,7 +70,7 @@ class _Reasoning:
         told: Item = {"id": self.id, "type": "reasoning", "summary": [], "status": status}
         told["content"] = [self.part()] if status != IN_PROGRESS else []
         if self.is_sealed:
-            told["encrypted_content"] = seal("".join(self.texts)) if status != IN_PROGRESS else ""
+            told["encrypted_content"] = seal("".join(self.texts), SEALED) if status != IN_PROGRESS else ""
         return told
 
 

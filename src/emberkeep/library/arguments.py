@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, Literal
 
 from emberkeep.api.answer_format import FormatFields
-from emberkeep.api.body import Body
+from emberkeep.api.body import Body, Label, validate
 from emberkeep.api.errors import HALF_A_CHARACTER
 from emberkeep.api.llama_server import LineFields
 from emberkeep.api.messages import (
@@ -21,24 +21,15 @@ from emberkeep.api.messages import (
     MessageList,
     TemplateFields,
     ToolList,
-    call_json,
-    check_choice,
     message_json,
     prefix_of_chats,
     to_breakpoints,
+    to_choice,
     to_messages,
 )
-from emberkeep.api.request import (
-    ChoiceCount,
-    CompletionFields,
-    GenerationFields,
-    Label,
-    LogprobFields,
-    RoomFields,
-    to_limit,
-    ttl_of,
-    validate,
-)
+from emberkeep.api.request import ChoiceCount, CompletionFields, LogprobFields, RoomFields, ttl_of
+from emberkeep.api.sampling import GenerationFields, to_limit
+from emberkeep.api.tools import call_json, check_choice
 from emberkeep.errors import InvalidField, RequestError
 from emberkeep.library.options import HTTP_NAMES, Approximate, Options, PrefixOptions
 from emberkeep.text import did_you_mean
@@ -49,7 +40,6 @@ from emberkeep.types.request import (
     Request,
     Tool,
     ToolCall,
-    ToolChoice,
     Ttl,
     private_namespace,
 )
@@ -118,7 +108,7 @@ class _PrefixCall(_GenerationCall, TemplateFields):
 
 class _ChatCall(_PrefixCall):
     messages: MessageList
-    tool_choice: ChoiceField = ToolChoice()
+    tool_choice: ChoiceField = None
     parallel_tool_calls: bool | None = None
 
 
@@ -148,7 +138,8 @@ def chat_request(
     given = {"messages": _plain(listed), "tools": _plain(tools)}
     call = validate(_ChatCall, {**_settle(_ChatCall, options), **given})
     listed_tools = tuple(tool.to_tool() for tool in call.tools or ())
-    check_choice(call.tool_choice, (*listed_tools, *map(Tool, functions)))
+    choice = to_choice(call.tool_choice)
+    check_choice(choice, (*listed_tools, *map(Tool, functions)))
     base, breakpoints = call.to_base(), to_breakpoints(call.messages)
     return replace(
         base,
@@ -156,7 +147,7 @@ def chat_request(
         breakpoints=breakpoints,
         ttl=base.ttl or ttl_of(breakpoints),
         tools=listed_tools,
-        tool_choice=call.tool_choice,
+        tool_choice=choice,
         parallel_tool_calls=call.parallel_tool_calls is not False,
     )
 

@@ -9,17 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emberkeep.api.body import B, Body
-from emberkeep.api.request import (
-    FactName,
-    Label,
-    MaxConversations,
-    MaxResults,
-    Name,
-    Question,
-    Remembered,
-    validate,
-)
+from emberkeep.api.body import B, Body, Label, Name, validate
+from emberkeep.api.request import FactName, MaxConversations, MaxResults, Question, Remembered
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError, InvalidField, MemoryOff
 from emberkeep.memory.redaction import redact

@@ -14,8 +14,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from emberkeep.api.answer import lookup_json
+from emberkeep.api.body import INT32_MAX, WHOLE, Body, Label
 from emberkeep.api.messages import ChatBody, read_chat_or_completion, to_one_request
-from emberkeep.api.request import INT32_MAX, WHOLE, Body, CompletionBody, Label
+from emberkeep.api.request import CompletionBody
 from emberkeep.api.stored import MAX_VERIFY_S, entry_json, node_json, shown_json
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import cache_of

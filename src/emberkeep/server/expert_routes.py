@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pydantic import ConfigDict
 
-from emberkeep.api.field_kinds import one_of
-from emberkeep.api.request import Body
+from emberkeep.api.body import Body, one_of
 from emberkeep.backend.capabilities import experts_of
 from emberkeep.backend.models import using
 from emberkeep.errors import RequestError

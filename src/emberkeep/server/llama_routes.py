@@ -15,9 +15,9 @@ from pydantic import AfterValidator, Field
 from starlette.requests import Request as HttpRequest
 
 from emberkeep import __version__
+from emberkeep.api.body import INT32_MAX, Body, parse_list
 from emberkeep.api.llama_server import InfillBody, LlamaBody, LlamaCompletionBody, settings_json
 from emberkeep.api.llama_server_answer import LlamaEnvelope, LlamaFrames, PromptRecord, whole_json
-from emberkeep.api.request import INT32_MAX, Body, parse_list
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import cache_of, tokenizer_of
 from emberkeep.errors import InvalidField, NoSuchEntry, RequestError

@@ -15,18 +15,10 @@ from pydantic import ConfigDict
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.responses import Response, StreamingResponse
 
+from emberkeep.api.body import Label, Name
 from emberkeep.api.errors import failure_of
 from emberkeep.api.messages import message_json
-from emberkeep.api.request import (
-    FactName,
-    Label,
-    MaxConversations,
-    MaxResults,
-    Name,
-    Question,
-    Remembered,
-    UserFields,
-)
+from emberkeep.api.request import FactName, MaxConversations, MaxResults, Question, Remembered, UserFields
 from emberkeep.api.stored import found_json
 from emberkeep.backend.base import Backend
 from emberkeep.errors import EmberkeepError, InvalidField, NoSuchEntry

@@ -8,7 +8,7 @@ from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from emberkeep.api.request import Body
+from emberkeep.api.body import Body
 from emberkeep.backend.base import Backend
 from emberkeep.backend.models import Models, status_of
 from emberkeep.models.library import InstalledModel, ModelLibrary

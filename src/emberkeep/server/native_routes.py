@@ -10,8 +10,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from emberkeep import __version__
+from emberkeep.api.body import Body, Count
 from emberkeep.api.messages import MessageList, TemplateArgs, ToolList, to_messages
-from emberkeep.api.request import Body, Count
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import tokenizer_of
 from emberkeep.errors import InvalidField

@@ -16,10 +16,9 @@ from pydantic import ConfigDict
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
+from emberkeep.api.body import Body, one_of
 from emberkeep.api.errors import OLLAMA_ERRORS, failure_of
-from emberkeep.api.field_kinds import one_of
 from emberkeep.api.ollama_answer import OllamaFrames
-from emberkeep.api.request import Body
 from emberkeep.backend.models import status_of
 from emberkeep.config.settings import DEFAULT_MODEL
 from emberkeep.errors import DownloadFailed, EmberkeepError, InvalidField, ModelNotFound, RequestError

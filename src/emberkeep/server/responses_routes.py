@@ -15,7 +15,7 @@ from pydantic.json_schema import SkipJsonSchema
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request as HttpRequest
 
-from emberkeep.api.request import Name
+from emberkeep.api.body import Name
 from emberkeep.api.responses import (
     ConversationBody,
     ItemsBody,
@@ -168,7 +168,7 @@ def _add_conversations(routes: Routes, served: Served) -> None:
 
     @routes.post("/conversations")
     async def create(http: HttpRequest, query: Whose, body: ConversationBody) -> Json:
-        items = await make_of_body(http, lambda: _whole(to_items(body.items or [], "items")))
+        items = await make_of_body(http, lambda: _whole(to_items(body.items or [])))
         owner, name, metadata = one_owner(body, query), new_conversation_id(), body.metadata or {}
         return conversation_json(await run(memory().responses.create_conversation, owner, name, metadata, items))
 
@@ -203,7 +203,7 @@ def _add_items(routes: Routes, served: Served) -> None:
         example={"items": [{"type": "message", "role": "user", "content": "Hello!"}]},
     )
     async def add(http: HttpRequest, query: ConversationParameters, body: ItemsBody) -> Json:
-        items = await make_of_body(http, lambda: _whole(to_items(body.items, "items")))
+        items = await make_of_body(http, lambda: _whole(to_items(body.items)))
         await run(memory().responses.add_items, one_owner(body, query), query.conversation_id, items)
         return items_json(items, has_more=False)
 

@@ -18,8 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from emberkeep.api.answer import Answer, Frames
-from emberkeep.api.body import B, Body, validate
-from emberkeep.api.field_kinds import INT32_MAX
+from emberkeep.api.body import INT32_MAX, B, Body, validate
 from emberkeep.backend.models import Models
 from emberkeep.config.settings import Config
 from emberkeep.errors import RemoteLoop

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Literal
 
-from emberkeep.api.request import Body
+from emberkeep.api.body import Body
 from emberkeep.backend.models import Models
 from emberkeep.backend.server_tools import ToolDesk
 from emberkeep.errors import NoSuchEntry

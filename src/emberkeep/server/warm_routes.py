@@ -8,9 +8,10 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 from starlette.requests import Request as HttpRequest
 
-from emberkeep.api.field_kinds import one_of
+from emberkeep.api.body import one_of
 from emberkeep.api.messages import BeginningList, TemplateArgs, ToolList, prefix_of_chats
-from emberkeep.api.request import KvBits, OwnerFields
+from emberkeep.api.request import OwnerFields
+from emberkeep.api.sampling import KvBits
 from emberkeep.backend.capabilities import warm_prefix
 from emberkeep.errors import InvalidField
 from emberkeep.server.routes import Routes, Served

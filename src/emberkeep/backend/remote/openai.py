@@ -13,7 +13,8 @@ from urllib.parse import quote
 
 import openai
 
-from emberkeep.api.messages import call_json, content_json
+from emberkeep.api.messages import content_json
+from emberkeep.api.tools import call_json
 from emberkeep.backend.remote.base import (
     Keepsakes,
     Provider,
