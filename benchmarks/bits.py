@@ -30,8 +30,9 @@ from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.kv.store import CHUNK_TOKENS
 from emberkeep.runtime.parts import open_store
 from emberkeep.sched.engine_thread import EngineThread
+from emberkeep.sched.parts import SchedulerSettings
 from emberkeep.sched.sampling import Sampler
-from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
+from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence as Sequence_
 from emberkeep.types.events import TokenLogprob
 from emberkeep.types.request import EXACT, EXACT_BITS, Execution, Lineage, Request, Sampling, private_namespace

@@ -22,8 +22,9 @@ from emberkeep.kv.store import CHUNK_TOKENS, Budgets, KvStore
 from emberkeep.sched.draft_model import LoadedDraft
 from emberkeep.sched.drafts import Corpus
 from emberkeep.sched.output import Ending
+from emberkeep.sched.parts import SchedulerSettings
 from emberkeep.sched.sampling import Sampler
-from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
+from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence as Sequence_
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import Label
@@ -141,9 +142,9 @@ class Rig:
         loaded = LoadedDraft("small", draft, self.draft_store) if draft and self.draft_store else None
         self.scheduler = Scheduler(self.engine, self.store, settings, draft=loaded)
         # Rows that cost nothing: whatever may be drafted is.
-        self.scheduler._speculation._seconds = lambda rows, depth, outputs: 1.0
+        self.scheduler._parts.speculation._seconds = lambda rows, depth, outputs: 1.0
         if corpus is not None:
-            self.scheduler._speculation._corpus = corpus
+            self.scheduler._parts.speculation._corpus = corpus
 
     def _draft_store(self, draft: Engine, folder: Path | None, budgets: Budgets) -> KvStore:
         files = ChunkFiles(folder, draft.fingerprint) if folder else None

@@ -11,7 +11,7 @@ from emberkeep.backend.local import LocalBackend
 from emberkeep.config.settings import Config
 from emberkeep.engine.fake import CHATML, FakeEngine
 from emberkeep.runtime import local_model
-from emberkeep.sched import probe, scheduler
+from emberkeep.sched import gaps, probe
 from emberkeep.sched.probe import DeviceProbe
 from helpers import tiny_gguf
 from helpers.waiting import eventually
@@ -24,7 +24,7 @@ def test_what_is_measured_beside_the_model_may_wait_for_its_moment(
         return local_model._Opened(FakeEngine(), CHATML, {}, device=DeviceProbe(lambda: 50e9, lambda: 4e12))
 
     monkeypatch.setattr(local_model, "_open_llamacpp", open_fake)
-    monkeypatch.setattr(scheduler, "_GAP_S", 0.01)
+    monkeypatch.setattr(gaps, "GAP_S", 0.01)
     monkeypatch.setattr(probe, "_EACH_S", 0.0)  # a gap takes longer
     path = tiny_gguf.dense(tmp_path / "tiny.gguf")
     backend = local_model.open_local(Config(data_dir=tmp_path, model=str(path)))

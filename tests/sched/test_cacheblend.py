@@ -194,7 +194,7 @@ def test_the_ids_of_an_answer_from_moved_state_are_not_used_for_an_exact_request
     rig.run(STORED)
     answer = rig.run(SHUFFLED, **how())
     history = [*SHUFFLED, *answer.tokens, *CLOSING]
-    assert all(not s.lineage.is_exact for s in rig.scheduler.recent._latest_first[:1])
+    assert all(not s.lineage.is_exact for s in rig.scheduler._parts.recent._latest_first[:1])
     assert rig.run(history).lookup.reused_tokens == len(LEAD)
 
 

@@ -217,7 +217,7 @@ def test_drafts_that_are_cut_short_and_right_are_gone_on_from(monkeypatch):
     """Only some of a draft may be evaluated, and the token that is sampled then may be the next of it."""
     monkeypatch.setattr(ModelDrafts, "_plan", lambda *_: _Plan(8, 0.0, 8.0))
     with Rig(draft=SmallEngine()) as rig:
-        rig.scheduler._speculation._seconds = lambda rows, depth, outputs: 1.0 if rows <= 4 else 100.0
+        rig.scheduler._parts.speculation._seconds = lambda rows, depth, outputs: 1.0 if rows <= 4 else 100.0
         recorder = rig.run(PROMPT, max_new=LONG)
         assert model_stats(rig).reason == ""
     assert recorder.ending.accepted_tokens == recorder.ending.drafted_tokens > 0
@@ -421,7 +421,7 @@ def test_a_model_that_is_never_right_is_soon_left_alone():
     """Where its steps cost something: only to find out whether it has become right."""
     engine, draft = FakeEngine(cells=1 << 15), SmallEngine(weights="others")
     with Rig(engine=engine, draft=draft) as rig:
-        rig.scheduler._speculation._seconds = lambda rows, depth, outputs: 0.01 * (1 + 0.1 * rows)
+        rig.scheduler._parts.speculation._seconds = lambda rows, depth, outputs: 0.01 * (1 + 0.1 * rows)
         rig.scheduler._draft._times.seconds = lambda rows, depth: 0.004
         recorder = rig.run(text(64), max_new=600, sampling=ENDLESS)
         assert recorder.ending.drafted_tokens < 40
@@ -451,7 +451,7 @@ class Improving(SmallEngine):
 
 
 def test_it_becomes_quicker_in_gaps_when_nothing_is_in_it(monkeypatch, plain):
-    monkeypatch.setattr("emberkeep.sched.scheduler._GAP_S", 0.01)
+    monkeypatch.setattr("emberkeep.sched.gaps.GAP_S", 0.01)
     small = Improving()
     with Rig(draft=small) as rig:
         assert small.improved.wait(PATIENCE)
@@ -460,8 +460,8 @@ def test_it_becomes_quicker_in_gaps_when_nothing_is_in_it(monkeypatch, plain):
 
 
 def test_it_gives_back_memory_when_nothing_has_run(monkeypatch, plain):
-    monkeypatch.setattr("emberkeep.sched.scheduler._GAP_S", 0.01)
-    monkeypatch.setattr("emberkeep.sched.scheduler._REST_S", 0.01)
+    monkeypatch.setattr("emberkeep.sched.gaps.GAP_S", 0.01)
+    monkeypatch.setattr("emberkeep.sched.gaps.REST_S", 0.01)
     small = Improving()
     with Rig(draft=small) as rig:
         assert small.rested.wait(PATIENCE)

@@ -166,7 +166,7 @@ def test_what_was_on_its_way_when_the_context_became_shorter_is_stored_as_it_was
         rig.scheduler.make_room(sequence, shorter if is_first else None)
         return True
 
-    shift = rig.scheduler._cache.shift
+    shift = rig.scheduler._parts.cache.shift
     monkeypatch.setattr(shift, "shorten", _noting(shift.shorten, saving))
     # The step that samples its last token fills a chunk.
     sequence = rig.sequence(prompt, recorder, on_full=make_room, max_new=31, sampling=ENDLESS, lineage=MARKED)

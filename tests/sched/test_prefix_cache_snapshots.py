@@ -154,7 +154,7 @@ def test_any_history_of_branches_gives_the_answers_of_a_fresh_engine(tmp_path_fa
 
 
 def test_one_that_cannot_be_looked_up_takes_no_other_along(rig, monkeypatch):
-    cache, gate = rig.scheduler._cache, Event()
+    cache, gate = rig.scheduler._parts.cache, Event()
     look_up, fails = cache.worth_waiting_for, iter([True])
 
     def once(sequence):

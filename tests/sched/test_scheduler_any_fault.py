@@ -43,12 +43,12 @@ UNITS = [KvUnit.RANGE, KvUnit.BOTH]
 PARTS: dict[type, Callable[[Rig], object]] = {
     Engine: lambda rig: rig.engine,
     KvStore: lambda rig: rig.store,
-    PrefixCache: lambda rig: rig.scheduler._cache,
-    CacheBlend: lambda rig: rig.scheduler._cache.blend,
-    ContextShift: lambda rig: rig.scheduler._cache.shift,
-    Planner: lambda rig: rig.scheduler._planner,
+    PrefixCache: lambda rig: rig.scheduler._parts.cache,
+    CacheBlend: lambda rig: rig.scheduler._parts.cache.blend,
+    ContextShift: lambda rig: rig.scheduler._parts.cache.shift,
+    Planner: lambda rig: rig.scheduler._parts.planner,
     SlotAffinity: lambda rig: rig.scheduler._slots._affinity,
-    PeakWatch: lambda rig: rig.scheduler._watch,
+    PeakWatch: lambda rig: rig.scheduler._parts.watch,
 }
 """Whatever does something for one sequence."""
 NEVER_FAIL = {

@@ -12,7 +12,7 @@ import pytest
 
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError, Overloaded
-from emberkeep.sched import scheduler as module
+from emberkeep.sched import gaps as module
 from helpers.scheduling import PATIENCE, Recorder, Rig
 from helpers.waiting import eventually
 
@@ -49,8 +49,8 @@ class Improving(FakeEngine):
 
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rig, Improving]]:
-    monkeypatch.setattr(module, "_GAP_S", 0.01)
-    monkeypatch.setattr(module, "_REST_S", 0.01)
+    monkeypatch.setattr(module, "GAP_S", 0.01)
+    monkeypatch.setattr(module, "REST_S", 0.01)
     engine = Improving()
     with Rig(tmp_path, engine) as opened:
         yield opened, engine
@@ -161,7 +161,7 @@ def test_who_waits_for_a_gap_is_told_when_there_will_be_none(
     opened, engine = rig
     assert engine.improved.wait(PATIENCE)
     assert opened.scheduler.in_a_gap(lambda: 7) == 7
-    monkeypatch.setattr(module, "_GAP_S", 3600.0)
+    monkeypatch.setattr(module, "GAP_S", 3600.0)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(opened.scheduler.in_a_gap, lambda: 7)
         opened.scheduler.close()

@@ -25,7 +25,7 @@ def engine_of(tier: AttentionTier = FLASH, kv_unit: KvUnit = KvUnit.RANGE) -> Fa
 
 
 def switch(rig: Rig, tier: AttentionTier) -> None:
-    attention = rig.scheduler.attention
+    attention = rig.scheduler.engine.attention
     assert attention is not None
     rig.scheduler.when_idle(lambda: attention.switch(tier)).result(PATIENCE)
 
@@ -82,7 +82,7 @@ def test_an_answer_under_way_is_finished_by_the_tier_that_began_it(tmp_path: Pat
     with Rig(tmp_path, engine) as rig:
         running = rig.start(PROMPT)
         gate.reached()
-        switched = rig.scheduler.when_idle(lambda: rig.scheduler.attention.switch(PLAIN))
+        switched = rig.scheduler.when_idle(lambda: rig.scheduler.engine.attention.switch(PLAIN))
         gate.open()
         switched.result(PATIENCE)
         assert running.answer == expected(PROMPT, FLASH)
@@ -99,7 +99,7 @@ def test_whatever_is_switched_when_every_answer_is_that_of_its_tier_alone(tmp_pa
                 if draw.random() < 0.4:
                     switch(rig, draw.choice((FLASH, PLAIN)))
                 chosen = draw.choice(conversations)
-                tier = rig.scheduler.attention.tier
+                tier = rig.scheduler.engine.attention.tier
                 answer = rig.run(chosen).answer
                 assert answer == expected(chosen, tier, kv_unit)
                 if len(chosen) < 600:

@@ -145,7 +145,7 @@ class Explainer:
         request = self._equip(request)
         approximation = self._lineages.approximation(request)
         prompt = self._conversations.dry_run(request, self._lineages.of(request)).prompt
-        pieces = self._scheduler.vocab.pieces
+        pieces = self._scheduler.engine.vocab.pieces
         found = self._explain(request, prompt, approximation)
         return replace(found, pieces=[pieces[token] for token in prompt.tokens.tolist()])
 
@@ -159,7 +159,9 @@ class Explainer:
             return Explanation(fresh, "Nothing is reused: the request asks for everything to be evaluated afresh.")
         wanted = prompt.tokens[:-1]
         hot = self._scheduler.hot_tokens(prompt.lineage, wanted).result()
-        peek = self._store.peek(prompt.lineage, wanted, snapshots=self._scheduler.kv_unit.has_snapshots)
+        peek = self._store.peek(
+            prompt.lineage, wanted, snapshots=self._scheduler.engine.capabilities.kv_unit.has_snapshots
+        )
         warm = max(peek.warm_tokens - hot, 0) if hot < peek.tokens else 0
         cold, reused = max(peek.tokens - max(peek.warm_tokens, hot), 0), max(hot, peek.tokens)
         lookup = LookupRecord(
@@ -182,7 +184,7 @@ class Explainer:
 
     def _sources(self, peek: Peek, hot: int, length: int) -> tuple[Sourced, ...]:
         """What would be moved is not told apart from what would be evaluated."""
-        if self._scheduler.kv_unit.has_snapshots and hot < peek.tokens:
+        if self._scheduler.engine.capabilities.kv_unit.has_snapshots and hot < peek.tokens:
             hot = 0  # a snapshot is restored as a whole
         reuse = Reuse()
         reuse.add(0, hot, Source.HOT)

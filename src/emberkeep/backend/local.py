@@ -133,17 +133,17 @@ class LocalBackend:
         self._settings = settings
         self._lineages = settings.lineages
         self._permits = settings.permits
-        self._vocab = scheduler.vocab
+        self._vocab = scheduler.engine.vocab
         self._outbox = Outbox()
         scheduler.after_step = self._outbox.flush
         self._prompts = PromptBuilder(
-            scheduler.vocab,
+            scheduler.engine.vocab,
             template,
             scheduler.stored_text,
-            context=scheduler.context,
-            wants_borders=scheduler.kv_unit.has_snapshots,
+            context=scheduler.engine.capabilities.context,
+            wants_borders=scheduler.engine.capabilities.kv_unit.has_snapshots,
         )
-        self._samplers = SamplerSource(scheduler.vocab)
+        self._samplers = SamplerSource(scheduler.engine.vocab)
         self._conversations = Conversations(
             sessions, self._prompts, settings.lineages.may_splice, auto_truncate=settings.auto_truncate
         )
@@ -152,15 +152,17 @@ class LocalBackend:
         self._hygiene = settings.hygiene
         self._lookups = RecentLookups()
         self._forgotten = ForgottenUsers()
-        self.machine = assumed(scheduler.footprint)
+        self.machine = assumed(scheduler.engine.footprint)
         """What it runs on, as far as it was measured. Set from any thread."""
         self._refused = self._truncated = 0
         self._counting = threading.Lock()
         self._warmup()
         self.warmer = Precache(self.generate, self._prepare_prefix, self._prompts, scheduler, settings.keep_alive)
         self.tokenizer = LocalTokenizer(self._vocab, template, self._prompts, self._equip)
-        self.experts = LocalExperts(scheduler.experts, scheduler) if scheduler.experts else None
-        self.attention = LocalAttention(scheduler.attention, scheduler) if scheduler.attention else None
+        self.experts = LocalExperts(scheduler.engine.experts, scheduler) if scheduler.engine.experts else None
+        self.attention = (
+            LocalAttention(scheduler.engine.attention, scheduler) if scheduler.engine.attention else None
+        )
         self._explainer = Explainer(
             scheduler,
             self._prompts,
@@ -168,7 +170,7 @@ class LocalBackend:
             self._lineages,
             self._equip,
         )
-        verifier = Verifier(self.generate, self._vocab, scheduler.context)
+        verifier = Verifier(self.generate, self._vocab, scheduler.engine.capabilities.context)
         self.cache = StoreCache(scheduler, self._prompts, self._explainer, verifier, self._forget)
         self._store.on_forget(self._forget_quietly)
 
@@ -280,7 +282,10 @@ class LocalBackend:
 
     def _bring_in(self, prompt: Prompt) -> Arrival | None:
         """Ask for what other hosts have computed of a prompt."""
-        wanted, snapshots = prompt.tokens[: prompt.reusable], self.scheduler.kv_unit.has_snapshots
+        wanted, snapshots = (
+            prompt.tokens[: prompt.reusable],
+            self.scheduler.engine.capabilities.kv_unit.has_snapshots,
+        )
         return self._store.bring_in(prompt.lineage, wanted, snapshots=snapshots)
 
     async def _wait_for(self, arrival: Arrival, conversation: Conversation) -> Conversation:
@@ -316,7 +321,11 @@ class LocalBackend:
     def _truncate(self, request: Request, lineage: Lineage, error: ContextExceeded | TooLarge) -> Conversation:
         """The longest end of a request that fits. Raises `error` where there is none, or nothing is truncated."""
         if self._settings.auto_truncate and not request.execution.is_prefix:
-            limit = error.suggested_max_tokens if isinstance(error, TooLarge) else self.scheduler.context
+            limit = (
+                error.suggested_max_tokens
+                if isinstance(error, TooLarge)
+                else self.scheduler.engine.capabilities.context
+            )
             for shorter in self._conversations.truncations(request, lineage, limit):
                 with suppress(TooLarge):
                     return self._truncated_to(self._plan_memory(shorter), error.prompt_tokens)
@@ -371,7 +380,7 @@ class LocalBackend:
         return equipped, self._lineages.of(equipped)
 
     def _tokens_in_ram(self, prompt: Prompt) -> int:
-        snapshots = self.scheduler.kv_unit.has_snapshots
+        snapshots = self.scheduler.engine.capabilities.kv_unit.has_snapshots
         return self._store.peek(prompt.lineage, prompt.tokens, snapshots=snapshots).warm_tokens
 
     def _start_noting(self, request: Request, prompt: Prompt, sequences: list[Sequence]) -> asyncio.Future[Marked]:
@@ -461,7 +470,7 @@ class LocalBackend:
             "model": self.card.id,
             "scheduler": self.scheduler.stats(),
             "store": self._store.stats(),
-            "engine": {"attention": tier, **self.scheduler.engine_stats()},
+            "engine": {"attention": tier, **self.scheduler.engine.stats()},
             "speculation": self.speculation_stats().json(),
             "planning": {
                 "enabled": admission is not None,

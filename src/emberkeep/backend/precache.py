@@ -208,7 +208,7 @@ class Precache:
         """From the store if it is all there, so that no conversation loses its slot for it."""
         try:
             prompt = self._prompts.fit(self._prompts.build(prefix.request, prefix.lineage), prefix.request)
-            has_snapshots = self._scheduler.kv_unit.has_snapshots
+            has_snapshots = self._scheduler.engine.capabilities.kv_unit.has_snapshots
             label = label_of(prefix.request)
             stores = self._scheduler.stores
             if not all(s.touch(label, prefix.lineage, prompt.tokens, snapshots=has_snapshots) for s in stores):

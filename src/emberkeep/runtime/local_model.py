@@ -46,8 +46,9 @@ from emberkeep.runtime.tools import server_tools
 from emberkeep.sched.admission import Admission, open_admission
 from emberkeep.sched.draft_model import LoadedDraft
 from emberkeep.sched.engine_thread import EngineThread, promised
+from emberkeep.sched.parts import SchedulerSettings
 from emberkeep.sched.probe import DeviceProbe, log_plan, probe, step_seconds
-from emberkeep.sched.scheduler import Scheduler, SchedulerSettings
+from emberkeep.sched.scheduler import Scheduler
 from emberkeep.types.models import AttentionTier, Quantization, Residency
 from emberkeep.types.request import EXACT_BITS, Approximation, Json, Lineages, ReasoningFormat, Repair
 from emberkeep.values import dataclass

@@ -468,6 +468,11 @@ class Sequence:
         self.phase = Phase.CLOSING
         self.tokens.extend(closing)
 
+    def give_up_output(self) -> SequenceOutput | None:
+        """It has no output any more; returns the one that it had."""
+        output, self.output = self.output, None
+        return output
+
     def become_idle(self, entry: Entry | None = None) -> None:
         """Its state stays in the engine for the request that continues it, which may be the next turn of
         `entry`."""

@@ -1,0 +1,205 @@
+"""How sequences end: answered, cancelled, too late, or failed.
+
+Whatever goes wrong for one sequence, of whatever kind, ends that sequence: `only` stands around everything that is
+done for one.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from time import monotonic
+from types import TracebackType
+from typing import Protocol
+
+from emberkeep.errors import DeadlineExceeded, EmberkeepError, EngineError, StepFailed
+from emberkeep.sched.engine_thread import insist
+from emberkeep.sched.output import EndReason, SequenceOutput
+from emberkeep.sched.parts import SchedulerParts
+from emberkeep.sched.sequence import Phase, Sequence
+from emberkeep.types.timeline import RequestState
+
+log = logging.getLogger("emberkeep.sched")
+
+
+class Fails(Protocol):
+    def __call__(self, sequence: Sequence, error: Exception) -> None: ...
+
+
+class Only:
+    """Whatever goes wrong in here ends this sequence and nothing else. A class: it is entered for every token, and
+    a generator takes 2.4 times as long."""
+
+    __slots__ = ("_fail", "_sequence")
+
+    def __init__(self, fail: Fails, sequence: Sequence) -> None:
+        self._fail = fail
+        self._sequence = sequence
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._fail(self._sequence, error)
+        return True
+
+
+class Endings:
+    """Belongs to the engine's thread."""
+
+    def __init__(self, parts: SchedulerParts) -> None:
+        self.slot_freed = False
+        """Something ended since waiting sequences were last looked at."""
+        self.only = partial(Only, self.fail)
+        self._parts = parts
+        self._cache, self._slots, self._draft = parts.cache, parts.slots, parts.draft
+        self._waiting, self._timeline, self._counters = parts.waiting, parts.timeline, parts.counters
+
+    # ── answered ──
+
+    def end(self, sequence: Sequence, reason: EndReason) -> None:
+        """Answer first; then the turn's closing tokens are evaluated off the critical path."""
+        assert sequence.output is not None
+        self._counters.count(sequence)
+        saved_s = self._saving(sequence)
+        self._counters.saved_s += saved_s
+        if sequence.is_kept:
+            answer = (sequence.prompt_length, sequence.answer_end)
+            self._parts.recent.add(sequence.lineage, sequence.tokens[:], answer)
+        sequence.output.ended(sequence.ending(reason, saved_s))
+        self._timeline.ended(sequence, RequestState.FINISHED)
+        is_whole = reason is not EndReason.STOPPED and sequence.max_new
+        sequence.close(sequence.prompt.closing if is_whole else ())
+        self._parts.watch.ended(sequence)
+        self.finish_if_closed(sequence)
+
+    def finish_if_closed(self, sequence: Sequence) -> None:
+        if not sequence.pending:
+            self._finish(sequence)
+
+    def _finish(self, sequence: Sequence) -> None:
+        entry = self._cache.commit_turn(sequence)
+        self._parts.speculation.turn_ended(sequence)
+        if entry is not None:
+            self._slots.demote(entry.id, entry.turns - self._parts.settings.warm_after)
+        if self._draft is not None:
+            self._draft.ended(sequence)
+            if sequence.request.execution.is_prefix:
+                self._draft.warm(sequence)
+        sequence.become_idle(entry)
+        if not sequence.computed or not sequence.is_kept:
+            self._slots.drop(sequence)
+        self.slot_freed = True
+
+    def _saving(self, sequence: Sequence) -> float:
+        """Seconds that its reuse has saved whoever waited; nobody has waited for what was only to be ready."""
+        if sequence.request.execution.is_prefix:
+            return 0.0
+        spared = self._parts.store.costs.evaluate.seconds(sequence.reuse.in_place + sequence.reuse.moved)
+        return max(spared - sequence.reuse.load_seconds, 0.0)
+
+    # ── given up ──
+
+    def cancel(self, sequence: Sequence) -> None:
+        self._waiting.remove(sequence)
+        if sequence.output is None:
+            return
+        self._timeline.ended(sequence, RequestState.CANCELLED)
+        if sequence.phase is Phase.WAITING:
+            sequence.output = None
+            return
+        self._counters.cancelled += 1
+        self._counters.count(sequence)
+        self._abandon(sequence)
+
+    def expire(self) -> None:
+        """End what ran out of its time, waiting or not."""
+        now = monotonic()
+        late = DeadlineExceeded("The request ran out of its time: allow more, or ask for fewer tokens.")
+        for sequence in self._waiting.expired(now):
+            self._waiting.remove(sequence)
+            self._timeline.ended(sequence, RequestState.FAILED)
+            self._tell(sequence.give_up_output(), late)
+        for sequence in self._slots.active:
+            if sequence.output is not None and sequence.deadline is not None and now > sequence.deadline:
+                self._timeline.ended(sequence, RequestState.FAILED)
+                self.stop(sequence, late)
+
+    def stop(self, sequence: Sequence, error: EmberkeepError) -> None:
+        """Keep what was computed, and tell why it ends. Never raises."""
+        output = sequence.output
+        self._abandon(sequence)
+        self._tell(output, error)
+
+    def _abandon(self, sequence: Sequence) -> None:
+        """Keep what was computed; the output is not told. Never raises."""
+        sequence.output = None
+        with self.only(sequence):
+            self._cache.abandon(sequence)
+            self._finish(sequence)
+
+    # ── failed ──
+
+    def fail(self, sequence: Sequence, error: Exception) -> None:
+        """The state of something that failed is unknown: nothing of it is kept or shared. Never raises."""
+        output = sequence.give_up_output()
+        self._cache.release(sequence)
+        self._slots.drop(sequence)
+        if self._draft is not None:
+            self._draft.ended(sequence, is_kept=False)
+        sequence.become_idle()  # others may be waiting for what it was about to compute
+        self.slot_freed = True
+        if output is None:
+            log.warning("the state of a request that is over is not kept: %r", error)
+        else:
+            self._count_failure(sequence, output, error)
+
+    def refuse(self, sequence: Sequence, error: Exception) -> None:
+        """End a sequence of which nothing is in the engine."""
+        self._waiting.remove(sequence)
+        self._count_failure(sequence, sequence.give_up_output(), error)
+
+    def _count_failure(self, sequence: Sequence, output: SequenceOutput | None, error: Exception) -> None:
+        self._counters.failed += 1
+        self._timeline.ended(sequence, RequestState.FAILED)
+        self._tell(output, error)
+
+    def turn_away(self, sequence: Sequence, error: EmberkeepError) -> None:
+        """End a waiting sequence because the scheduler ends. Never raises."""
+        self._waiting.remove(sequence)
+        self._tell(sequence.output, error)
+
+    def step_failed(self, together: list[Sequence], error: Exception, *, is_intact: bool) -> None:
+        """A step of these failed. Alone, it is clear whose fault it was; else each tries again by itself.
+        `is_intact`: what was in the engine before the step is still there."""
+        if len(together) == 1:
+            self.fail(together[0], error)
+            return
+        log.warning("a step of %d requests failed, each of them goes on alone: %r", len(together), error)
+        for sequence in together:
+            with self.only(sequence):
+                if sequence.output is None:
+                    raise error
+                kept = sequence.computed if is_intact else 0
+                self._parts.engine.trim(sequence.slot, kept)
+                sequence.go_on_alone(kept)
+
+    def _tell(self, output: SequenceOutput | None, error: Exception) -> None:
+        """Never raises."""
+        explained = _explained(error)
+        if output is not None:
+            insist(lambda: output.failed(explained), "telling that a request failed")
+
+
+def _explained(error: Exception) -> EmberkeepError:
+    """The error that a client gets. Errors that are not ours are for the log."""
+    if isinstance(error, EmberkeepError):
+        return error
+    log.error("a request failed", exc_info=error)
+    if isinstance(error, MemoryError):
+        return StepFailed("There was not enough memory for this request: try again with fewer or shorter ones.")
+    return EngineError("The request failed for a reason that is in the log: try again.")

@@ -1,0 +1,266 @@
+"""One step of the engine: schedule, execute, process what came out, store what was computed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from time import monotonic
+
+from emberkeep.chat.prompt import Prompt
+from emberkeep.engine.base import Outcome
+from emberkeep.errors import EngineError
+from emberkeep.sched.draft_length import Chosen
+from emberkeep.sched.endings import Endings
+from emberkeep.sched.output import EndReason
+from emberkeep.sched.parts import SchedulerParts
+from emberkeep.sched.sampling import Sampler
+from emberkeep.sched.sequence import Phase, Sequence
+from emberkeep.sched.slots import Planned
+from emberkeep.types.events import Progress, TokenLogprob
+
+log = logging.getLogger("emberkeep.sched")
+
+
+class _NoRoom(EngineError):
+    """Nothing was evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__("The context memory is full: try again with fewer requests.")
+
+
+class Steps:
+    """Belongs to the engine's thread."""
+
+    def __init__(self, parts: SchedulerParts, endings: Endings, flush: Callable[[], None]) -> None:
+        """`flush` wakes the readers of new output."""
+        self._engine, self._slots, self._cache = parts.engine, parts.slots, parts.cache
+        self._planner, self._speculation, self._draft = parts.planner, parts.speculation, parts.draft
+        self._counters = parts.counters
+        self._endings, self._only = endings, endings.only
+        self._flush = flush
+
+    def run(self) -> None:
+        batch = self._schedule()
+        if batch and self._execute(batch):
+            self._process_outputs(batch)
+            self._store_computed(batch)
+        self._blend()
+        if self._draft is not None and not batch:
+            self._draft.advance()
+
+    def _schedule(self) -> list[Planned]:
+        try:
+            return self._planner.plan(self._loaded())
+        except Exception:
+            log.exception("a step could not be planned")
+        for sequence in self._slots.active:
+            with self._only(sequence):
+                self._planner.plan([sequence])
+        return self._planner.plan(self._slots.active)
+
+    def _loaded(self) -> list[Sequence]:
+        """Those whose state is in the engine, if any of them can go on: one whose state is still on its way there
+        would hold up the others."""
+        active = self._slots.active
+        loaded = [s for s in active if not self._engine.is_loading(s.slot)]
+        return loaded if any(s.is_runnable for s in loaded) else active
+
+    def _blend(self) -> None:
+        """One slice of one sequence into which state is moved; the others have had their step before it."""
+        blending = [s for s in self._slots.active if s.is_blending]
+        if not blending:
+            return
+        sequence = min(blending, key=lambda s: s.started)
+        with self._only(sequence):
+            self._blend_slice(sequence)
+
+    def _blend_slice(self, sequence: Sequence) -> None:
+        before, moved = sequence.computed, sequence.reuse.moved
+        if sequence.approximate_from is None:
+            self._cache.commit_fork(sequence, before)
+        blended = self._cache.blend.run(sequence, self._planner.blend_room(self._slots.active))
+        if blended is not None:
+            self._counters.steps += 1
+            outside = sequence.computed - before - (sequence.reuse.moved - moved)
+            self._counters.evaluated_tokens += outside + blended.repaired
+            self._counters.blended_tokens += sequence.computed - before
+            self._counters.blended_token_layers += blended.token_layers
+            self._cache.commit(sequence)
+            self._go_on(sequence)
+
+    def _execute(self, batch: list[Planned]) -> bool:
+        begin = monotonic()
+        try:
+            while batch and self._engine.evaluate([each.rows for each in batch]) is Outcome.NO_ROOM:
+                if any(each.draft for each in batch):
+                    batch[:] = [each.undrafted for each in batch]
+                elif not self._slots.free_cells() and not self._set_aside(batch):
+                    raise _NoRoom
+            count = sum(len(each.rows.tokens) for each in batch)
+            self._planner.measure(count, monotonic() - begin)
+        except Exception as error:
+            # An error of its own is the engine's word that what was there before the step still is, where that is
+            # not what a step changes.
+            can_go_back = not self._engine.capabilities.kv_unit.has_snapshots
+            is_intact = isinstance(error, _NoRoom) or (isinstance(error, EngineError) and can_go_back)
+            self._endings.step_failed([each.sequence for each in batch], error, is_intact=is_intact)
+            return False
+        if not batch:
+            return False
+        self._counters.steps += 1
+        self._counters.evaluated_tokens += count
+        return True
+
+    def _process_outputs(self, batch: list[Planned]) -> None:
+        for index, planned in enumerate(batch):
+            with self._only(planned.sequence):
+                self._process_output(planned, index)
+
+    def _store_computed(self, batch: list[Planned]) -> None:
+        """Once everyone has what is new: storing a long prompt takes as long as some tokens."""
+        if self._engine.capabilities.runs_ahead and not any(each.rows.outputs for each in batch):
+            return  # the next step is prepared while this one runs
+        storing = []
+        for sequence in (each.sequence for each in batch if each.sequence.is_active):
+            with self._only(sequence):
+                if self._cache.has_to_commit(sequence):
+                    storing.append(sequence)
+        if storing:
+            self._flush()
+        for sequence in storing:
+            with self._only(sequence):
+                self._cache.commit(sequence)
+
+    def _process_output(self, planned: Planned, index: int) -> None:
+        sequence, drafted = planned.sequence, planned.draft.count if planned.draft else 0
+        sequence.evaluated(len(planned.rows.tokens) - drafted, self._engine.capabilities.wide_rows)
+        if planned.is_scored:
+            self._score(planned, index)
+        if planned.rows.outputs and not planned.is_scored:
+            self._sample(planned, index)
+        elif sequence.phase is Phase.CLOSING:
+            self._endings.finish_if_closed(sequence)
+        else:
+            self._go_on(sequence)
+
+    def _go_on(self, sequence: Sequence) -> None:
+        if sequence.pending:
+            self.report_progress(sequence)
+        else:
+            self._endings.end(sequence, EndReason.LENGTH)
+
+    def _score(self, planned: Planned, index: int) -> None:
+        """Tell how likely tokens of the prompt were. The logits after one of them are about the next."""
+        sequence, rows = planned.sequence, planned.rows
+        assert sequence.output is not None
+        following = sequence.tokens[rows.start + 1 : rows.start + 1 + len(rows.tokens)].tolist()
+        pieces, sampler = self._engine.vocab.pieces, sequence.sampler
+        logits = (self._engine.logits(index, row) for row in range(len(following)))
+        scored = [sampler.score(each, token, pieces) for each, token in zip(logits, following, strict=True)]
+        sequence.output.scored(rows.start + 1, scored)
+
+    def _sample(self, planned: Planned, index: int) -> None:
+        """The next token, and as many more as were drafted rightly: each is what plain decoding would sample."""
+        sequence, end = planned.sequence, None
+        draft = planned.rows.tokens[1:].tolist() if planned.draft else []
+        for row, drafted in enumerate([*draft, None]):
+            token, logprob = self._choose(sequence.sampler, index, row)
+            end = self._take(sequence, token, logprob)
+            if end is not None or token != drafted:
+                break
+        if planned.draft:
+            self._take_back(sequence, planned.draft, accepted=row)
+        if end is EndReason.LENGTH:
+            self._full(sequence)
+        elif end is EndReason.STOPPED:
+            self._stop(sequence)
+        elif end is not None:
+            self._endings.end(sequence, end)
+
+    def _choose(self, sampler: Sampler, index: int, row: int) -> tuple[int, TokenLogprob | None]:
+        if sampler.takes_likeliest:
+            return self._engine.likeliest(index, row), None
+        return sampler.sample(self._engine.logits(index, row), self._engine.vocab.pieces)
+
+    def _take(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> EndReason | None:
+        """A token was sampled; says whether the answer is over."""
+        assert sequence.output is not None
+        if sequence.reach_first_token():
+            self.report_progress(sequence)
+        if token in self._engine.vocab.eog:
+            return EndReason.END_OF_TURN
+        sequence.add_sampled(token)
+        self._counters.sampled_tokens += 1
+        if sequence.output.token(token, logprob):
+            return EndReason.STOPPED
+        return EndReason.LENGTH if sequence.sampled_count >= sequence.max_new else None
+
+    def _take_back(self, sequence: Sequence, draft: Chosen, accepted: int) -> None:
+        """Only the first tokens of a draft are part of the answer."""
+        sequence.accept(draft.count, accepted)
+        if accepted < draft.count:
+            self._engine.trim(sequence.slot, sequence.computed)
+        self._speculation.settle(sequence, draft, accepted)
+
+    # ── a full context ──
+
+    def _full(self, sequence: Sequence) -> None:
+        """The answer goes on when messages have left the context; it ends if none may."""
+        assert sequence.output is not None
+        if sequence.output.full():
+            sequence.wait_for_room()
+        else:
+            self._endings.end(sequence, EndReason.LENGTH)
+
+    def _set_aside(self, batch: list[Planned]) -> bool:
+        """Take the longest answer whose context can be shortened out of a step for which there is no room."""
+        for planned in sorted(batch, key=lambda planned: -planned.sequence.computed):
+            sequence, output = planned.sequence, planned.sequence.output
+            if output is None or not planned.rows.outputs or not sequence.sampled_count:
+                continue
+            with self._only(sequence):
+                if not output.full():
+                    continue
+                sequence.wait_for_room()
+            # It waits for room now, or it failed.
+            batch[:] = [each for each in batch if each is not planned]
+            return True
+        return False
+
+    def go_on_with(self, sequence: Sequence, prompt: Prompt | None) -> None:
+        """It waited for room: it goes on with this prompt, or (None) ends where it is."""
+        if sequence.phase is Phase.FULL:
+            with self._only(sequence):
+                self._shorten(sequence, prompt)
+
+    def _shorten(self, sequence: Sequence, prompt: Prompt | None) -> None:
+        sequence.go_on()
+        if prompt is None:
+            self._endings.end(sequence, EndReason.LENGTH)
+        else:
+            self._cache.shift.shorten(sequence, prompt)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Drop sampled tokens that are not part of the answer (a stop string), here and in the engine."""
+        assert sequence.output is not None
+        length = sequence.drop_sampled(sequence.output.kept_tokens())
+        if sequence.computed > length:
+            if self._engine.capabilities.kv_unit.has_snapshots:
+                length = 0  # such state cannot go back: it is given up
+            self._engine.trim(sequence.slot, length)
+            sequence.computed_only(length)
+        self._endings.end(sequence, EndReason.STOPPED)
+
+    def report_progress(self, sequence: Sequence) -> None:
+        output = sequence.output
+        if output is None or not sequence.request.want_progress or sequence.sampled_count:
+            return
+        output.progress(
+            Progress(
+                total=sequence.prompt_length,
+                cached=sequence.lookup_record().cached_tokens,
+                processed=sequence.computed,
+                elapsed_ms=1e3 * (monotonic() - sequence.started),
+                marked=sequence.marked,
+            )
+        )
