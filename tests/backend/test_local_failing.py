@@ -31,7 +31,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def backend(tmp_path: Path, engine: FakeEngine) -> Iterator[LocalBackend]:
-    config = Config(data_dir=tmp_path, prefill_slice=128)
+    config = Config(data_dir=tmp_path)
     backend = fake_backend(config, engine)
     yield backend
     asyncio.run(backend.close())
