@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.backend.local import LocalBackend
-from emberkeep.chat.template import IsolatedTemplate
+from emberkeep.chat.render_pool import ask_worker
 from emberkeep.config.settings import Config
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
@@ -103,14 +103,13 @@ def test_the_response_says_the_same(backend):
 
 def test_an_answer_does_without_an_explanation_that_cannot_be_rendered_now(backend, monkeypatch):
     ask(backend, CHAT)
-    render = IsolatedTemplate.render
 
-    def busy(self, values, seconds):
+    def busy(wanted, source, values, seconds):
         if not values["add_generation_prompt"]:
             raise Overloaded("There is no process for it.")
-        return render(self, values, seconds)
+        return ask_worker(wanted, source, values, seconds)
 
-    monkeypatch.setattr(IsolatedTemplate, "render", busy)
+    monkeypatch.setattr("emberkeep.chat.template.ask_worker", busy)
     answer = ask(backend, edited(1, "Which ships wait at the fourth pier, and how long?"))
     assert answer.usage.completion_tokens == 2
     assert answer.lookup.divergence is not None

@@ -1,6 +1,6 @@
 """A program of its own: compiles and renders chat templates that came out of model files.
 
-`template` starts it, sends one question at a time through its standard input, a socket, and reads one answer.
+`render_pool` starts it, sends one question at a time through its standard input, a socket, and reads one answer.
 Only a process can be stopped: one step of a template can take minutes, hold the interpreter's lock all the while
 or need all memory, and such steps cannot all be listed.
 """
@@ -12,24 +12,29 @@ import math
 import resource
 import socket
 import time
-from collections import OrderedDict
 from contextlib import suppress
+from enum import IntEnum
+from functools import lru_cache
 from io import BufferedIOBase
 from pathlib import Path
+from struct import Struct
+from typing import TYPE_CHECKING, Any, Literal
 
-from emberkeep.chat.render_protocol import (
-    ANSWER_HEADER,
-    MAX_OUTPUT,
-    QUESTION_HEADER,
-    AnswerKind,
-    Question,
-    stop_error,
-)
-from emberkeep.chat.sandbox import JinjaTemplate
-from emberkeep.chat.traits import find_traits
 from emberkeep.errors import TemplateFailed
 
-_TEMPLATES = 16
+if TYPE_CHECKING:  # Jinja is for this program alone, and who starts it imports this module too
+    from emberkeep.chat.sandbox import JinjaTemplate
+
+QUESTION_HEADER = Struct("<dQ")
+"""Seconds that the answer may take, and the size of what follows: a `Question` in marshal's format."""
+ANSWER_HEADER = Struct("<BQ")
+"""An `AnswerKind`, and the size of the text that follows, as UTF-8."""
+Wanted = Literal["render", "traits"]
+Question = tuple[Wanted, str, dict[str, Any]]
+"""What is wanted, the template's source, and its variables."""
+
+MAX_OUTPUT = 32 << 20
+"""Characters of a prompt."""
 _OWN_CHARS = 1 << 20
 _CHARS_PER_BYTE = 16
 """What a template may write: so much of its own, and so often what it was given."""
@@ -37,25 +42,37 @@ _MEMORY = 256 << 20
 _MEMORY_PER_BYTE = 32
 _MOST_MEMORY = 2 << 30
 """What it may need: beyond what the program itself does, and by the size of what it is given."""
+_TEMPLATES = 16
+
+
+class AnswerKind(IntEnum):
+    TEXT = 1
+    FAILED = 2
+    """A sentence."""
+    SPENT = 3
+    """A sentence; and the worker ends, because it ran out of memory somewhere."""
 
 
 def serve() -> None:
     """Says that it is ready with an empty text, then answers until its input ends."""
     _allow(resource.RLIMIT_CORE, 0)
     _allow(resource.RLIMIT_FSIZE, 0)
-    templates, own = LoadedTemplates(), _address_space()
+    from emberkeep.chat import sandbox  # noqa: F401  before the first question, which has a time limit
+
+    own = _address_space()
     with suppress(EOFError, OSError), socket.socket(fileno=0) as channel, channel.makefile("rwb") as stream:
-        answer, data = AnswerKind.TEXT, b""
+        kind, text = AnswerKind.TEXT, ""
         while True:
-            stream.write(ANSWER_HEADER.pack(answer, len(data)))
+            data = text.encode("utf-8", "replace")  # half of a surrogate pair is no text
+            stream.write(ANSWER_HEADER.pack(kind, len(data)))
             stream.write(data)
             stream.flush()
-            if answer is AnswerKind.SPENT:
+            if kind is AnswerKind.SPENT:
                 return
-            del data  # not to be held while it waits
+            del data, text  # not to be held while it waits
             seconds, size = QUESTION_HEADER.unpack(_read(stream, QUESTION_HEADER.size))
             _limit(seconds, own + min(_MEMORY + _MEMORY_PER_BYTE * size, _MOST_MEMORY))
-            answer, data = _answer(templates, stream, seconds, size)
+            kind, text = _answer(stream, size)
 
 
 def _read(stream: BufferedIOBase, size: int) -> bytes:
@@ -66,45 +83,36 @@ def _read(stream: BufferedIOBase, size: int) -> bytes:
     return data
 
 
-def _answer(
-    templates: LoadedTemplates, stream: BufferedIOBase, seconds: float, size: int
-) -> tuple[AnswerKind, bytes]:
+def _answer(stream: BufferedIOBase, size: int) -> tuple[AnswerKind, str]:
     try:
-        question = marshal.loads(_read(stream, size))
-        most = min(_OWN_CHARS + _CHARS_PER_BYTE * size, MAX_OUTPUT)
-        answer, text = templates.answer(question, seconds, most)
-        return answer, text.encode("utf-8", "surrogatepass")
+        text = _text(marshal.loads(_read(stream, size)))
+        if len(text) > min(_OWN_CHARS + _CHARS_PER_BYTE * size, MAX_OUTPUT):
+            raise stop_error("it builds more text than is allowed")
+        return AnswerKind.TEXT, text
     except TemplateFailed as failure:
-        is_spent = isinstance(failure.__cause__, MemoryError)
-        return AnswerKind.SPENT if is_spent else AnswerKind.FAILED, str(failure).encode("utf-8", "surrogatepass")
+        return AnswerKind.FAILED, str(failure)
     except MemoryError:
-        return AnswerKind.SPENT, str(stop_error("it needs too much memory")).encode()
+        return AnswerKind.SPENT, str(stop_error("it needs too much memory"))
 
 
-class LoadedTemplates:
-    """The one that was used longest ago makes room."""
+def _text(question: Question) -> str:
+    """Raises TemplateFailed, MemoryError."""
+    from emberkeep.chat.traits import find_traits
 
-    def __init__(self) -> None:
-        self._templates: OrderedDict[bytes, JinjaTemplate] = OrderedDict()
+    wanted, source, values = question
+    template = _template(source)
+    return template.render(values) if wanted == "render" else find_traits(template.render, values).to_json()
 
-    def answer(self, question: Question, seconds: float, most: int) -> tuple[AnswerKind, str]:
-        """`most`: characters that a template may write. Raises TemplateFailed, MemoryError."""
-        kind, key, about = question
-        if kind == "load":
-            self._load(key, about)
-            return AnswerKind.TEXT, ""
-        template = self._templates.get(key)
-        if template is None:
-            return AnswerKind.UNKNOWN, ""
-        self._templates.move_to_end(key)
-        if kind == "traits":
-            return AnswerKind.TEXT, find_traits(template.render, about, seconds).to_json()
-        return AnswerKind.TEXT, template.render(about, seconds, most)
 
-    def _load(self, key: bytes, source: str) -> None:
-        self._templates[key] = JinjaTemplate(source)
-        if len(self._templates) > _TEMPLATES:
-            self._templates.popitem(last=False)
+@lru_cache(_TEMPLATES)
+def _template(source: str) -> JinjaTemplate:
+    from emberkeep.chat.sandbox import JinjaTemplate
+
+    return JinjaTemplate(source)
+
+
+def stop_error(reason: str) -> TemplateFailed:
+    return TemplateFailed(f"The model's chat template was stopped: {reason}.", "messages")
 
 
 def _limit(seconds: float, memory: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 
@@ -15,13 +14,12 @@ from emberkeep.errors import TemplateFailed
 from emberkeep.types.request import Json, Message, Tool, ToolCall
 from emberkeep.values import dataclass
 
-_TRY_SECONDS = 0.25
 _LONGEST = 4096
 """Characters of a text that a template writes around every answer or call."""
 _LONGEST_JSON = 1 << 18
 
-Write = Callable[[Mapping[str, Json], float], str]
-"""(variables, seconds) to text. Raises TemplateFailed."""
+Write = Callable[[Mapping[str, Json]], str]
+"""Variables to text. Raises TemplateFailed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +88,15 @@ class Traits:
             raise ValueError(str(error)) from error
 
 
-def find_traits(write: Write, specials: Mapping[str, str], seconds: float) -> Traits:
-    """Tries for `seconds` at most, unless one step of the template takes longer."""
-    return _Trial(write, specials, seconds).traits()
+def find_traits(write: Write, specials: Mapping[str, str]) -> Traits:
+    """Takes as long as the template does for a dozen short conversations."""
+    return _Trial(write, specials).traits()
 
 
 class _Trial:
-    def __init__(self, write: Write, specials: Mapping[str, str], seconds: float) -> None:
+    def __init__(self, write: Write, specials: Mapping[str, str]) -> None:
         self._write = write
         self._specials = specials
-        self._deadline = time.monotonic() + seconds
         self._loops_over_no_tools = False
 
     def traits(self) -> Traits:
@@ -154,14 +151,14 @@ class _Trial:
         return None if is_long else found
 
     def _try(self, messages: Sequence[Message], tools: Sequence[Tool] = (), form: CallForm = CALL_FORMS[0]) -> str:
-        """What it writes; nothing where it fails, takes long, or too much was tried already."""
+        """What it writes; nothing where it fails."""
         values = {
             "add_generation_prompt": False,
             **self._specials,
             **values_for(messages, tools, form, has_empty_list=self._loops_over_no_tools),
         }
         try:
-            return self._write(values, min(_TRY_SECONDS, self._deadline - time.monotonic()))
+            return self._write(values)
         except TemplateFailed:
             return ""
 

@@ -14,7 +14,8 @@ from emberkeep.backend.choices import Permits
 from emberkeep.backend.local import LocalBackend, LocalSettings
 from emberkeep.backend.on_demand import Report, tell_nobody
 from emberkeep.backend.precache import KeepAlive
-from emberkeep.chat.template import ChatTemplate, begin_worker
+from emberkeep.chat.render_pool import begin_worker
+from emberkeep.chat.template import ChatTemplate
 from emberkeep.config.machine import total_ram
 from emberkeep.config.settings import DRAIN_S, OFF, PREFILL_SLICE, Config, ttls
 from emberkeep.engine.base import Engine

