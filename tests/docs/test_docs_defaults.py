@@ -19,7 +19,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 KEYS = list(public_values(Config()))
 _KEY = rf"`(?:--)?({'|'.join(key.replace('_', '[_-]') for key in KEYS)})`"
 _VALUE = r"`?(\d[\d.,]*(?: (?:KiB|MiB|GiB|TiB))?|[a-z][a-z0-9_.]*)`?"
-_SAID = [
+_DEFAULT = [
     # `tool_timeout_s` (60 s); `queue` seconds (64 unless configured); | `disk_budget` | ... (20 GiB) |
     re.compile(
         _KEY + r"[^`().|]{0,40}\((\d[\d.,]*(?: (?:KiB|MiB|GiB|TiB))?)(?: s| seconds)?(?: unless configured)?\)"
@@ -32,9 +32,9 @@ _SAID = [
 _ENDLESS = re.compile(_KEY + r"[^`.|]{0,60}\b(?:no limit|unlimited|not limited|without a limit)")
 
 
-def said(page: Path) -> Iterator[tuple[str, str]]:
+def defaults_on(page: Path) -> Iterator[tuple[str, str]]:
     """Settings and what a page says they are."""
-    for pattern in _SAID:
+    for pattern in _DEFAULT:
         for key, value in pattern.findall(_without_the_table(page)):
             yield key.replace("-", "_"), value
 
@@ -54,13 +54,13 @@ def is_default(key: str, value: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_default_that_is_told_beside_its_setting_is_the_codes(page: Path) -> None:
-    wrong = [(key, value, default_of(key)) for key, value in said(page) if not is_default(key, value)]
+    wrong = [(key, value, default_of(key)) for key, value in defaults_on(page) if not is_default(key, value)]
     assert wrong == []
 
 
 def test_such_places_are_found() -> None:
-    found = {key for page in PAGES for key, _ in said(page)}
-    assert {"disk_writes_per_day", "flash_attention", "gpu_layers"} <= found
+    keys = {key for page in PAGES for key, _ in defaults_on(page)}
+    assert {"disk_writes_per_day", "flash_attention", "gpu_layers"} <= keys
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -76,7 +76,7 @@ def test_the_patterns_read_what_they_are_for(tmp_path: Path) -> None:
         "| `disk_budget` | bytes on disk (20 GiB) |\n- **`gpu_layers`** is `auto` by default.\n",
         encoding="utf-8",
     )
-    assert set(said(page)) == {
+    assert set(defaults_on(page)) == {
         ("tool_timeout_s", "61"),
         ("queue", "64"),
         ("disk_budget", "20 GiB"),

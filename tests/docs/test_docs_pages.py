@@ -140,6 +140,21 @@ def test_python_parses(page: Path) -> None:
             ast.parse(textwrap.dedent(code))
 
 
+@pytest.mark.parametrize("room", sorted((ROOT / "docs/decisions").glob("*.md")), ids=lambda room: room.stem)
+def test_a_decision_has_five_lines_beside_its_table(room: Path) -> None:
+    decisions = re.split(r"^## ", room.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    lines = {title: text.splitlines() for title, _, text in (decision.partition("\n") for decision in decisions)}
+    counts = {title: sum(not line.startswith("|") for line in text if line) for title, text in lines.items()}
+    assert {title: count for title, count in counts.items() if count > 5} == {}
+
+
+def test_every_page_is_linked_from_another_one() -> None:
+    linked = {
+        (page.parent / link.partition("#")[0]).resolve() for page in PAGES for link in _LINK.findall(prose(page))
+    }
+    assert [str(page.relative_to(ROOT)) for page in PAGES[1:] if page.resolve() not in linked] == []
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) < 800
 
@@ -150,14 +165,14 @@ def test_the_readme_begins_with_the_two_commands() -> None:
 
 
 def test_every_figure_of_the_readme_is_in_the_benchmarks() -> None:
-    told = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    benchmarks = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
     table = [
         line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")
     ]
     figures = [cell.strip() for line in table[1:] for cell in line.split("|")[2:-1]]
     measured = [re.search(r"\d[\d.,]*(?: ms|%|×)", figure) for figure in figures]
     assert measured
-    assert [found[0] for found in measured if found and found[0] not in told] == []
+    assert [match[0] for match in measured if match and match[0] not in benchmarks] == []
 
 
 def test_every_make_target_that_is_named_exists() -> None:
