@@ -15,7 +15,7 @@ import pytest
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.choices import Permits
 from emberkeep.backend.fallback import FallbackBackend, Link
-from emberkeep.backend.remote.openai import open_openai
+from emberkeep.backend.remote.openai import OpenAIProvider
 from emberkeep.config.settings import Config
 from emberkeep.errors import RemoteDown, RemoteError, RemoteRefused
 from emberkeep.types.events import (
@@ -494,7 +494,7 @@ def test_a_user_has_as_many_requests_at_a_model_elsewhere_as_a_user_may_have(
     backend: ScriptedBackend, server: Running
 ) -> None:
     backend.reset(TextDelta(0, "Wait."), HANG, *says(" Done."))
-    far = open_openai(RemoteModel("far", "compatible", "org/tiny", server.url), None)
+    far = OpenAIProvider(RemoteModel("far", "compatible", "org/tiny", server.url), None)
     front = remote(far, permits=Permits(10, per_user=1))  # type: ignore[arg-type]
     body = {"messages": HELLO, "user_id": "ann", "stream": True}
     with served(front) as http:
@@ -528,7 +528,7 @@ class Mirror(ScriptedBackend):
     """Its server is its own backend."""
 
     def looks_at(self, url: str) -> None:
-        itself = open_openai(RemoteModel("itself", "compatible", "org/tiny", url), None)
+        itself = OpenAIProvider(RemoteModel("itself", "compatible", "org/tiny", url), None)
         self._remote = remote(itself)  # type: ignore[arg-type]
 
     async def generate(self, request: Request) -> AsyncIterator[Event]:

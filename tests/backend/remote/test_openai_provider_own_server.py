@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from emberkeep.backend.remote.base import Provider, RemoteAbout
-from emberkeep.backend.remote.openai import open_openai
+from emberkeep.backend.remote.openai import OpenAIProvider
 from emberkeep.config.settings import Config
 from emberkeep.errors import ContextExceeded, Overloaded, RemoteDown, RemoteFull
 from emberkeep.types.events import Event, Finished, FinishReason, ReasoningDelta, TextDelta, ToolCallDelta
@@ -31,7 +31,7 @@ def server() -> Iterator[Running]:
 
 def using(server: Running, use: Callable[[Provider], Awaitable[Any]]) -> Any:
     async def run() -> Any:
-        provider = open_openai(RemoteModel("own", "compatible", base_url=server.url), None)
+        provider = OpenAIProvider(RemoteModel("own", "compatible", base_url=server.url), None)
         try:
             return await use(provider)
         finally:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from emberkeep.backend.remote.base import RemoteAbout
-from emberkeep.backend.remote.trtllm import TrtllmProvider, open_trtllm
+from emberkeep.backend.remote.trtllm import TrtllmProvider
 from emberkeep.errors import RemoteDown
 from emberkeep.types.models import RemoteModel
 from emberkeep.types.request import Message, ToolCall
@@ -29,7 +29,7 @@ def with_provider(
     has_events: bool = True,
 ) -> Any:
     def open_at(url: str) -> Any:
-        return open_trtllm(RemoteModel("trt", "trtllm", "tiny", f"{url}{path}"), key)
+        return TrtllmProvider(RemoteModel("trt", "trtllm", "tiny", f"{url}{path}"), key)
 
     return drive(lambda: TrtllmServer(*replies, has_events=has_events, key=key), open_at, use)
 

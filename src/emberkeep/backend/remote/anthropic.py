@@ -14,7 +14,6 @@ import anthropic
 
 from emberkeep.backend.remote.base import (
     Keepsakes,
-    Provider,
     RemoteAbout,
     anonymous_id,
     chosen_sampling,
@@ -55,10 +54,6 @@ _LEFT_OUT = "(Earlier messages are left out.)"
 _LONG = "ephemeral_1h_input_tokens"
 _SYSTEM_ROLES = ("system", "developer")
 _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w-]+=[^;,]*)*)(;base64)?,(.*)", re.DOTALL)
-
-
-def open_anthropic(remote: RemoteModel, key: str | None) -> Provider:
-    return AnthropicProvider(remote, key)
 
 
 class AnthropicProvider:

@@ -12,7 +12,7 @@ import logging
 import random
 from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import asdict, astuple, replace
+from dataclasses import astuple, replace
 from time import monotonic
 
 from emberkeep.backend.base import ModelCard
@@ -54,6 +54,8 @@ _LONGEST = 4 << 20
 _MOST_TOKENS = 10**9
 _SHORTER = 4
 """How often a conversation that the service finds too long is shortened again."""
+_CHOICE = (TextDelta, ReasoningDelta, ToolCallDelta, Finished)
+_COUNTS = ("requests", "retries", "failures", "prompt_tokens", "cached_tokens", "completion_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +73,6 @@ class RemoteSettings:
     """Models are told of no tools."""
     close_memory: Callable[[Memory], None] = Memory.close
     """How it lets go of it at its end: others may need it."""
-
-
-@dataclass(slots=True)
-class _RemoteCounters:
-    requests: int = 0
-    retries: int = 0
-    failures: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-
-    def add(self, usage: Usage) -> None:
-        self.prompt_tokens += usage.prompt_tokens
-        self.cached_tokens += usage.cached_tokens
-        self.completion_tokens += usage.completion_tokens
 
 
 class RemoteBackend:
@@ -118,7 +105,7 @@ class RemoteBackend:
         if isinstance(provider, ReportsEvictions):
             self._lost = LostMessages(sessions)
             provider.on_removed = self._lost.archive
-        self._counters = _RemoteCounters()
+        self._counts = dict.fromkeys(_COUNTS, 0)
         self._last_error = ""
 
     def generate(self, request: Request) -> Events:
@@ -143,22 +130,22 @@ class RemoteBackend:
         return replace(request, max_tokens=limit, reasoning=reasoning).clamped(self._settings.most_tokens)
 
     async def _answer(self, request: Request) -> Events:
-        """Choices one after the other: services charge a prompt for each of them anyway."""
-        completed: list[Completed] = []
         deadline_s = request.deadline_s or self._settings.deadline_s
         async with aclosing(with_deadline(self._choices(request), deadline_s)) as events:
             async for event in events:
-                if isinstance(event, Completed):
-                    completed.append(event)
-                else:
-                    yield _renumber(event, len(completed))
-        yield merge_usage(completed, are_rounds=True)
+                yield event
 
     async def _choices(self, request: Request) -> Events:
-        for _ in range(request.n):
+        """One after the other: services charge a prompt for each of them anyway."""
+        completed: list[Completed] = []
+        for index in range(request.n):
             async with aclosing(self._fitted_answer(replace(request, n=1))) as events:
                 async for event in events:
-                    yield event
+                    if isinstance(event, Completed):
+                        completed.append(event)
+                    else:
+                        yield replace(event, index=index) if index and isinstance(event, _CHOICE) else event
+        yield merge_usage(completed, are_rounds=True)
 
     async def _fitted_answer(self, request: Request) -> Events:
         """Send the request. If the service finds it too long, shorten it and send it again."""
@@ -192,26 +179,26 @@ class RemoteBackend:
                             yield shown
                 return
             except RemoteDown as error:
-                self._counters.failures += 1
+                self._counts["failures"] += 1
                 self._last_error = str(error)
                 wait = error.retry_after if error.retry_after is not None else _backoff(attempt)
                 if has_begun or attempt == self._settings.retries or wait > _LONGEST_WAIT_S:
                     raise
-                self._counters.retries += 1
+                self._counts["retries"] += 1
                 log.info("%s: asking again in %.1f s: %s", self.name, wait, error)
                 await asyncio.sleep(wait)
 
     async def _ask_once(self, fitted: FittedChat) -> Events:
         begin = monotonic()
         first, length, is_complete = 0.0, 0, False
-        self._counters.requests += 1
+        self._counts["requests"] += 1
         with translate_faults(self.name):
             async with aclosing(self._provider.answer(fitted.shown)) as events:
                 async for event in events:
                     if isinstance(event, Completed):
                         is_complete = True
                         event = self._complete(event, fitted, first, monotonic() - begin)
-                    elif isinstance(event, (TextDelta, ReasoningDelta, ToolCallDelta)):
+                    elif not isinstance(event, Finished):
                         first = first or monotonic() - begin
                         length += _length(event)
                     if length > _LONGEST:
@@ -220,11 +207,12 @@ class RemoteBackend:
         if not is_complete:
             raise RemoteError(f"{self.name} ended its answer without its usage: its backend has to give it.")
 
-    def _complete(self, told: Completed, fitted: FittedChat, first: float, seconds: float) -> Completed:
-        usage = _plausible(told.usage)
+    def _complete(self, completed: Completed, fitted: FittedChat, first: float, seconds: float) -> Completed:
+        usage = _plausible(completed.usage)
         self._last_error = ""
         self._fitter.learn(fitted, usage.prompt_tokens)
-        self._counters.add(usage)
+        for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
+            self._counts[name] += getattr(usage, name)
         timings = Timings(
             cache_n=usage.cached_tokens,
             prompt_n=usage.prompt_tokens - usage.cached_tokens,
@@ -242,14 +230,14 @@ class RemoteBackend:
     def stats(self) -> dict[str, Json]:
         return {
             "model": self.card.id,
-            "remote": asdict(self._counters),
+            "remote": dict(self._counts),
             "sessions": self._sessions.stats(),
             "memory": self.memory.stats() if self.memory else None,
         }
 
     def health(self) -> dict[str, Json]:
-        told = {"backend": self.name, "model": self.card.id}
-        return {**told, "error": self._last_error} if self._last_error else told
+        health = {"backend": self.name, "model": self.card.id}
+        return {**health, "error": self._last_error} if self._last_error else health
 
     def failure(self) -> None:
         """None: a service that fails now may work later."""
@@ -272,28 +260,20 @@ class RemoteBackend:
             await asyncio.to_thread(self._settings.close_memory, self.memory)
 
 
-def _length(event: TextDelta | ReasoningDelta | ToolCallDelta) -> int:
+def _length(event: Event) -> int:
     """In characters. Raises TypeError for what is no text: not every SDK checks what it reads."""
-    parts = (event.id, event.name, event.arguments) if isinstance(event, ToolCallDelta) else (event.text,)
-    return len("".join(part for part in parts if part is not None))
+    texts = [getattr(event, name, None) for name in ("text", "id", "name", "arguments")]
+    return len("".join(text for text in texts if text is not None))
 
 
-def _plausible(said: Usage) -> Usage:
-    """Counts within sensible bounds: a service may write anything, and the counters add it up."""
-    *counts, marked = astuple(said)
-    prompt, completion, cached, reasoning, accepted, rejected, before, before_long = (
-        min(max(count, 0), _MOST_TOKENS) if isinstance(count, int) else 0 for count in (*counts, *marked)
-    )
-    before = min(before, prompt)
-    return Usage(
-        prompt,
-        completion,
-        min(cached, prompt),
-        min(reasoning, completion),
-        min(accepted, completion),
-        rejected,
-        Marked(before, min(before_long, before)),
-    )
+def _plausible(usage: Usage) -> Usage:
+    """Counts within sensible bounds: a service may write anything, and they are added up."""
+    *counts, marked = astuple(usage)
+    bounded = (min(max(count, 0), _MOST_TOKENS) if isinstance(count, int) else 0 for count in (*counts, *marked))
+    prompt, completion, cached, reasoning, accepted, rejected, before, long = bounded
+    before, cached = min(before, prompt), min(cached, prompt)
+    reasoning, accepted = min(reasoning, completion), min(accepted, completion)
+    return Usage(prompt, completion, cached, reasoning, accepted, rejected, Marked(before, min(long, before)))
 
 
 def _backoff(attempt: int) -> float:
@@ -318,9 +298,3 @@ async def _with_permit(answer: Events, permits: Permits, user: str) -> Events:
                 yield event
     finally:
         permit.release()
-
-
-def _renumber(event: Event, index: int) -> Event:
-    if index and isinstance(event, (TextDelta, ReasoningDelta, ToolCallDelta, Finished)):
-        return replace(event, index=index)
-    return event

@@ -69,25 +69,28 @@ class RemoteFitter:
         Raises ContextExceeded where nothing more may leave.
         """
         if not self._sessions.applies(request):
-            return self._measure(request, request.messages, Fit())
+            return _fitted(request, request.messages, Fit())
         view = self._sessions.view(request)
-        if self._sessions.may_evict(request):
-            return self._evict(request, view)
-        return self._measure(request, view.messages, Fit())
+        if not self._sessions.may_evict(request):
+            return _fitted(request, view.messages, Fit())
+        return self._evict(request, view)
+
+    def tokens(self, size: int) -> int:
+        """About how many tokens so many bytes are."""
+        return math.ceil(size / self._per_token)
 
     def _evict(self, request: Request, view: View) -> FittedChat:
-        limit, fixed = self._policy.limit(request), self.tokens(_fixed(request))
+        systems = [message for message in request.messages if message.role in ("system", "developer")]
+        target = self._policy.target(self.tokens(_size(request.tools, systems)))
         wanted = self._policy.recall_tokens if self._sessions.may_recall(request, view) else 0
         evictions: tuple[Eviction, ...] = ()
         now = self._shown(request, view)
-        if now > limit - wanted:
+        if now > self._policy.limit(request) - wanted:
             begin = perf_counter()
-            target = self._policy.target(fixed)
-            first = plan_eviction(view, now - target, lambda turn: self._tokens_of(view, turn))
             groups, shorter = evict_until(
                 lambda view: self._shown(request, view) <= target,
                 view,
-                first,
+                plan_eviction(view, now - target, lambda turn: self._tokens_of(view, turn)),
                 partial(self._sessions.without, view, request),
             )
             if groups:
@@ -99,40 +102,31 @@ class RemoteFitter:
                 raise ContextExceeded(now, self._policy.context)
         room = self._policy.comfortable - self._shown(request, view)
         recalled = self._sessions.recalled(request, view, lambda text: self.tokens(_length(text)), room)
-        return self._measure(request, recalled.messages, Fit(evictions=evictions, recalled=recalled.recalled))
-
-    def _tokens_of(self, view: View, turn: Iterable[int]) -> int:
-        return self.tokens(sum(_size_at(view, place) for place in turn))
+        return _fitted(request, recalled.messages, Fit(evictions=evictions, recalled=recalled.recalled))
 
     def _shown(self, request: Request, view: View) -> int:
-        return self.tokens(_of_tools(request.tools) + sum(map(_size, view.messages)))
+        return self.tokens(_size(request.tools, view.messages))
 
-    def _measure(self, request: Request, messages: Sequence[Message], fit: Fit) -> FittedChat:
-        size = _of_tools(request.tools) + sum(map(_size, messages))
-        return FittedChat(replace(request, messages=tuple(messages)), fit, size)
-
-    def tokens(self, size: int) -> int:
-        """About how many."""
-        return math.ceil(size / self._per_token)
-
-
-def _size_at(view: View, place: int) -> int:
-    put = view.inserted.get(place, Inserted())
-    return _length(put.before) + sum(map(_size, (view.history.messages[view.history.spoken[place]], *put.after)))
+    def _tokens_of(self, view: View, turn: Iterable[int]) -> int:
+        size = 0
+        for place in turn:
+            put = view.inserted.get(place, Inserted())
+            spoken = view.history.messages[view.history.spoken[place]]
+            size += _length(put.before) + _size((), (spoken, *put.after))
+        return self.tokens(size)
 
 
-def _size(message: Message) -> int:
-    calls = sum(len(call.name) + _length(call.arguments) + _AROUND for call in message.tool_calls)
-    return _length(message.content) + calls + _AROUND + _IMAGE * len(message.images)
+def _fitted(request: Request, messages: Sequence[Message], fit: Fit) -> FittedChat:
+    return FittedChat(replace(request, messages=tuple(messages)), fit, _size(request.tools, messages))
 
 
-def _fixed(request: Request) -> int:
-    systems = [message for message in request.messages if message.role in ("system", "developer")]
-    return _of_tools(request.tools) + sum(map(_size, systems))
-
-
-def _of_tools(tools: Sequence[Tool]) -> int:
-    return sum(len(tool.name) + _length(tool.description) + _length(str(tool.parameters)) for tool in tools)
+def _size(tools: Iterable[Tool], messages: Iterable[Message]) -> int:
+    """About how many bytes they are in a prompt."""
+    size = sum(len(tool.name) + _length(tool.description) + _length(str(tool.parameters)) for tool in tools)
+    for message in messages:
+        size += _length(message.content) + _AROUND + _IMAGE * len(message.images)
+        size += sum(len(call.name) + _length(call.arguments) + _AROUND for call in message.tool_calls)
+    return size
 
 
 def _length(text: str) -> int:

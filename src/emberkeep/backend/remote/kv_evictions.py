@@ -78,19 +78,16 @@ class LostMessages:
 
 def _places_in(shown: Sequence[Message], said: Sequence[Message], places: Sequence[int]) -> frozenset[int]:
     """Where messages that the model was shown stand in what was said; some were left out, some put in."""
-    found: dict[int, int] = {}
+    matches: dict[int, int] = {}
     at = 0
-    for place, message in enumerate(shown):
-        rest = range(at, len(said))
-        same = next((i for i in rest if said[i].role == message.role and _holds(message, said[i])), None)
-        if same is not None:
-            found[place], at = same, same + 1
-    return frozenset(found[place] for place in places if place in found)
-
-
-def _holds(shown: Message, said: Message) -> bool:
-    """A notice or what was recalled may stand before its text."""
-    return shown.tool_calls == said.tool_calls and shown.content.endswith(said.content)
+    for place, one in enumerate(shown):
+        for i, other in enumerate(said[at:], at):
+            # A notice or what was recalled may stand before its text.
+            is_same = (one.role, one.tool_calls) == (other.role, other.tool_calls)
+            if is_same and one.content.endswith(other.content):
+                matches[place], at = i, i + 1
+                break
+    return frozenset(matches[place] for place in places if place in matches)
 
 
 # ── which messages have lost their state ──
@@ -109,6 +106,8 @@ class _Conversation:
     """Its last turn's blocks are not yet known."""
     since: int = 0
     """How many blocks had been stored when that turn began."""
+    lost: set[int] = field(default_factory=set)
+    """Its messages whose state is gone, since the last report."""
     reported: set[int] = field(default_factory=set)
 
     def end_turn(self, request: Request, answer: Message, usage: Usage) -> None:
@@ -121,15 +120,17 @@ class _Conversation:
         self.tokens = usage.prompt_tokens + usage.completion_tokens
         self.waits = True
 
-    def lose(self, key: BlockKey) -> set[int]:
-        """The messages that are no longer complete without a block. What follows it is lost with it: state is
+    def lose(self, key: BlockKey) -> None:
+        """Note which messages are no longer complete without a block. What follows it is lost with it: state is
         found from the beginning on, and of blocks whose beginning is gone the server does not always tell."""
         if key not in self.blocks:
-            return set()
+            return
         start = self.blocks[key].start
         self.blocks = {one.key: one for one in self.blocks.values() if one.start < start}
-        spans = _spans(self.request, (*self.anchors, (len(self.request.messages), self.tokens)))
-        return {place for place, (_, end) in enumerate(spans) if end > start}
+        # A turn that is running brings its state back, and then has blocks of its own.
+        if not self.running and not self.waits:
+            spans = _spans(self.request, (*self.anchors, (len(self.request.messages), self.tokens)))
+            self.lost |= {place for place, (_, end) in enumerate(spans) if end > start}
 
 
 class TurnTracker:
@@ -161,17 +162,16 @@ class TurnTracker:
 
     def read_events(self, events: Iterable[Json]) -> None:
         """Events in the order they happened. What is not understood is passed over."""
-        gone: dict[ConversationKey, set[int]] = {}
         for event in events:
             with suppress(AttributeError, KeyError, TypeError):
                 if self._is_widest(event.get("window_size")):
-                    for key, places in self._read_event(
-                        event["data"], event.get("attention_dp_rank") or 0
-                    ).items():
-                        gone.setdefault(key, set()).update(places)
+                    self._read_event(event["data"], event.get("attention_dp_rank") or 0)
         self._assign()
-        for key, places in gone.items():
-            self._report(self._conversations[key], places)
+        for conversation in self._conversations.values():
+            if new := conversation.lost - conversation.reported:
+                conversation.reported |= new
+                self._on_removed(conversation.request, sorted(new))
+            conversation.lost.clear()
 
     def _is_widest(self, window: Json) -> bool:
         """Layers with a shorter attention window drop their blocks although the conversation is still there."""
@@ -183,48 +183,35 @@ class TurnTracker:
             return True
         return False
 
-    def _read_event(self, data: Mapping[str, Json], rank: int) -> dict[ConversationKey, set[int]]:
+    def _read_event(self, data: Mapping[str, Json], rank: int) -> None:
         match data:
-            case {"type": "created"}:
-                return self._remove_all()
+            case {"type": "created"}:  # the server has started anew
+                self._remove({key for one in self._conversations.values() for key in one.blocks})
+                self._tree.clear()
             case {"type": "stored", "parent_hash": parent, "blocks": [*blocks]}:
                 chain = [((rank, block["block_hash"]), len(block["tokens"])) for block in blocks]
                 self._tree.store(None if parent is None else (rank, parent), chain)
             case {"type": "removed", "block_hashes": [*hashes]}:
                 # A small cache may store and remove between two polls.
                 self._assign()
-                return self._remove([(rank, one) for one in hashes])
-        return {}
+                self._remove((rank, one) for one in hashes)
 
-    def _remove_all(self) -> dict[ConversationKey, set[int]]:
-        """The server has started anew."""
-        gone = self._remove({key for one in self._conversations.values() for key in one.blocks})
-        self._tree.clear()
-        return gone
-
-    def _remove(self, keys: Iterable[BlockKey]) -> dict[ConversationKey, set[int]]:
-        gone: dict[ConversationKey, set[int]] = {}
+    def _remove(self, keys: Iterable[BlockKey]) -> None:
         for key in keys:
             self._tree.remove(key)
-            for name, conversation in self._conversations.items():
-                lost = conversation.lose(key)
-                # A turn that is running brings its state back, and then has blocks of its own.
-                if lost and not conversation.running and not conversation.waits:
-                    gone.setdefault(name, set()).update(lost)
-        return gone
+            for conversation in self._conversations.values():
+                conversation.lose(key)
 
     def _assign(self) -> None:
         for conversation in self._conversations.values():
-            if not conversation.running and (conversation.waits or self._has_grown(conversation)):
+            last = next(reversed(conversation.blocks), None)
+            # The blocks of an answer's end may be told of later than the others.
+            has_grown = last is not None and self._tree.is_followed(last)
+            if not conversation.running and (conversation.waits or has_grown):
                 end = self._end_of(conversation)
                 if end is not None:
                     conversation.blocks = self._tree.path(end)
                     conversation.waits = False
-
-    def _has_grown(self, conversation: _Conversation) -> bool:
-        """The blocks of an answer's end may be told of later than the others."""
-        last = next(reversed(conversation.blocks), None)
-        return last is not None and self._tree.is_followed(last)
 
     def _end_of(self, conversation: _Conversation) -> KvBlock | None:
         """The last block of a conversation's last turn. The last token's state is never stored, so the chain may
@@ -239,11 +226,6 @@ class TurnTracker:
         ends.sort(key=lambda found: found[0], reverse=True)
         is_clear = len(ends) == 1 or (len(ends) > 1 and ends[0][0] > ends[1][0])
         return ends[0][1] if is_clear else None
-
-    def _report(self, conversation: _Conversation, places: set[int]) -> None:
-        if new := places - conversation.reported:
-            conversation.reported |= new
-            self._on_removed(conversation.request, sorted(new))
 
 
 def _key(request: Request) -> ConversationKey:
@@ -315,7 +297,13 @@ class BlockTree:
         if parent is not None and parent not in self._blocks:
             return
         for key, tokens in blocks:
-            self._add(key, parent, tokens)
+            if key not in self._blocks:
+                start = self._blocks[parent].end if parent is not None else 0
+                self.stored += 1
+                self.block_tokens = max(self.block_tokens, tokens)
+                self._blocks[key] = KvBlock(key, parent, start, start + tokens, self.stored)
+                if parent is not None:
+                    self._children[parent] += 1
             parent = key
         while len(self._blocks) > _MOST_BLOCKS:
             self.remove(next(iter(self._blocks)))
@@ -345,13 +333,3 @@ class BlockTree:
             found.append(block)
             block = self._blocks.get(block.parent) if block.parent is not None else None
         return {block.key: block for block in reversed(found)}
-
-    def _add(self, key: BlockKey, parent: BlockKey | None, tokens: int) -> None:
-        if key in self._blocks:
-            return
-        start = self._blocks[parent].end if parent is not None else 0
-        self.stored += 1
-        self.block_tokens = max(self.block_tokens, tokens)
-        self._blocks[key] = KvBlock(key, parent, start, start + tokens, self.stored)
-        if parent is not None:
-            self._children[parent] += 1

@@ -17,7 +17,6 @@ from emberkeep.api.messages import content_json
 from emberkeep.api.tools import call_json
 from emberkeep.backend.remote.base import (
     Keepsakes,
-    Provider,
     RemoteAbout,
     anonymous_id,
     chosen_sampling,
@@ -40,16 +39,12 @@ from emberkeep.types.events import (
     Usage,
 )
 from emberkeep.types.models import DEPTH_HEADER, HOPS_HEADER, RemoteModel
-from emberkeep.types.request import Json, JsonFormat, Message, Request, Tool, ToolChoice, new_call_id
+from emberkeep.types.request import Json, JsonFormat, Message, Request, Tool, new_call_id
 from emberkeep.values import dataclass
 
 _REASONS = {"length": FinishReason.LENGTH, "tool_calls": FinishReason.TOOL_CALLS}
 _CONTEXT_FIELDS = ("max_model_len", "context_length", "context_window", "max_context_length")
 _META_FIELDS = ("n_ctx", "n_ctx_train")
-
-
-def open_openai(remote: RemoteModel, key: str | None) -> Provider:
-    return OpenAIProvider(remote, key)
 
 
 class OpenAIProvider:
@@ -179,7 +174,7 @@ class _AnswerReader:
         extra = delta.model_extra or {}
         for name in ("reasoning_content", "reasoning"):
             if isinstance(thought := extra.get(name), str) and thought:
-                self._history.learn_field(name)
+                self._history.thoughts = self._history.thoughts and name
                 yield ReasoningDelta(0, thought)
                 break
         self._thoughts += extra.get("reasoning_details") or ()
@@ -286,9 +281,6 @@ class ReplayedHistory:
     """The field for them; empty: the server takes none."""
     kept: Keepsakes[Kept] = field(default_factory=Keepsakes)
 
-    def learn_field(self, name: str) -> None:
-        self.thoughts = self.thoughts and name
-
 
 def _request_body(
     request: Request, max_tokens: int | None, vendor: Vendor, history: ReplayedHistory
@@ -370,8 +362,9 @@ def _tools(request: Request, vendor: Vendor) -> dict[str, Json]:
         return {}
     written: dict[str, Json] = {"tools": [{"type": "function", "function": _function(tool)} for tool in tools]}
     if vendor.has_tool_choice:
+        named = {"type": "function", "function": {"name": choice.name}}
         # Also where it is the usual one: older TensorRT-LLM servers call nothing unless asked to.
-        written["tool_choice"] = _tool_choice(choice)
+        written["tool_choice"] = named if choice.mode == "named" else choice.mode
     if vendor.has_parallel_calls and not request.parallel_tool_calls:
         written["parallel_tool_calls"] = False
     return written
@@ -380,10 +373,6 @@ def _tools(request: Request, vendor: Vendor) -> dict[str, Json]:
 def _function(tool: Tool) -> dict[str, Json]:
     parameters = {"type": "object", "properties": {}, **tool.parameters}
     return {"name": tool.name, "description": tool.description, "parameters": parameters}
-
-
-def _tool_choice(choice: ToolChoice) -> Json:
-    return {"type": "function", "function": {"name": choice.name}} if choice.mode == "named" else choice.mode
 
 
 def _format(wanted: JsonFormat | None) -> Json:

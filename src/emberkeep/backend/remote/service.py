@@ -43,24 +43,17 @@ _WRONG_KEY = re.compile(r"(incorrect|invalid) api key|api key (not|is not) valid
 """Some services call a request with a wrong key a bad one (400)."""
 _DELAY = re.compile(r"retryDelay\W+(\d+(?:\.\d+)?)s")
 """Google's way to say when to come back."""
-# In the middle of a stream the status is 200 already, and only a word says what is wrong.
+# In the middle of a stream the status is 200 already, and only a word says what is wrong. Others are 500.
 _STATUSES = {
     "invalid_request_error": 400,
     "authentication_error": 401,
     "billing_error": 402,
     "permission_error": 403,
     "not_found_error": 404,
-    "conflict_error": 409,
     "context_length_exceeded": 413,
     "exceed_context_size_error": 413,
     "prompt_too_large": 413,
     "request_too_large": 413,
-    "rate_limit_error": 429,
-    "api_error": 500,
-    "overloaded": 503,
-    "deadline": 504,
-    "timeout_error": 504,
-    "overloaded_error": 529,
 }
 _LONGEST = 300
 _BUSY = frozenset({408, 409, 425, 429})
@@ -98,7 +91,9 @@ class Service:
         except (sdk.APIConnectionError, httpx2.HTTPError) as error:
             if is_reading:
                 raise self.broke_off() from None
-            raise self.unreachable(error.__cause__ or error) from None
+            cause = error.__cause__ or error
+            why = self.quoted(str(cause) or type(cause).__name__)
+            raise RemoteDown(f"{self} cannot be reached{why}: check its address and the network.") from None
         except sdk.APIError as error:
             raise self._sdk_failure(error) from None
         except (
@@ -107,7 +102,7 @@ class Service:
             AttributeError,
             LookupError,
         ) as error:  # SDKs check little of what they read
-            raise self.unreadable(error) from None
+            raise RemoteError(f"{self} gave an answer that cannot be read{self.quoted(str(error))}.") from None
 
     def _sdk_failure(self, error: Any) -> EmberkeepError:
         response, body = getattr(error, "response", None), error.body
@@ -144,15 +139,8 @@ class Service:
             return RequestError(f"{self} does not take this request ({status}){why}.")
         return RemoteError(f"{self} gave an answer that is none ({status}){why}.")
 
-    def unreachable(self, error: BaseException) -> RemoteDown:
-        reason = self.quoted(str(error) or type(error).__name__)
-        return RemoteDown(f"{self} cannot be reached{reason}: check its address and the network.")
-
     def broke_off(self) -> RemoteDown:
         return RemoteDown(f"{self} broke off in the middle of its answer: try again.")
-
-    def unreadable(self, error: Exception) -> RemoteError:
-        return RemoteError(f"{self} gave an answer that cannot be read{self.quoted(str(error))}.")
 
     def declined(self, reason: str) -> RequestError:
         return RequestError(f"{self} declined to answer{self.quoted(reason)}: ask in another way.")

@@ -10,7 +10,6 @@ from typing import Any
 
 import openai
 
-from emberkeep.backend.remote.base import Provider
 from emberkeep.backend.remote.kv_evictions import OnRemoved, TurnTracker
 from emberkeep.backend.remote.openai import OpenAIProvider
 from emberkeep.types.events import Completed, Event, Events, TextDelta, ToolCallDelta, Usage
@@ -23,10 +22,6 @@ _POLL_S = 1.0
 _LONGEST_WAIT_S = 30.0
 _ANSWER_S = 30.0
 """A server without events may take seconds to say so."""
-
-
-def open_trtllm(remote: RemoteModel, key: str | None) -> Provider:
-    return TrtllmProvider(remote, key)
 
 
 class TrtllmProvider(OpenAIProvider):
@@ -91,10 +86,9 @@ class TrtllmProvider(OpenAIProvider):
             await asyncio.sleep(wait_s)
 
     def _report(self, request: Request, places: Sequence[int]) -> None:
-        if self.on_removed is None:
-            return
         try:
-            self.on_removed(request, places)
+            if self.on_removed is not None:
+                self.on_removed(request, places)
         except Exception:
             log.exception("What TensorRT-LLM has evicted could not be archived.")
 

@@ -41,8 +41,8 @@ class Vendor:
     """The usual address of a user's server."""
     package: str = "openai"
     """The SDK, as it is imported."""
-    factory: str = "openai:open_openai"
-    """Module and function of the `OpenProvider`, imported when it is used."""
+    factory: str = "openai:OpenAIProvider"
+    """Module and name of the `OpenProvider`, imported when it is used."""
 
     # How it speaks OpenAI's chat completions. Some refuse requests with fields that they do not know.
     sampling: frozenset[str] = _BIASED
@@ -94,7 +94,7 @@ VENDORS: Mapping[str, Vendor] = {
         model="claude-sonnet-5-5",
         context=200_000,
         package="anthropic",
-        factory="anthropic:open_anthropic",
+        factory="anthropic:AnthropicProvider",
     ),
     "gemini": Vendor(
         "Google",
@@ -138,7 +138,7 @@ VENDORS: Mapping[str, Vendor] = {
     "trtllm": Vendor(
         "TensorRT-LLM",
         base_url="http://127.0.0.1:8000",
-        factory="trtllm:open_trtllm",
+        factory="trtllm:TrtllmProvider",
         sampling=_CUT,
         user="user",
         is_peer=True,
