@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,16 +14,30 @@ from emberkeep.backend.remote import backend as module
 from emberkeep.errors import (
     ContextExceeded,
     DeadlineExceeded,
+    InvalidField,
     RemoteDown,
+    RemoteError,
     RemoteFull,
     RemoteRefused,
     RequestError,
 )
-from emberkeep.tools.function import as_tool
+from emberkeep.session.sessions import about_tokens
+from emberkeep.tools.function import ToolFunction, as_tool
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
-from emberkeep.types.events import CallEnded, Completed, Finished, MissReason, ReasoningDelta, TextDelta, Usage
-from emberkeep.types.request import Message, ReasoningFormat, Recall, Request
-from helpers.events import read_events, text_of
+from emberkeep.types.events import (
+    Completed,
+    Event,
+    Finished,
+    FinishReason,
+    LookupRecord,
+    MissReason,
+    ReasoningDelta,
+    TextDelta,
+    Timings,
+    Usage,
+)
+from emberkeep.types.request import JsonFormat, Message, ReasoningFormat, Recall, Request, Tool, ToolChoice
+from helpers.events import outcomes_of, read_events, text_of
 from helpers.remote_model import ScriptedProvider, Step, remote, said, tokens_of
 from helpers.tool_calls import calling, depth
 
@@ -42,6 +57,29 @@ def failing(*errors: Exception) -> ScriptedProvider:
         return [left.pop(0)] if left else said("At last.")
 
     return ScriptedProvider(script)
+
+
+def rounds(*scripts: Iterable[Step]) -> ScriptedProvider:
+    """Answers each request with the next of them."""
+    left = iter(scripts)
+    return ScriptedProvider(lambda request: next(left))
+
+
+def honest(*scripts: list[Step]) -> ScriptedProvider:
+    """Counts what it was sent."""
+    left = iter(scripts)
+
+    def script(request: Request) -> list[Step]:
+        *events, completed = next(left)
+        assert isinstance(completed, Completed)
+        return [*events, replace(completed, usage=Usage(tokens_of(request.messages), 5))]
+
+    return ScriptedProvider(script)
+
+
+def box(*functions: object) -> ToolBox:
+    made: list[ToolFunction] = [as_tool(one) for one in functions]  # type: ignore[arg-type]
+    return ToolBox(made, ToolPolicy())
 
 
 def test_events_pass_and_the_last_one_says_which_model_and_how_long() -> None:
@@ -107,19 +145,21 @@ def test_leaving_an_answer_closes_the_connection() -> None:
     assert provider.left == 1
 
 
-def test_a_deadline_holds_here_too() -> None:
-    provider = ScriptedProvider(lambda request: [60.0])
-    with pytest.raises(DeadlineExceeded):
-        read_events(remote(provider), replace(HELLO, deadline_s=0.5))
-    assert provider.left == 1
+def test_one_deadline_holds_over_all_rounds_and_their_tools() -> None:
+    for settings, asked in (({}, replace(HELLO, deadline_s=0.2)), ({"deadline_s": 0.2}, HELLO)):
+        provider = rounds(calling("depth", '{"pier": 1}'), [60.0])
+        with pytest.raises(DeadlineExceeded):
+            read_events(remote(provider, tools=box(depth), tool_rounds=4, **settings), asked)
+        assert (len(provider.asked), provider.left) == (2, 1)
 
 
-def test_several_choices_are_asked_for_one_after_the_other() -> None:
-    provider = ScriptedProvider(lambda request: said("Hi."))
-    events = read_events(remote(provider), replace(HELLO, n=2))
-    assert [event.index for event in events if isinstance(event, Finished)] == [0, 1]
-    assert sum(isinstance(event, Completed) for event in events) == 1
-    assert events[-1].usage.completion_tokens == 6  # type: ignore[union-attr]
+def test_several_choices_are_asked_for_one_after_the_other_and_cost_the_tokens_of_all() -> None:
+    completed = Completed(Usage(10, 7, 4, 2, 3, 1), Timings(), LookupRecord())
+    provider = ScriptedProvider(lambda request: [Finished(0, FinishReason.STOP), completed])
+    *events, last = read_events(remote(provider), replace(HELLO, n=3))
+    assert [event.index for event in events if isinstance(event, Finished)] == [0, 1, 2]
+    assert isinstance(last, Completed) and last.usage == Usage(10, 21, 4, 6, 9, 3)
+    assert (last.timings.predicted_n, last.timings.draft_n, last.timings.draft_n_accepted) == (21, 12, 9)
 
 
 @pytest.mark.parametrize("asked", [Request(prompt="Once"), replace(HELLO, top_logprobs=0)])
@@ -145,6 +185,46 @@ def test_the_models_own_limit_of_an_answer_holds_unless_a_request_says() -> None
     read_events(backend, HELLO)
     read_events(backend, replace(HELLO, max_tokens=5))
     assert [request.max_tokens for request in provider.asked] == [77, 5]
+
+
+def test_leaving_while_it_waits_to_ask_again_asks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FIRST_WAIT_S", 60.0)
+    monkeypatch.setattr(module, "_LONGEST_WAIT_S", 600.0)
+    provider = ScriptedProvider(lambda request: [RemoteDown("Busy.")])
+    backend = remote(provider)
+
+    async def leave() -> None:
+        async def asking() -> None:
+            async with aclosing(backend.generate(HELLO)) as events:  # type: ignore[type-var]
+                async for _ in events:
+                    pass
+
+        task = asyncio.create_task(asking())
+        async with asyncio.timeout(20):
+            while not backend.stats()["remote"]["retries"]:
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(leave())
+    assert len(provider.asked) == 1
+
+
+def test_what_a_provider_does_wrong_is_its_fault_and_its_words_are_not_repeated() -> None:
+    class Careless(ScriptedProvider):
+        async def answer(self, request: Request) -> AsyncIterator[Event]:
+            raise KeyError("sk-secret")
+            yield
+
+    with pytest.raises(RemoteError, match="far failed with KeyError") as caught:
+        read_events(remote(Careless(lambda request: [])), HELLO)
+    assert "sk-secret" not in str(caught.value)
+
+
+def test_an_answer_without_usage_is_an_error() -> None:
+    provider = ScriptedProvider(lambda request: said("Hello.")[:-1])
+    with pytest.raises(RemoteError, match="without its usage"):
+        read_events(remote(provider), HELLO)
 
 
 # ── conversations ──
@@ -236,22 +316,128 @@ def test_what_left_comes_back_where_it_is_asked_for(tmp_path: Path) -> None:
     assert "Zephyr" in talk.provider.asked[-1].messages[-1].content
 
 
+def chinese(i: int) -> Message:
+    return Message("user", f"第{i}艘船今天早上从港口出发，船上装着盐和羊毛，船长说天气很好，一路向北航行。")
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_conversation_in_chinese_fits_from_the_first_answer_on(tmp_path: Path, refuses: bool) -> None:
+    """Some services refuse what is too long, others cut it without a word."""
+    too_long: list[int] = []
+
+    def script(request: Request) -> list[Step]:
+        tokens = sum(len(message.content) for message in request.messages)
+        if tokens > 1000:
+            too_long.append(tokens)
+            if refuses:
+                return [RemoteFull("Too long.")]
+        return said("好的。", tokens)
+
+    history = [message for i in range(60) for message in (chinese(i), Message("assistant", "好的。"))]
+    backend = remote(ScriptedProvider(script), tmp_path, context=1000)
+    *_, completed = read_events(backend, Request(messages=(*history, chinese(60))))
+    assert isinstance(completed, Completed)
+    assert completed.fit.evictions
+    assert too_long == []
+    assert (about_tokens("船" * 30), about_tokens("ship" * 30)) == (30, 40)
+
+
 # ── tools ──
 
 
 def test_the_servers_tools_run_for_a_remote_model_too(tmp_path: Path) -> None:
-    rounds = iter([calling("depth", '{"pier": 3}'), said("Seven metres.")])
-    provider = ScriptedProvider(lambda request: next(rounds))
-    tools = ToolBox([as_tool(depth)], ToolPolicy())
-    events = read_events(remote(provider, tmp_path, tools=tools, tool_rounds=4), HELLO)
-    assert [event.outcome.text for event in events if isinstance(event, CallEnded)] == ["7 metres"]
+    provider = rounds(calling("depth", '{"pier": 3}'), said("Seven metres."))
+    events = read_events(remote(provider, tmp_path, tools=box(depth), tool_rounds=4), HELLO)
+    assert outcomes_of(events) == [("7 metres", False)]
     assert text_of(events) == "Seven metres."
     assert [message.role for message in provider.asked[1].messages] == ["user", "assistant", "tool"]
 
 
 def test_the_model_may_search_its_memory(tmp_path: Path) -> None:
-    rounds = iter([calling("search_memory", '{"query": "boat"}'), said("I do not know.")])
-    provider = ScriptedProvider(lambda request: next(rounds))
+    provider = rounds(calling("search_memory", '{"query": "boat"}'), said("I do not know."))
     events = read_events(remote(provider, tmp_path, recall=Recall.TOOL), HELLO)
     assert text_of(events) == "I do not know."
     assert provider.asked[0].tools[-1].name == "search_memory"
+
+
+def test_a_tool_that_went_is_not_taken_for_a_search(tmp_path: Path) -> None:
+    functions = [as_tool(depth)]
+    tools = ToolBox(functions, ToolPolicy())
+
+    def script(request: Request) -> Iterable[Step]:
+        if len(request.messages) > 1:
+            return said("It is gone.")
+        functions.clear()
+        return calling("depth", '{"pier": 3}')
+
+    backend = remote(ScriptedProvider(script), tmp_path, recall=Recall.TOOL, tools=tools, tool_rounds=4)
+    events = read_events(backend, HELLO)
+    assert "no tool 'depth'" in outcomes_of(events)[0][0]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": ToolChoice("none")},
+        {"tools": (Tool("ferry"),)},
+        {"tools": (Tool("ferry"),), "tool_choice": ToolChoice("named", "ferry")},
+        {"format": JsonFormat()},
+        {"n": 2},
+    ],
+)
+def test_who_asks_for_something_else_gets_no_tools_of_ours(fields: dict[str, object]) -> None:
+    provider = ScriptedProvider(lambda request: said("Yes."))
+    read_events(remote(provider, tools=box(depth), tool_rounds=4), replace(HELLO, **fields))  # type: ignore[arg-type]
+    assert all(tool.name == "ferry" for tool in provider.asked[0].tools)
+
+
+def test_with_notools_services_are_told_of_none() -> None:
+    provider = ScriptedProvider(lambda request: said("Yes."))
+    backend = remote(provider, tools=box(depth), tool_rounds=4, no_tools=True)
+    allowed = ToolChoice("auto", allowed=("ferry",))
+    for choice in (ToolChoice(), allowed):
+        read_events(backend, replace(HELLO, tools=(Tool("ferry"),), tool_choice=choice))
+    assert [request.tools for request in provider.asked] == [(), ()]
+    with pytest.raises(InvalidField, match="--notools"):
+        read_events(backend, replace(HELLO, tools=(Tool("ferry"),), tool_choice=ToolChoice("required")))
+
+
+def test_services_are_told_of_allowed_tools_only() -> None:
+    provider = ScriptedProvider(lambda request: said("Yes."))
+    choice = ToolChoice("required", allowed=("ferry",))
+    read_events(remote(provider), replace(HELLO, tools=(Tool("ferry"), Tool("crane")), tool_choice=choice))
+    assert provider.asked[0].tools == (Tool("ferry"),)
+    assert provider.asked[0].tool_choice == ToolChoice("required")
+
+
+def test_a_long_turn_of_calls_goes_on_when_the_context_is_full(tmp_path: Path) -> None:
+    def read_log(page: int) -> str:
+        """Read a page of the log."""
+        return f"page {page}: " + "salt and wool, " * 40
+
+    calls = [calling("read_log", f'{{"page": {i}}}', f"c{i}") for i in range(8)]
+    provider = honest(*calls, said("All read."))
+    events = read_events(remote(provider, tmp_path, context=600, tools=box(read_log), tool_rounds=9), HELLO)
+    assert text_of(events) == "All read."
+    assert len(outcomes_of(events)) == 8
+    assert "left out to make room" in "".join(m.content for m in provider.asked[-1].messages)
+
+
+def test_what_a_tool_gave_is_found_when_its_turn_has_left(tmp_path: Path) -> None:
+    provider = honest(calling("depth", '{"pier": 38}'), *(said("Noted.") for _ in range(40)))
+    backend = remote(provider, tmp_path, tools=box(depth), tool_rounds=4)
+    messages: list[Message] = []
+    for i in range(30):
+        messages.append(Message("user", f"Ship number {i} carries salt and wool and barrels of tar to the north."))
+        messages.append(Message("assistant", text_of(read_events(backend, Request(messages=tuple(messages))))))
+    assert backend.memory is not None
+    found = backend.memory.search("", "ship number 0 metres", max_results=10)
+    assert any(use.result == "42 metres" for one in found for use in one.tool_uses)
+
+
+def test_the_usage_of_several_rounds_has_the_tokens_of_all() -> None:
+    provider = rounds(calling("depth", '{"pier": 1}'), said("Five.", 30, 10))
+    *_, last = read_events(remote(provider, tools=box(depth), tool_rounds=4), HELLO)
+    assert isinstance(last, Completed)
+    assert last.usage == Usage(30, 5 + 3, 10)
+    assert (last.timings.cache_n, last.timings.prompt_n, last.answered_by) == (10, 20, "far")
