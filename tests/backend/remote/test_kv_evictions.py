@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,63 +43,63 @@ def take_turn(
     turns.end(request, reply, Usage(prompt, completion))
 
 
-def test_messages_whose_blocks_are_removed_are_reported_once() -> None:
+TURN = stored(None, 1, 2, 3)
+BOTH = [stored(None, 1, 2, 3, window_size=4096), stored(None, 1, 2, 3, window_size=64)]
+POLLS = {
+    "each is reported once": (
+        [
+            [created(), stored(None, 1, 2, 3, last=31)],
+            [moved(2), removed(3)],
+            [removed(1), removed(99)],
+            [stored(None, 1), removed(1)],
+        ],
+        [[2], [0, 1]],
+    ),
+    "what follows a block is gone with it": ([[TURN], [removed(2)]], [[1, 2]]),
+    "stored and removed between two looks": ([[TURN, removed(1, 2, 3)]], [[0, 1, 2]]),
+    "the end is told of later": ([[stored(None, 1, 2)], [stored(2, 3, last=31)], [removed(3)]], [[2]]),
+    "the server starts anew": ([[created(), TURN], [created()], [created(), TURN, removed(1)]], [[0, 1, 2]]),
+    "only layers with a short window": ([BOTH, [removed(1, window_size=64)]], []),
+    "the others too": ([BOTH, [removed(1, window_size=4096)]], [[0, 1, 2]]),
+    "the beginning is unknown": ([[stored(77, 1, 2, 3), removed(1, 2, 3)]], []),
+}
+
+
+@pytest.mark.parametrize(("polls", "places"), POLLS.values(), ids=POLLS)
+def test_messages_whose_blocks_are_removed_are_reported(polls: list[list[Any]], places: list[list[int]]) -> None:
     turns = TurnTracker(told := Told())
     take_turn(turns, conversation("a"), 64, 32)
-    turns.read_events([created(), stored(None, 1, 2, 3, last=31)])
-    assert told.calls == []
-
-    turns.read_events([moved(2), removed(3)])
-    turns.read_events([removed(1), removed(99)])
-    turns.read_events([stored(None, 1), removed(1)])
-
-    assert told.places == [[2], [0, 1]]
-    assert told.calls[0][0].messages == (SYSTEM, USER, ANSWER)
+    for events in polls:
+        turns.read_events(events)
+    assert told.places == places
+    assert all(request.messages == (SYSTEM, USER, ANSWER) for request, _ in told.calls)
 
 
 def test_borders_between_turns_are_what_the_server_has_counted() -> None:
     turns = TurnTracker(told := Told())
-    short_text_many_tokens = (Message("user", "u"), Message("assistant", "a" * 500), Message("user", "u" * 500))
-    take_turn(turns, conversation("a", *short_text_many_tokens[:1]), 96, 1, short_text_many_tokens[1])
-    take_turn(turns, conversation("a", *short_text_many_tokens), 128, 33)
-
-    turns.read_events([stored(None, 1, 2, 3, 4, 5)])
-    for block in (5, 4, 3):
-        turns.read_events([removed(block)])
+    short, *long = (Message("user", "u"), Message("assistant", "a" * 500), Message("user", "u" * 500))
+    take_turn(turns, conversation("a", short), 96, 1, long[0])
+    take_turn(turns, conversation("a", short, *long), 128, 33)
+    for event in (stored(None, 1, 2, 3, 4, 5), removed(5), removed(4), removed(3)):
+        turns.read_events([event])
 
     assert told.places == [[3], [1, 2], [0]]
 
 
 def test_within_a_turn_messages_share_by_their_text_and_tools_stand_in_the_first() -> None:
     turns = TurnTracker(told := Told())
-    request = Request(
-        messages=(Message("system", ""), Message("user", "u" * 84)),
-        tools=(Tool("t" * 82, "", {}),),
-        conversation_id="a",
-    )
-    take_turn(turns, request, 64, 32)
-    turns.read_events([stored(None, 1, 2, 3)])
-
-    for block in (3, 2, 1):
-        turns.read_events([removed(block)])
+    messages = (Message("system", ""), Message("user", "u" * 84))
+    take_turn(turns, replace(conversation("a", *messages), tools=(Tool("t" * 82, "", {}),)), 64, 32)
+    for event in (TURN, removed(3), removed(2), removed(1)):
+        turns.read_events([event])
 
     assert told.places == [[2], [1], [0]]
-
-
-def test_what_follows_a_removed_block_is_gone_with_it() -> None:
-    turns = TurnTracker(told := Told())
-    take_turn(turns, conversation("a"), 64, 32)
-    turns.read_events([stored(None, 1, 2, 3)])
-
-    turns.read_events([removed(2)])
-
-    assert told.places == [[1, 2]]
 
 
 def test_a_turn_that_runs_brings_its_state_back() -> None:
     turns = TurnTracker(told := Told())
     take_turn(turns, conversation("a"), 64, 32)
-    turns.read_events([stored(None, 1, 2, 3)])
+    turns.read_events([TURN])
     longer = conversation("a", SYSTEM, USER, ANSWER, USER)
 
     turns.begin(longer)
@@ -114,7 +115,7 @@ def test_a_turn_that_runs_brings_its_state_back() -> None:
 def test_a_turn_that_failed_changes_nothing() -> None:
     turns = TurnTracker(told := Told())
     take_turn(turns, conversation("a"), 64, 32)
-    turns.read_events([stored(None, 1, 2, 3)])
+    turns.read_events([TURN])
     take_turn(turns, conversation("a", SYSTEM, USER, ANSWER, USER), 0, 0, reply=None)
 
     turns.read_events([removed(1)])
@@ -126,7 +127,7 @@ def test_a_turn_that_failed_changes_nothing() -> None:
 def test_conversations_that_begin_alike_lose_their_beginning_together() -> None:
     turns = TurnTracker(told := Told())
     take_turn(turns, conversation("a"), 64, 32)
-    turns.read_events([stored(None, 1, 2, 3)])
+    turns.read_events([TURN])
     take_turn(turns, conversation("b", SYSTEM, Message("user", "v" * 100)), 64, 64)
     turns.read_events([stored(1, 12, 13, 14)])
 
@@ -172,58 +173,6 @@ def test_users_with_the_same_words_are_two_conversations() -> None:
     turns.read_events([removed(3)])
 
     assert [request.namespace for request, _ in told.calls] == ["ann"]
-
-
-def test_what_is_stored_and_removed_between_two_looks_is_noticed() -> None:
-    turns = TurnTracker(told := Told())
-    take_turn(turns, conversation("a"), 64, 32)
-
-    turns.read_events([stored(None, 1, 2, 3), removed(1, 2, 3)])
-
-    assert told.places == [[0, 1, 2]]
-
-
-def test_the_end_of_an_answer_may_be_told_of_later() -> None:
-    turns = TurnTracker(told := Told())
-    take_turn(turns, conversation("a"), 64, 32)
-    turns.read_events([stored(None, 1, 2)])
-    turns.read_events([stored(2, 3, last=31)])
-
-    turns.read_events([removed(3)])
-
-    assert told.places == [[2]]
-
-
-def test_after_a_restart_everything_is_gone() -> None:
-    turns = TurnTracker(told := Told())
-    take_turn(turns, conversation("a"), 64, 32)
-    turns.read_events([created(), stored(None, 1, 2, 3)])
-
-    turns.read_events([created()])
-    turns.read_events([created(), stored(None, 1, 2, 3), removed(1)])
-
-    assert told.places == [[0, 1, 2]]
-
-
-def test_layers_with_a_short_window_say_nothing_about_a_conversation() -> None:
-    turns = TurnTracker(told := Told())
-    take_turn(turns, conversation("a"), 64, 32)
-    turns.read_events([stored(None, 1, 2, 3, window_size=4096), stored(None, 1, 2, 3, window_size=64)])
-
-    turns.read_events([removed(1, window_size=64)])
-    assert told.calls == []
-
-    turns.read_events([removed(1, window_size=4096)])
-    assert told.places == [[0, 1, 2]]
-
-
-def test_blocks_whose_beginning_is_unknown_belong_to_no_conversation() -> None:
-    turns = TurnTracker(told := Told())
-    take_turn(turns, conversation("a"), 64, 32)
-
-    turns.read_events([stored(77, 1, 2, 3), removed(1, 2, 3)])
-
-    assert told.calls == []
 
 
 JSON = st.recursive(

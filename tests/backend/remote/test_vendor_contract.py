@@ -183,7 +183,8 @@ def test_a_wrong_key_is_refused_and_no_key_is_shown(
     caplog.set_level(logging.DEBUG)
     refused = error_of(wire, key="wrong-canary-55")
     assert isinstance(refused, RemoteRefused) and "THE_KEY" in str(refused)
-    repeated = error_of(wire, wire.failed(400, f"odd {wire.key}"))
+    repeated = error_of(wire, wire.failed(400, f"odd\n{wire.key}" + "x" * 10_000))
+    assert "\n" not in str(repeated) and len(str(repeated)) < 500
     printed = capfd.readouterr()
     shown = [repr(error) + str(error.__cause__) for error in (refused, repeated)]
     shown += [repr(provider_at(wire)("http://127.0.0.1:1")), caplog.text, printed.out, printed.err]

@@ -12,13 +12,13 @@ import pytest
 from emberkeep.backend.remote.base import Provider, RemoteAbout
 from emberkeep.backend.remote.openai import OpenAIProvider
 from emberkeep.config.settings import Config
-from emberkeep.errors import ContextExceeded, Overloaded, RemoteDown, RemoteFull
+from emberkeep.errors import ContextExceeded, EmberkeepError, Overloaded, RemoteDown, RemoteFull
 from emberkeep.types.events import Event, Finished, FinishReason, ReasoningDelta, TextDelta, ToolCallDelta
 from emberkeep.types.models import RemoteModel
-from emberkeep.types.request import Message, Request, Sampling, Tool, ToolCall
+from emberkeep.types.request import Message, Request, Sampling, Tool
 from helpers.events import end_of, text_of
 from helpers.scripted_server import COMPLETED, HANG, Running, ScriptedBackend, running, says
-from helpers.vendors.driving import HELLO, events_of
+from helpers.vendors.driving import CALLED, HELLO, RAIN, events_of
 
 WEATHER = Tool("weather", "Of a place.", {"type": "object", "properties": {"place": {"type": "string"}}})
 
@@ -44,34 +44,20 @@ def ask(server: Running, request: Request) -> list[Event]:
     return using(server, lambda provider: events_of(provider, request))  # type: ignore[no-any-return]
 
 
-def test_text_and_its_usage_arrive(server: Running) -> None:
-    server.backend.reset(*says("Good", " day"))
-
-    events = ask(server, HELLO)
-
-    assert text_of(events) == "Good day"
-    assert end_of(events)[1].usage == COMPLETED.usage
-
-
 def test_a_prediction_arrives_and_what_came_of_it_goes_back(server: Running) -> None:
     drafted = replace(COMPLETED.usage, accepted_prediction_tokens=2, rejected_prediction_tokens=1)
-    server.backend.reset(*says("Good day")[:-1], replace(COMPLETED, usage=drafted))
+    server.backend.reset(*says("Good", " day")[:-1], replace(COMPLETED, usage=drafted))
 
     events = ask(server, replace(HELLO, prediction="Good day"))
 
-    assert server.backend.last.prediction == "Good day"
+    assert (server.backend.last.prediction, text_of(events)) == ("Good day", "Good day")
     assert end_of(events)[1].usage == drafted
 
 
 def test_what_was_asked_arrives_as_it_was_asked(server: Running) -> None:
     server.backend.reset(*says("Rain."))
-    call = ToolCall("c1", "weather", '{"place": "Lyon"}')
     request = Request(
-        messages=(
-            Message("user", "Rain?"),
-            Message("assistant", "", reasoning="Lyon, then.", tool_calls=(call,)),
-            Message("tool", "rain", tool_call_id="c1"),
-        ),
+        messages=(Message("user", "Rain?"), CALLED, RAIN),
         tools=(WEATHER,),
         parallel_tool_calls=False,
         sampling=Sampling(temperature=0.0, top_k=7, min_p=0.0, typical_p=0.5, repetition_penalty=1.5, seed=3),
@@ -117,18 +103,16 @@ def test_leaving_stops_the_other_ones_work(server: Running) -> None:
 
 
 def test_its_failures_keep_their_meaning(server: Running) -> None:
-    server.backend.reset(ContextExceeded(9000, 4096))
-    with pytest.raises(RemoteFull):
-        ask(server, HELLO)
-
-    server.backend.reset(Overloaded("The queue is full.", 3.0))
-    with pytest.raises(RemoteDown) as caught:
-        ask(server, HELLO)
-    assert caught.value.retry_after == 3.0
-
-    server.backend.reset(TextDelta(0, "Well"), Overloaded("Shutting down."))
-    with pytest.raises(RemoteDown):
-        ask(server, HELLO)
+    failures: list[tuple[list[Any], type[EmberkeepError], float | None]] = [
+        ([ContextExceeded(9000, 4096)], RemoteFull, None),
+        ([Overloaded("The queue is full.", 3.0)], RemoteDown, 3.0),
+        ([TextDelta(0, "Well"), Overloaded("Shutting down.")], RemoteDown, None),
+    ]
+    for steps, kind, wait_s in failures:
+        server.backend.reset(*steps)
+        with pytest.raises(kind) as caught:
+            ask(server, HELLO)
+        assert getattr(caught.value, "retry_after", None) == wait_s
 
 
 def test_it_tells_about_itself(server: Running) -> None:
