@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from emberkeep.api.answer import Answer, ChatFrames, Envelope
+from emberkeep.api.answer import Answer, Envelope
 from emberkeep.api.body import parse_body
 from emberkeep.api.call_shape import CallShape
+from emberkeep.api.chunks import ChatFrames
 from emberkeep.api.messages import ChatBody
 from emberkeep.api.tools import custom_input
 from emberkeep.errors import InvalidField

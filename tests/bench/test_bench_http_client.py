@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from emberkeep.api.answer import ChatFrames
+from emberkeep.api.chunks import ChatFrames
 from emberkeep.api.errors import failure_of
 from emberkeep.backend.base import ModelCard
 from emberkeep.bench.http_client import Client, Exchange, completion_tokens, has_text, is_settled, parse_stream

@@ -6,14 +6,12 @@ per choice. JSON is written in ASCII because some clients take U+2028 inside a t
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, field
 from typing import Protocol, TypeVar
 
-from emberkeep.api.call_shape import TOOL_CALLS, CallShape, StreamedCalls
-from emberkeep.api.errors import OPENAI_ERRORS, Failure, sse
+from emberkeep.api.call_shape import TOOL_CALLS, CallShape
 from emberkeep.types.events import (
     CallEnded,
     CallStarted,
@@ -23,7 +21,6 @@ from emberkeep.types.events import (
     Finished,
     FinishReason,
     Fit,
-    Loading,
     LookupRecord,
     PermissionAsked,
     Progress,
@@ -37,8 +34,6 @@ from emberkeep.types.events import (
 )
 from emberkeep.types.request import Json, ToolCall
 from emberkeep.values import dataclass
-
-DONE = b"data: [DONE]\n\n"
 
 ChoiceEvent = TextDelta | ReasoningDelta | ToolCallDelta | Finished
 
@@ -159,7 +154,7 @@ class Answer:
                 choice.logprobs.clear()
 
     def chat_json(self, envelope: Envelope, calls: CallShape = TOOL_CALLS) -> dict[str, Json]:
-        choices = [
+        choices: list[dict[str, Json]] = [
             {
                 "index": index,
                 "message": choice.message(calls),
@@ -171,7 +166,7 @@ class Answer:
         return self._wrap(envelope, "chat.completion", choices)
 
     def text_json(self, envelope: Envelope) -> dict[str, Json]:
-        choices = [
+        choices: list[dict[str, Json]] = [
             {
                 "index": index,
                 "text": choice.text,
@@ -188,199 +183,18 @@ class Answer:
             "choices": choices,
             "usage": usage_json(completed.usage),
             "timings": timings_json(completed.timings),
-            "emberkeep": self._detail(completed, envelope.conversation_id),
+            "emberkeep": self.detail_json(envelope.conversation_id),
         }
 
-    def _detail(self, completed: Completed, conversation_id: str | None) -> dict[str, Json]:
-        told = detail_json(completed, conversation_id)
-        return {**told, "tools": [tool_json(event)["tool"] for event in self._called]} if self._called else told
-
-
-# ── as a stream ──
-
-
-class Frames(Protocol):
-    """Stateful: one object per stream, fed in order."""
-
-    media_type: str
-
-    def frame(self, event: Event) -> bytes:
-        """What to send for `event`; empty for what the stream does not show (yet)."""
-
-    def end(self) -> bytes:
-        """Everything after the last event, [DONE] included."""
-
-    def idle(self) -> bytes:
-        """What tells the client, after seconds of silence, that its answer is still to come; empty: nothing."""
-
-    def failure(self, failure: Failure, request_id: str) -> bytes:
-        """What a stream ends with that failed."""
-
-
-class SseFrames:
-    """Server-sent events: what they have in common."""
-
-    media_type = "text/event-stream"
-
-    def idle(self) -> bytes:
-        return b": the answer is being computed\n\n"
-
-    def failure(self, failure: Failure, request_id: str) -> bytes:
-        return OPENAI_ERRORS.frame(failure, request_id)
-
-
-def loading_comment(event: Loading) -> bytes:
-    """A comment and no event: clients read chunks of an answer only."""
-    done = "" if event.fraction is None else f", {event.fraction:.0%}"
-    return f": {json.dumps(event.model)} is being loaded{done}\n\n".encode()
-
-
-class _Chunks:
-    """The JSON around a choice."""
-
-    def __init__(self, envelope: Envelope, kind: str, include_usage: bool) -> None:
-        self._envelope = envelope
-        self._include_usage = include_usage
-        self._completed: list[Completed] = []
-        self.head = envelope.head(kind)
-        # OpenAI: when usage was asked for, every chunk but the last has it as null.
-        self.rest: dict[str, Json] = {"usage": None} if include_usage else {}
-
-    def chunk(self, choices: Sequence[Json], **extra: Json) -> bytes:
-        return sse(self.head | {"choices": choices} | self.rest | extra)
-
-    def around(self, choice: dict[str, Json]) -> tuple[bytes, bytes]:
-        """Everything before and after the text in the chunk of `choice`, whose text is a marker."""
-        before, _, after = self.chunk([choice]).rpartition(_MARKER)  # a model's name, before it, may be any text
-        return before, after
-
-    def progress(self, choice: Json, event: Progress) -> bytes:
-        spent = {"total": event.total, "cache": event.cached, "processed": event.processed}
-        return self.chunk([choice], prompt_progress=spent | {"time_ms": event.elapsed_ms})
-
-    def aside(self, choice: Json, detail: Json) -> bytes:
-        """A frame for something that happens beside the answer, such as a tool call."""
-        return b"event: emberkeep\n" + self.chunk([choice], emberkeep=detail)
-
-    def keep(self, event: Completed) -> bytes:
-        self._completed.append(event)
-        return b""
-
-    def end(self, empty_choice: Json) -> bytes:
-        """OpenAI's clients do not look at event names: to them the detail is one more chunk, without text."""
-        completed = merge_usage(self._completed)
-        timings = timings_json(completed.timings)
-        detail = detail_json(completed, self._envelope.conversation_id)
-        frames = b"event: emberkeep\n" + self.chunk([empty_choice], timings=timings, emberkeep=detail)
-        if self._include_usage:
-            frames += self.chunk([], usage=usage_json(completed.usage), timings=timings)
-        return frames + DONE
-
-
-_MARKER = json.dumps("\0").encode()
-
-
-class ChatFrames(SseFrames):
-    def __init__(self, envelope: Envelope, include_usage: bool, calls: CallShape = TOOL_CALLS) -> None:
-        self._calls = StreamedCalls(calls)
-        self._chunks = _Chunks(envelope, "chat.completion.chunk", include_usage)
-        self._started: set[int] = set()
-        self._around: dict[tuple[int, str], tuple[bytes, bytes]] = {}
-
-    def frame(self, event: Event) -> bytes:
-        if type(event) is TextDelta:
-            return self._piece(event.index, "content", event.text, event.logprobs)
-        match event:
-            case ReasoningDelta():
-                return self._piece(event.index, "reasoning_content", event.text)
-            case ToolCallDelta():
-                return b"".join(self._delta(event.index, delta) for delta in self._calls.deltas(event))
-            case Finished():
-                rest = b"".join(self._delta(event.index, delta) for delta in self._calls.rest(event.index))
-                return rest + self._delta(event.index, {}, finish=self._calls.shape.finish(event.reason))
-            case Loading():
-                return loading_comment(event)
-            case Progress():
-                return self._chunks.progress(_chat_choice(0, {}), event)
-            case Completed():
-                return self._chunks.keep(event)
-            case CallStarted() | CallEnded():
-                return self._chunks.aside(_chat_choice(0, {}), tool_json(event))
-            case PermissionAsked():
-                return self._chunks.aside(_chat_choice(0, {}), question_json(event))
-        return b""
-
-    def end(self) -> bytes:
-        return self._chunks.end(_chat_choice(0, {}))
-
-    def _piece(self, index: int, key: str, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
-        if not text and not logprobs:
-            return b""
-        if logprobs or index not in self._started:
-            return self._delta(index, {key: text}, chat_logprobs(logprobs))
-        around = self._around.get((index, key))
-        if around is None:
-            around = self._chunks.around(_chat_choice(index, {key: "\0"}))
-            self._around[index, key] = around
-        return around[0] + json.dumps(text).encode() + around[1]
-
-    def _delta(self, index: int, delta: Json, logprobs: Json = None, finish: str | None = None) -> bytes:
-        """The first delta of a choice also says the role: a frame of its own would only cost time."""
-        if index not in self._started:
-            self._started.add(index)
-            delta = {"role": "assistant", "content": "" if finish else None} | delta
-        return self._chunks.chunk([_chat_choice(index, delta, logprobs, finish)])
-
-
-def _chat_choice(index: int, delta: Json, logprobs: Json = None, finish: str | None = None) -> dict[str, Json]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-
-
-class TextFrames(SseFrames):
-    def __init__(self, envelope: Envelope, include_usage: bool) -> None:
-        self._chunks = _Chunks(envelope, "text_completion", include_usage)
-        self._around: dict[int, tuple[bytes, bytes]] = {}
-        self._offsets: dict[int, int] = {}
-
-    def frame(self, event: Event) -> bytes:
-        match event:
-            case TextDelta():
-                return self._piece(event)
-            case Finished():
-                return self._chunks.chunk([_text_choice(event.index, "", finish=event.reason)])
-            case Loading():
-                return loading_comment(event)
-            case Progress():
-                return self._chunks.progress(_text_choice(0, ""), event)
-            case Completed():
-                return self._chunks.keep(event)
-        return b""
-
-    def end(self) -> bytes:
-        return self._chunks.end(_text_choice(0, ""))
-
-    def _piece(self, event: TextDelta) -> bytes:
-        offset = self._offsets.get(event.index, 0)
-        self._offsets[event.index] = offset + len(event.text)
-        if event.logprobs:
-            logprobs = text_logprobs(event.logprobs, offset)
-            return self._chunks.chunk([_text_choice(event.index, event.text, logprobs)])
-        return self._plain(event) if event.text else b""
-
-    def _plain(self, event: TextDelta) -> bytes:
-        around = self._around.get(event.index)
-        if around is None:
-            around = self._around[event.index] = self._chunks.around(_text_choice(event.index, "\0"))
-        return around[0] + json.dumps(event.text).encode() + around[1]
-
-
-def _text_choice(index: int, text: str, logprobs: Json = None, finish: Json = None) -> dict[str, Json]:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+    def detail_json(self, conversation_id: str | None) -> dict[str, Json]:
+        """With the tools that ran here."""
+        detail = detail_json(self.completed, conversation_id)
+        return detail | {"tools": [tool_json(event)["tool"] for event in self._called]} if self._called else detail
 
 
 # ── log probabilities ──
 
-_LOWEST = -9999.0
+LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot express."""
 
 
@@ -423,7 +237,7 @@ def _text(token: TokenLogprob) -> str:
 
 
 def _finite(token: TokenLogprob) -> float:
-    return max(token.logprob, _LOWEST)
+    return max(token.logprob, LOWEST)
 
 
 # ── what it cost ──
@@ -461,6 +275,15 @@ def timings_json(timings: Timings) -> dict[str, Json]:
     }
 
 
+def progress_json(event: Progress) -> dict[str, Json]:
+    return {
+        "total": event.total,
+        "cache": event.cached,
+        "processed": event.processed,
+        "time_ms": event.elapsed_ms,
+    }
+
+
 def lookup_json(lookup: LookupRecord) -> dict[str, Json]:
     return {
         "reused": {
@@ -479,24 +302,19 @@ def lookup_json(lookup: LookupRecord) -> dict[str, Json]:
 
 
 def _divergence_json(divergence: Divergence) -> dict[str, Json]:
-    told = {**asdict(divergence), "where": divergence.where or None, "volatile": list(divergence.volatile)}
-    return told if divergence.volatile else {key: value for key, value in told.items() if key != "volatile"}
+    fields = {**asdict(divergence), "where": divergence.where or None, "volatile": list(divergence.volatile)}
+    return fields if divergence.volatile else {key: value for key, value in fields.items() if key != "volatile"}
 
 
 def _fit_json(fit: Fit) -> dict[str, Json]:
-    plan = {**asdict(fit.plan), "predicted_bytes": fit.predicted_bytes} if fit.plan else None
-    told: dict[str, Json] = {
-        "plan": plan,
+    return {
+        "plan": {**asdict(fit.plan), "predicted_bytes": fit.predicted_bytes} if fit.plan else None,
         "truncated_tokens": fit.truncated_tokens,
         "truncated_messages": fit.truncated_messages,
+        **({"evictions": [asdict(eviction) for eviction in fit.evictions]} if fit.evictions else {}),
+        **({"recalled": fit.recalled} if fit.recalled else {}),
+        **({"clamped_max_tokens": fit.clamped_to} if fit.clamped_to is not None else {}),
     }
-    if fit.evictions:
-        told["evictions"] = [asdict(eviction) for eviction in fit.evictions]
-    if fit.recalled:
-        told["recalled"] = fit.recalled
-    if fit.clamped_to is not None:
-        told["clamped_max_tokens"] = fit.clamped_to
-    return told
 
 
 def detail_json(completed: Completed, conversation_id: str | None) -> dict[str, Json]:
@@ -515,28 +333,19 @@ def detail_json(completed: Completed, conversation_id: str | None) -> dict[str, 
     }
 
 
-def question_json(asked: PermissionAsked) -> dict[str, Json]:
+def question_json(question: PermissionAsked) -> dict[str, Json]:
     """A call that waits for `POST /v1/tools/decisions`."""
-    call = asked.call
-    told = {"id": asked.id, "group": asked.group, "name": call.name, "arguments": call.arguments}
-    return {"permission": {**told, "call_id": call.id}}
+    call = question.call
+    about = {"id": question.id, "group": question.group, "name": call.name, "arguments": call.arguments}
+    return {"permission": {**about, "call_id": call.id}}
 
 
 def tool_json(event: CallStarted | CallEnded) -> dict[str, Json]:
     """A tool that the server ran by itself."""
+    call = event.call if isinstance(event, CallStarted) else event.outcome.call
+    about = {"id": call.id, "name": call.name, "arguments": call.arguments}
     if isinstance(event, CallStarted):
-        call = event.call
-        return {"tool": {"id": call.id, "name": call.name, "arguments": call.arguments, "state": "started"}}
+        return {"tool": {**about, "state": "started"}}
     outcome = event.outcome
-    call = outcome.call
-    told = {"id": call.id, "name": call.name, "arguments": call.arguments}
-    state = "failed" if outcome.failed else "done"
-    return {
-        "tool": {
-            **told,
-            "state": state,
-            "result": outcome.text,
-            "ms": outcome.ms,
-            "remark": outcome.remark or None,
-        }
-    }
+    result = {"result": outcome.text, "ms": outcome.ms, "remark": outcome.remark or None}
+    return {"tool": {**about, "state": "failed" if outcome.failed else "done", **result}}

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 
-from emberkeep.api.answer import Answer, SseFrames, detail_json, timings_json, tool_json
+from emberkeep.api.answer import Answer, detail_json, timings_json, tool_json
 from emberkeep.api.anthropic_blocks import pack_reasoning, signature_of
-from emberkeep.api.errors import ANTHROPIC_ERRORS, Failure, sse
+from emberkeep.api.errors import ANTHROPIC_ERRORS, Failure
+from emberkeep.api.frames import BlockFrames
 from emberkeep.types.events import (
     Accepted,
     CallEnded,
@@ -128,28 +129,24 @@ def _beside(completed: Completed, envelope: MessageEnvelope) -> dict[str, Json]:
 
 # ── as a stream ──
 
-_MARKER = json.dumps("\0").encode()
 
-
-class MessageFrames(SseFrames):
+class MessageFrames(BlockFrames):
     def __init__(self, envelope: MessageEnvelope) -> None:
+        super().__init__()
         self._envelope = envelope
         self._usage = Usage()
         """What is known so far."""
-        self._has_begun = False
         self._blocks = 0
         self._open = ""
         """The type of the block that is being written; empty: none is."""
-        self._around = (b"", b"")
-        """The JSON before and after the text of a delta."""
         self._reasoning = ""
-        self._finished: Finished | None = None
+        self._finished = Finished(0, FinishReason.STOP)
         self._completed: list[Completed] = []
 
     def frame(self, event: Event) -> bytes:
         match event:
             case TextDelta():
-                return self._piece("text", event.text)
+                return self._add("text", event.text)
             case ReasoningDelta():
                 return self._think(event.text)
             case ToolCallDelta():
@@ -164,75 +161,66 @@ class MessageFrames(SseFrames):
             case Progress():
                 self._usage = Usage(event.total, cached_tokens=event.cached, marked=event.marked)
             case CallStarted() | CallEnded():
-                return self._begin() + _event("ping", emberkeep=tool_json(event))
+                return self._begin() + self._event("ping", emberkeep=tool_json(event))
         return b""
 
     def end(self) -> bytes:
         completed = merge_usage(self._completed)
-        finished = self._finished or Finished(0, FinishReason.STOP)
-        delta = self._envelope.ending(finished.reason, finished.stop, completed)
-        told = _beside(completed, self._envelope)
-        last = _event("message_delta", delta=delta, usage=usage_json(completed.usage), **told)
-        return self._begin() + self._close() + last + _event("message_stop")
+        delta = self._envelope.ending(self._finished.reason, self._finished.stop, completed)
+        beside = _beside(completed, self._envelope)
+        last = self._event("message_delta", delta=delta, usage=usage_json(completed.usage), **beside)
+        return self._begin() + self._close() + last + self._event("message_stop")
 
     def idle(self) -> bytes:
-        return self._begin() + _event("ping")
+        return self._begin() + self._event("ping")
 
     def failure(self, failure: Failure, request_id: str) -> bytes:
         return ANTHROPIC_ERRORS.frame(failure, request_id)
 
     # ── blocks ──
 
-    def _begin(self) -> bytes:
-        if self._has_begun:
-            return b""
-        self._has_begun = True
+    def _beginning(self) -> bytes:
         not_yet = {"stop_reason": None, "stop_sequence": None}
-        return _event("message_start", message=self._envelope.message([], self._usage, not_yet))
+        return self._event("message_start", message=self._envelope.message([], self._usage, not_yet))
 
-    def _piece(self, kind: str, text: str) -> bytes:
+    def _add(self, kind: str, text: str) -> bytes:
         """More of a text, which begins a block unless one of its kind is being written."""
         if not text:
             return b""
         begin = b"" if self._open == kind else self._start(kind, {"type": kind, kind: ""})
-        return begin + self._around[0] + json.dumps(text).encode() + self._around[1]
+        return begin + self._piece(text)
 
     def _think(self, text: str) -> bytes:
         """Reasoning that the client does not want to see still opens a block: its signature follows."""
         self._reasoning += text
         if not self._envelope.omits_thinking:
-            return self._piece("thinking", text)
+            return self._add("thinking", text)
         return b"" if self._open == "thinking" else self._start("thinking", {"type": "thinking", "thinking": ""})
 
     def _call(self, event: ToolCallDelta) -> bytes:
         begin = b""
         if event.id is not None or event.name is not None:
             begin = self._start("tool_use", _tool_use(event.id or "", event.name or "", {}))
-        return begin + (self._around[0] + json.dumps(event.arguments).encode() + self._around[1])
+        return begin + self._piece(event.arguments)
 
     def _start(self, kind: str, block: dict[str, Json]) -> bytes:
         """Close what is open and begin another block. The first one is followed by a ping, as clients know it."""
         before, index = self._begin() + self._close(), self._blocks
         self._open, self._blocks = kind, index + 1
         name, key = _DELTAS[kind]
-        delta = _event("content_block_delta", index=index, delta={"type": name, key: "\0"})
-        self._around = delta.split(_MARKER)[0], delta.split(_MARKER)[1]
+        self._open_delta("content_block_delta", index=index, delta={"type": name, key: "\0"})
         signed = {**block, "signature": ""} if kind == "thinking" else block
-        ping = b"" if index else _event("ping")
-        return before + _event("content_block_start", index=index, content_block=signed) + ping
+        ping = b"" if index else self._event("ping")
+        return before + self._event("content_block_start", index=index, content_block=signed) + ping
 
     def _close(self) -> bytes:
-        if not self._open:
-            return b""
         kind, self._open, index = self._open, "", self._blocks - 1
-        return (self._sign(index) if kind == "thinking" else b"") + _event("content_block_stop", index=index)
-
-    def _sign(self, index: int) -> bytes:
-        signature = self._envelope.thinking(self._reasoning)["signature"]
-        self._reasoning = ""
-        return _event(
-            "content_block_delta", index=index, delta={"type": "signature_delta", "signature": signature}
-        )
+        stop = self._event("content_block_stop", index=index) if kind else b""
+        if kind != "thinking":
+            return stop
+        signature, self._reasoning = self._envelope.thinking(self._reasoning)["signature"], ""
+        delta = {"type": "signature_delta", "signature": signature}
+        return self._event("content_block_delta", index=index, delta=delta) + stop
 
 
 _DELTAS = {
@@ -240,7 +228,3 @@ _DELTAS = {
     "thinking": ("thinking_delta", "thinking"),
     "tool_use": ("input_json_delta", "partial_json"),
 }
-
-
-def _event(kind: str, **fields: Json) -> bytes:
-    return sse({"type": kind, **fields}, kind)

@@ -39,6 +39,12 @@ Inputs = Annotated[
     PlainValidator(_to_inputs, json_schema_input_type=_Text | _Texts | _Tokens | _TokenLists),
 ]
 Encoding = Literal["float", "base64"]
+Dimensions = Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE]
+
+
+def embedding_request(body: UserFields, inputs: tuple[EmbeddingInput, ...], **fields: Any) -> EmbeddingRequest:
+    """For the user of `body`. Raises InvalidField where its fields contradict each other."""
+    return EmbeddingRequest(inputs, user=body.to_user(), namespace=body.to_namespace(), **fields)
 
 
 class OpenAIEmbeddingsBody(UserFields):
@@ -47,18 +53,11 @@ class OpenAIEmbeddingsBody(UserFields):
     model: str | None = None
     input: Inputs
     encoding_format: Encoding | None = None
-    dimensions: Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None = None
+    dimensions: Dimensions | None = None
     truncate: bool | None = None
 
     def to_request(self) -> EmbeddingRequest:
-        """Raises InvalidField where fields contradict each other."""
-        return EmbeddingRequest(
-            self.input,
-            self.dimensions,
-            truncate=self.truncate,
-            user=self.to_user(),
-            namespace=self.to_namespace(),
-        )
+        return embedding_request(self, self.input, dimensions=self.dimensions, truncate=self.truncate)
 
     def items(self, embedded: Embedded) -> Iterator[Json]:
         for index, vector in enumerate(embedded.vectors):
@@ -86,13 +85,7 @@ class LlamaEmbeddingBody(UserFields):
         inputs = self.input or self.content
         if inputs is None:
             raise InvalidField("content", "is required.")
-        return EmbeddingRequest(
-            inputs,
-            normalize=False,
-            truncate=self.truncate,
-            user=self.to_user(),
-            namespace=self.to_namespace(),
-        )
+        return embedding_request(self, inputs, normalize=False, truncate=self.truncate)
 
     def items(self, embedded: Embedded) -> Iterator[Json]:
         norm = _EUCLIDEAN if self.embd_normalize is None else self.embd_normalize
@@ -159,10 +152,9 @@ class RerankBody(UserFields):
     @property
     def listed(self) -> list[str]:
         """Raises InvalidField where nothing is to be ranked."""
-        found = self.documents or self.texts
-        if found is None:
+        if (listed := self.documents or self.texts) is None:
             raise InvalidField("documents", "is required.")
-        return found
+        return listed
 
     def to_request(self) -> RerankRequest:
         return RerankRequest(
@@ -178,18 +170,14 @@ class RerankBody(UserFields):
         scores = [logit if self.raw_scores else _sigmoid(logit) for logit in ranked.logits]
         best = sorted(range(len(scores)), key=lambda index: -scores[index])[: self.top_n]
         if self.texts is not None:
-            return [self._rank(index, scores[index]) for index in best]
-        results = [self._result(index, scores[index]) for index in best]
-        usage = embedding_usage(ranked)
-        return {"object": "list", "model": model, "usage": usage, "results": results}
+            texts = self.texts if self.return_text else ()
+            shown = {index: {"text": text} for index, text in enumerate(texts)}
+            return [{"index": index, "score": scores[index], **shown.get(index, {})} for index in best]
+        results = [{"index": index, "relevance_score": scores[index], **self._document(index)} for index in best]
+        return {"object": "list", "model": model, "usage": embedding_usage(ranked), "results": results}
 
-    def _result(self, index: int, score: float) -> Json:
-        document = {"document": {"text": self.listed[index]}} if self.return_documents else {}
-        return {"index": index, "relevance_score": score, **document}
-
-    def _rank(self, index: int, score: float) -> Json:
-        text = {"text": self.listed[index]} if self.return_text else {}
-        return {"index": index, "score": score, **text}
+    def _document(self, index: int) -> dict[str, Json]:
+        return {"document": {"text": self.listed[index]}} if self.return_documents else {}
 
 
 def _sigmoid(logit: float) -> float:

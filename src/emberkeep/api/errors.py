@@ -122,59 +122,54 @@ class Refused(EmberkeepError):
         self.failure = failure
 
 
+_KINDS: tuple[tuple[type[EmberkeepError], int, str, str | None], ...] = (
+    (ContextExceeded, 400, "invalid_request_error", "context_length_exceeded"),
+    (TooLarge, 413, "invalid_request_error", "prompt_too_large"),
+    (NoSuchEntry, 404, "invalid_request_error", "entry_not_found"),
+    (RequestError, 400, "invalid_request_error", None),
+    (ModelNotFound, 404, "invalid_request_error", "model_not_found"),
+    (Overloaded, 503, "overloaded", "overloaded"),
+    (RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (RemoteDown, 503, "upstream_error", "backend_unavailable"),
+    (RemoteLoop, 508, "upstream_error", "backend_loop"),
+    (RemoteError, 502, "upstream_error", "backend_failed"),
+    (DeadlineExceeded, 504, "deadline", "deadline_exceeded"),
+    (MemoryOff, 404, "invalid_request_error", "memory_off"),
+    (MemoryFailed, 500, "server_error", "memory_failed"),
+    (EmberkeepError, 500, "server_error", None),
+)
+"""Status, type and code of each kind. The first one that fits counts."""
+
+
 def failure_of(error: BaseException) -> Failure:
     """What the client is told about `error`. Details of errors that are not ours are not shown."""
-    message = str(error)
-    match error:
-        case Refused():
-            return error.failure
-        case ContextExceeded():
-            return Failure(400, "invalid_request_error", message, "context_length_exceeded", error.param)
-        case TooLarge():
-            return _too_large(error)
-        case NoSuchEntry():
-            return Failure(404, "invalid_request_error", message, "entry_not_found", error.param)
-        case RequestError():
-            return Failure(400, "invalid_request_error", message, None, error.param)
-        case ModelNotFound():
-            return Failure(404, "invalid_request_error", message, "model_not_found", "model")
-        case Overloaded():
-            return Failure(503, "overloaded", message, "overloaded", headers=_come_back(error.retry_after))
-        case RateLimited():
+    if isinstance(error, Refused):
+        return error.failure
+    for kind, status, type_name, code in _KINDS:
+        if isinstance(error, kind):
             return Failure(
-                429, "rate_limit_error", message, "rate_limit_exceeded", headers=_come_back(error.retry_after)
+                status,
+                type_name,
+                str(error),
+                code,
+                "model" if kind is ModelNotFound else getattr(error, "param", None),
+                headers=_come_back(getattr(error, "retry_after", None)),
+                figures=_figures(error) if isinstance(error, TooLarge) else {},
             )
-        case RemoteDown():
-            headers = _come_back(error.retry_after) if error.retry_after is not None else {}
-            return Failure(503, "upstream_error", message, "backend_unavailable", headers=headers)
-        case RemoteLoop():
-            return Failure(508, "upstream_error", message, "backend_loop")
-        case RemoteError():
-            return Failure(502, "upstream_error", message, "backend_failed")
-        case DeadlineExceeded():
-            return Failure(504, "deadline", message, "deadline_exceeded")
-        case MemoryOff():
-            return Failure(404, "invalid_request_error", message, "memory_off")
-        case MemoryFailed():
-            return Failure(500, "server_error", message, "memory_failed")
-        case EmberkeepError():
-            return Failure(500, "server_error", message)
-        case _:
-            return Failure(500, "server_error", "The server failed on this request: its log says why.")
+    return Failure(500, "server_error", "The server failed on this request: its log says why.")
 
 
-def _too_large(error: TooLarge) -> Failure:
-    figures = {
+def _figures(error: TooLarge) -> dict[str, Json]:
+    return {
         "prompt_tokens": error.prompt_tokens,
         "predicted_peak_mb": round(error.needed / 1e6, 3),
         "free_mb": round(error.available / 1e6, 3),
         "suggested_max_tokens": error.suggested_max_tokens,
     }
-    return Failure(413, "invalid_request_error", str(error), "prompt_too_large", error.param, figures=figures)
 
 
-def _come_back(seconds: float) -> dict[str, str]:
-    return {"Retry-After": str(max(1, math.ceil(seconds)))}
+def _come_back(seconds: float | None) -> dict[str, str]:
+    return {} if seconds is None else {"Retry-After": str(max(1, math.ceil(seconds)))}
 
 
 # ── fields ──

@@ -7,7 +7,7 @@ refused by name where it would.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
@@ -190,47 +190,22 @@ class InfillBody(LlamaBody):
 def settings_json(request: Request, *, stream: bool = False) -> dict[str, Json]:
     """`generation_settings`: everything as it was used."""
     sampling, limit = request.sampling, -1 if request.max_tokens is None else request.max_tokens
+    fields = asdict(sampling)
+    del fields["text_bias"]
+    # JSON has no infinity: null stands for a token that is banned.
+    biases = [*sampling.logit_bias.items(), *sampling.text_bias]
     return {
+        **{"repeat_penalty" if name == "repetition_penalty" else name: value for name, value in fields.items()},
         "seed": RANDOM_SEED if sampling.seed is None else sampling.seed,
-        "temperature": sampling.temperature,
-        "dynatemp_range": sampling.dynatemp_range,
-        "dynatemp_exponent": sampling.dynatemp_exponent,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "top_n_sigma": sampling.top_n_sigma,
-        "xtc_probability": sampling.xtc_probability,
-        "xtc_threshold": sampling.xtc_threshold,
-        "typical_p": sampling.typical_p,
         "repeat_last_n": USUAL_LAST_N if sampling.repeat_last_n is None else sampling.repeat_last_n,
-        "repeat_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "dry_multiplier": sampling.dry_multiplier,
-        "dry_base": sampling.dry_base,
-        "dry_allowed_length": sampling.dry_allowed_length,
-        "dry_penalty_last_n": sampling.dry_penalty_last_n,
-        "dry_sequence_breakers": list(sampling.dry_sequence_breakers),
-        "mirostat": sampling.mirostat,
-        "mirostat_tau": sampling.mirostat_tau,
-        "mirostat_eta": sampling.mirostat_eta,
+        "logit_bias": [{"token": of, "bias": None if bias == BAN else bias} for of, bias in biases],
         "stop": list(request.stop),
         "max_tokens": limit,
         "n_predict": limit,
         "n_keep": 0,
         "n_discard": 0,
-        "ignore_eos": sampling.ignore_eos,
         "stream": stream,
-        "logit_bias": _bias_json(sampling),
         "n_probs": request.top_logprobs or 0,
-        "min_keep": sampling.min_keep,
-        "samplers": list(sampling.samplers),
         "post_sampling_probs": request.logprobs_as_drawn,
         "lora": [],
     }
-
-
-def _bias_json(sampling: Sampling) -> list[Json]:
-    """JSON has no infinity: null stands for a token that is banned."""
-    pairs = [*sampling.logit_bias.items(), *sampling.text_bias]
-    return [{"token": of, "bias": None if by == BAN else by} for of, by in pairs]

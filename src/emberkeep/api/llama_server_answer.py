@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
 from typing import Any
 
-from emberkeep.api.answer import ChoiceAnswer, SseFrames, timings_json
+from emberkeep.api.answer import LOWEST, ChoiceAnswer, progress_json, timings_json
 from emberkeep.api.errors import sse
+from emberkeep.api.frames import SseFrames
 from emberkeep.api.llama_server import LlamaBody, settings_json
 from emberkeep.types.events import (
     Accepted,
@@ -23,9 +24,6 @@ from emberkeep.types.events import (
 )
 from emberkeep.types.request import Json, Request
 from emberkeep.values import dataclass
-
-_LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot express."""
 
 
 @dataclass(slots=True)
@@ -134,7 +132,7 @@ def probabilities_json(tokens: Sequence[TokenLogprob], body: LlamaBody) -> list[
 
 
 def _entry(token: TokenLogprob) -> dict[str, Json]:
-    return _told(token) | {"logprob": max(token.logprob, _LOWEST)}
+    return _told(token) | {"logprob": max(token.logprob, LOWEST)}
 
 
 def _drawn_entry(token: TokenLogprob) -> dict[str, Json]:
@@ -191,8 +189,7 @@ class LlamaFrames(SseFrames):
         return b""
 
     def _progress(self, event: Progress) -> bytes:
-        spent: dict[str, Json] = {"total": event.total, "cache": event.cached, "processed": event.processed}
-        more: dict[str, Json] = {"prompt_progress": spent | {"time_ms": event.elapsed_ms}}
+        more: dict[str, Json] = {"prompt_progress": progress_json(event)}
         if self._envelope.body.timings_per_token:
             evaluated = event.processed - event.cached
             more["timings"] = native_timings(Timings(event.cached, evaluated, event.elapsed_ms))

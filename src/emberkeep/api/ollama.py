@@ -17,10 +17,11 @@ import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from emberkeep.api.answer_format import Schema
-from emberkeep.api.body import INT32_MAX, WHOLE, Body, Count, Label
+from emberkeep.api.body import BY_KIND, INT32_MAX, WHOLE, Body, Count, Label
+from emberkeep.api.embeddings import MAX_INPUTS, Dimensions, embedding_request
 from emberkeep.api.messages import MAX_MESSAGES, ToolList
 from emberkeep.api.request import USUAL_COMPLETION, OwnerFields, RoomFields
-from emberkeep.api.sampling import GenerationFields, to_limit
+from emberkeep.api.sampling import GenerationFields, TopLogprobs, to_limit
 from emberkeep.errors import InvalidField
 from emberkeep.types.embedding import EmbeddingRequest
 from emberkeep.types.request import (
@@ -108,24 +109,16 @@ KeepAlive = Annotated[float, PlainValidator(_to_seconds, json_schema_input_type=
 # ── what both bodies have ──
 
 
-def _to_format(value: Json) -> Json:
-    """Ollama's clients send an empty text for none."""
-    return None if value == "" else value
-
-
 class OllamaBody(OwnerFields, RoomFields):
     model: str | None = None
     stream: bool | None = None
     """None: yes, unlike everywhere else."""
-    format: Annotated[
-        Literal["json"] | Schema | None,
-        BeforeValidator(_to_format, json_schema_input_type=Literal["", "json"] | Schema | None),
-    ] = None
+    format: Annotated[Literal["", "json"] | Schema, BY_KIND] | None = None
     options: OptionFields | None = None
     keep_alive: KeepAlive | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
+    top_logprobs: TopLogprobs | None = None
     truncate: bool | None = None
 
     @property
@@ -152,7 +145,8 @@ class OllamaBody(OwnerFields, RoomFields):
         )
 
     def _to_json_format(self) -> JsonFormat | None:
-        if self.format is None:
+        """Ollama's clients send an empty text for none."""
+        if self.format is None or self.format == "":
             return None
         return JsonFormat() if self.format == "json" else JsonFormat(self.format)
 
@@ -355,33 +349,23 @@ class GenerateBody(OllamaBody):
 
 # ── /api/embed, and /api/embeddings, which is older ──
 
-MAX_INPUTS = 2048
-
-
-def _listed(value: Json) -> Json:
-    return [value] if isinstance(value, str) else value
-
 
 class EmbedBody(OwnerFields):
     model: str | None = None
     input: Annotated[
         list[str],
         Field(max_length=MAX_INPUTS),
-        BeforeValidator(_listed, json_schema_input_type=str | list[str]),
+        BeforeValidator(
+            lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | list[str]
+        ),
     ]
     truncate: bool | None = None
-    dimensions: Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None = None
+    dimensions: Dimensions | None = None
     keep_alive: KeepAlive | None = None
 
     def to_request(self) -> EmbeddingRequest:
-        """Raises InvalidField where fields contradict each other."""
-        return EmbeddingRequest(
-            tuple(self.input),
-            dimensions=self.dimensions,
-            truncate=self.truncate is not False,
-            user=self.to_user(),
-            namespace=self.to_namespace(),
-        )
+        inputs, truncate = tuple(self.input), self.truncate is not False
+        return embedding_request(self, inputs, dimensions=self.dimensions, truncate=truncate)
 
 
 class EmbeddingsBody(OwnerFields):
@@ -390,8 +374,5 @@ class EmbeddingsBody(OwnerFields):
     keep_alive: KeepAlive | None = None
 
     def to_request(self) -> EmbeddingRequest:
-        """Its vectors are as long as the model makes them. Raises InvalidField where fields contradict each
-        other."""
-        return EmbeddingRequest(
-            (self.prompt,), normalize=False, truncate=True, user=self.to_user(), namespace=self.to_namespace()
-        )
+        """Its vectors are as long as the model makes them."""
+        return embedding_request(self, (self.prompt,), normalize=False, truncate=True)

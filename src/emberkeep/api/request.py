@@ -253,7 +253,7 @@ class CompletionFields(Body):
 
 class CompletionBody(CompletionFields, GenerationBody):
     prompt: Prompts
-    logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
+    logprobs: TopLogprobs | None = None
 
     def to_requests(self) -> list[Request]:
         """One per prompt. Raises InvalidField for what cannot be done."""

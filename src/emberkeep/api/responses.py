@@ -17,7 +17,7 @@ from emberkeep.api.answer_format import FormatFields, Schema
 from emberkeep.api.body import BY_KIND, WHOLE, Body, ByKind, Label, Name, not_here
 from emberkeep.api.request import RETENTIONS, OwnerFields, RoomFields, ttl_of
 from emberkeep.api.responses_items import Called, Item, ItemList, model_name, to_items, to_messages
-from emberkeep.api.sampling import GenerationFields, Limit, to_limit
+from emberkeep.api.sampling import GenerationFields, Limit, TopLogprobs, to_limit
 from emberkeep.api.tools import CustomFields, FunctionFields, ToolName, check_choice
 from emberkeep.errors import InvalidField
 from emberkeep.types.memory import ApiConversation
@@ -278,7 +278,7 @@ class ResponseBody(PromptBody, GenerationFields, FormatFields, RoomFields):
     metadata: Metadata | None = None
     max_output_tokens: Limit | None = None
     max_tool_calls: Annotated[int, Field(ge=0), WHOLE] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
+    top_logprobs: TopLogprobs | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: CacheOptions | None = None
     service_tier: Label | None = None
@@ -339,6 +339,12 @@ class ItemsBody(OwnerFields):
 # ── what a response tells about itself ──
 
 
+_ECHOED = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key"),
+    *("prompt_cache_retention", "safety_identifier", "truncation", "user"),
+)
+
+
 def response_head(
     body: ResponseBody, response_id: str, created: int, model: str, is_stored: bool
 ) -> dict[str, Json]:
@@ -356,22 +362,13 @@ def response_head(
         "completed_at": None,
         "error": None,
         "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": body.max_tool_calls,
+        **{name: getattr(body, name) for name in _ECHOED},
         "model": model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
         "conversation": {"id": body.conversation} if body.conversation else None,
-        "prompt_cache_key": body.prompt_cache_key,
-        "prompt_cache_retention": body.prompt_cache_retention,
         **({"prompt_cache_options": cache_options} if cache_options else {}),
-        "reasoning": {
-            "effort": body.reasoning.effort if body.reasoning else None,
-            "summary": None,
-        },
-        "safety_identifier": body.safety_identifier,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "service_tier": "default",
         "store": is_stored,
         "temperature": sampling.temperature,
@@ -380,9 +377,7 @@ def response_head(
         "tools": [_tool_json(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.top_p,
-        "truncation": body.truncation,
         "usage": None,
-        "user": body.user,
         "metadata": body.metadata or {},
     }
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import field
 from typing import TypeVar
 
-from emberkeep.api.answer import SseFrames, chat_logprobs, detail_json, timings_json, tool_json
-from emberkeep.api.errors import Failure, sse
+from emberkeep.api.answer import chat_logprobs, detail_json, timings_json, tool_json
+from emberkeep.api.errors import Failure
+from emberkeep.api.frames import BlockFrames
 from emberkeep.api.responses import Toolset
 from emberkeep.api.responses_items import SEALED, Called, Item, output_id
 from emberkeep.api.sealed import seal
@@ -30,23 +31,44 @@ from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
+NewItem = TypeVar("NewItem", bound="_Block")
 
 
 # ── items while they are written ──
 
 
 @dataclass(slots=True)
-class _Message:
+class _Block:
+    """A text, reasoning or a call, as far as it is written."""
+
     id: str
+    place: int
     texts: list[str] = field(default_factory=list)
+    """Of a call: its arguments."""
+    part_type = ""
+    """What its one part is called; empty: it has no parts."""
+
+    def part(self, *, is_empty: bool = False) -> dict[str, Json]:
+        return {"type": self.part_type, "text": "" if is_empty else "".join(self.texts)}
+
+    def json(self, status: str) -> Item:
+        raise NotImplementedError
+
+    @property
+    def where(self) -> dict[str, Json]:
+        where: dict[str, Json] = {"item_id": self.id, "output_index": self.place}
+        return {**where, "content_index": 0} if self.part_type else where
+
+
+@dataclass(slots=True)
+class _Message(_Block):
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    part_type = "output_text"
 
-    def part(self) -> dict[str, Json]:
-        told = _logprobs(self.logprobs)
-        return {"type": "output_text", "annotations": [], "logprobs": told, "text": "".join(self.texts)}
-
-    def empty_part(self) -> dict[str, Json]:
-        return {"type": "output_text", "annotations": [], "logprobs": [], "text": ""}
+    def part(self, *, is_empty: bool = False) -> dict[str, Json]:
+        logprobs = [] if is_empty else _logprobs(self.logprobs)
+        text = "" if is_empty else "".join(self.texts)
+        return {"type": "output_text", "annotations": [], "logprobs": logprobs, "text": text}
 
     def json(self, status: str) -> Item:
         content = [self.part()] if status != IN_PROGRESS else []
@@ -54,47 +76,40 @@ class _Message:
 
 
 @dataclass(slots=True)
-class _Reasoning:
-    id: str
-    is_sealed: bool
+class _Reasoning(_Block):
+    is_sealed: bool = False
     """It is given as `encrypted_content` too."""
-    texts: list[str] = field(default_factory=list)
-
-    def part(self) -> dict[str, Json]:
-        return {"type": "reasoning_text", "text": "".join(self.texts)}
-
-    def empty_part(self) -> dict[str, Json]:
-        return {"type": "reasoning_text", "text": ""}
+    part_type = "reasoning_text"
 
     def json(self, status: str) -> Item:
-        told: Item = {"id": self.id, "type": "reasoning", "summary": [], "status": status}
-        told["content"] = [self.part()] if status != IN_PROGRESS else []
+        is_done = status != IN_PROGRESS
+        item: Item = {"id": self.id, "type": "reasoning", "summary": [], "status": status}
+        item["content"] = [self.part()] if is_done else []
         if self.is_sealed:
-            told["encrypted_content"] = seal("".join(self.texts), SEALED) if status != IN_PROGRESS else ""
-        return told
+            item["encrypted_content"] = seal("".join(self.texts), SEALED) if is_done else ""
+        return item
 
 
 @dataclass(slots=True)
-class _Call:
-    id: str
-    index: int
-    called: Called
-    call_id: str
-    arguments: list[str] = field(default_factory=list)
+class _Call(_Block):
+    index: int = 0
+    called: Called = Called("")
+    call_id: str = ""
 
     def json(self, status: str) -> Item:
-        arguments = "".join(self.arguments) if status != IN_PROGRESS else ""
+        arguments = "".join(self.texts) if status != IN_PROGRESS else ""
         named: Item = {"call_id": self.call_id, "name": self.called.name}
         if self.called.namespace:
             named["namespace"] = self.called.namespace
         if self.called.is_custom:
-            given = custom_input(arguments)
-            return {"id": self.id, "type": "custom_tool_call", "status": status, **named, "input": given}
-        return {"id": self.id, "type": "function_call", "status": status, **named, "arguments": arguments}
+            named["input"] = custom_input(arguments)
+        else:
+            named["arguments"] = arguments
+        return {"id": self.id, "type": _call_type(self.called), "status": status, **named}
 
 
-_Item = _Message | _Reasoning | _Call
-NewItem = TypeVar("NewItem", _Message, _Reasoning, _Call)
+def _call_type(called: Called) -> str:
+    return "custom_tool_call" if called.is_custom else "function_call"
 
 
 class Output:
@@ -104,24 +119,37 @@ class Output:
         self._id = response_id
         self._tools = tools
         self._seals_reasoning = seals_reasoning
-        self.items: list[_Item] = []
+        self.items: list[_Block] = []
         self.finish = FinishReason.STOP
         self._completed: Completed | None = None
         self._ran: list[CallEnded] = []
 
-    def add(self, event: Event) -> _Item | None:
+    def add(self, event: Event) -> _Block | None:
         """The item that the event adds to, which may be a new one. None: it says nothing."""
+        last = self.items[-1] if self.items else None
         match event:
             case TextDelta():
-                return self._add_text(event) if event.text or event.logprobs else None
+                if not (event.text or event.logprobs):
+                    return None
+                message = last if isinstance(last, _Message) else self._new_message()
+                message.texts.append(event.text)
+                message.logprobs.extend(event.logprobs)
+                return message
             case ReasoningDelta():
-                return self._add_reasoning(event) if event.text else None
+                if not event.text:
+                    return None
+                reasoning = last if isinstance(last, _Reasoning) else self._new_reasoning()
+                reasoning.texts.append(event.text)
+                return reasoning
             case ToolCallDelta():
-                return self._add_call(event)
+                is_same = isinstance(last, _Call) and last.index == event.call_index
+                call = last if is_same and last else self._new_call(event)
+                call.texts.append(event.arguments)
+                return call
             case Finished():
                 self.finish = event.reason
                 if not self.items:  # clients expect a message, even where the model has said nothing
-                    return self._new(_Message(self._next_id("message")))
+                    return self._new_message()
             case Completed():
                 self._completed = event
             case CallEnded():
@@ -131,7 +159,7 @@ class Output:
     def json(self, status: str) -> list[Item]:
         """With the status of the last one; those before it are complete."""
         last = len(self.items) - 1
-        return [item.json(status if place == last else COMPLETED) for place, item in enumerate(self.items)]
+        return [item.json(status if item.place == last else COMPLETED) for item in self.items]
 
     @property
     def status(self) -> str:
@@ -157,36 +185,24 @@ class Output:
             "emberkeep": detail,
         }
 
-    def _add_text(self, event: TextDelta) -> _Item:
-        item = self.items[-1] if self.items else None
-        if not isinstance(item, _Message):
-            item = self._new(_Message(self._next_id("message")))
-        item.texts.append(event.text)
-        item.logprobs.extend(event.logprobs)
-        return item
+    def _new_message(self) -> _Message:
+        return self._new(_Message(*self._next("message")))
 
-    def _add_reasoning(self, event: ReasoningDelta) -> _Item:
-        item = self.items[-1] if self.items else None
-        if not isinstance(item, _Reasoning):
-            item = self._new(_Reasoning(self._next_id("reasoning"), self._seals_reasoning))
-        item.texts.append(event.text)
-        return item
+    def _new_reasoning(self) -> _Reasoning:
+        return self._new(_Reasoning(*self._next("reasoning"), is_sealed=self._seals_reasoning))
 
-    def _add_call(self, event: ToolCallDelta) -> _Item:
-        item = self.items[-1] if self.items else None
-        if not isinstance(item, _Call) or item.index != event.call_index:
-            called = self._tools.as_called(event.name or "")
-            kind = "custom_tool_call" if called.is_custom else "function_call"
-            item = self._new(_Call(self._next_id(kind), event.call_index, called, event.id or ""))
-        item.arguments.append(event.arguments)
-        return item
+    def _new_call(self, event: ToolCallDelta) -> _Call:
+        called = self._tools.as_called(event.name or "")
+        where = self._next(_call_type(called))
+        return self._new(_Call(*where, index=event.call_index, called=called, call_id=event.id or ""))
 
     def _new(self, item: NewItem) -> NewItem:
         self.items.append(item)
         return item
 
-    def _next_id(self, kind: str) -> str:
-        return output_id(self._id, kind, len(self.items))
+    def _next(self, kind: str) -> tuple[str, int]:
+        """The id and the place of a new item."""
+        return output_id(self._id, kind, len(self.items)), len(self.items)
 
 
 def failed(head: dict[str, Json], output: Output, failure: Failure) -> dict[str, Json]:
@@ -228,50 +244,45 @@ def _logprobs(tokens: Sequence[TokenLogprob]) -> list[Json]:
 # ── as a stream ──
 
 
-class ResponseFrames(SseFrames):
+class ResponseFrames(BlockFrames):
     """One event after the other, each with its number."""
 
     def __init__(self, head: dict[str, Json], output: Output, conversation_id: str | None) -> None:
         """`output` is this stream's own."""
+        super().__init__()
         self._head = head
         self._output = output
         self._conversation_id = conversation_id
         self._sequence = 0
-        self._open: _Item | None = None
-        self._before = self._between = self._after = b""
-        """The JSON of the open item's deltas: before, between and after its text and its number."""
+        self._open: _Block | None = None
 
     def frame(self, event: Event) -> bytes:
-        begun = self._begin() if not self._sequence else b""
+        begun = self._begin()
         item = self._output.add(event)
+        if item is not None and item is not self._open:
+            begun += self._close(COMPLETED) + self._start(item)
         if isinstance(event, Finished):
-            opened = self._turn_to(item) if item is not None else b""
-            return begun + opened + self._close(self._output.status)
-        if item is None:
-            return begun
-        opened = self._turn_to(item) if item is not self._open else b""
-        return begun + opened + self._delta(item, event)
+            return begun + self._close(self._output.status)
+        return begun + self._delta(item, event) if item is not None else begun
 
     def end(self) -> bytes:
         response = self._output.finished(self._head, self._conversation_id)
         return self._event(f"response.{response['status']}", response=response)
 
     def idle(self) -> bytes:
-        return super().idle() if self._sequence else self._begin()
+        return self._begin() or super().idle()
 
     def failure(self, failure: Failure, request_id: str) -> bytes:
-        begun = self._begin() if not self._sequence else b""
-        told = {"code": failure.code, "message": failure.message, "param": failure.param}
-        response = failed(self._head, self._output, failure)
-        return begun + self._event("error", **told) + self._event("response.failed", response=response)
+        begun, response = self._begin(), failed(self._head, self._output, failure)
+        error = self._event("error", code=failure.code, message=failure.message, param=failure.param)
+        return begun + error + self._event("response.failed", response=response)
 
-    def _begin(self) -> bytes:
-        return self._event("response.created", response=self._head) + self._event(
-            "response.in_progress", response=self._head
-        )
+    def _beginning(self) -> bytes:
+        created = self._event("response.created", response=self._head)
+        return created + self._event("response.in_progress", response=self._head)
 
-    def _event(self, kind: str, **told: Json) -> bytes:
-        return sse({"type": kind, **told, "sequence_number": self._next()}, kind)
+    def _event(self, kind: str, **fields: Json) -> bytes:
+        return super()._event(kind, **fields, sequence_number=self._next())
 
     def _next(self) -> int:
         self._sequence += 1
@@ -279,73 +290,58 @@ class ResponseFrames(SseFrames):
 
     # ── items ──
 
-    def _turn_to(self, item: _Item) -> bytes:
-        """Closes the open item and opens this one, which is the last."""
-        closed = self._close(COMPLETED)
-        self._open = item
-        where = self._where(item)
-        opened = self._event(
-            "response.output_item.added", output_index=where["output_index"], item=item.json(IN_PROGRESS)
-        )
-        match item:
-            case _Message():
-                self._prepare("response.output_text.delta", where, logprobs=[])
-                opened += self._event("response.content_part.added", **where, part=item.empty_part())
-            case _Reasoning():
-                self._prepare("response.reasoning_text.delta", where)
-                opened += self._event("response.content_part.added", **where, part=item.empty_part())
-            case _Call():
-                self._prepare("response.function_call_arguments.delta", where)
-        return closed + opened
+    def _start(self, item: _Block) -> bytes:
+        """Opens it."""
+        self._open, where = item, item.where
+        logprobs: dict[str, Json] = {"logprobs": []} if isinstance(item, _Message) else {}
+        self._open_delta(_name(item, "delta"), **where, delta="\0", **logprobs, sequence_number="\0")
+        added = self._event("response.output_item.added", output_index=item.place, item=item.json(IN_PROGRESS))
+        if not item.part_type:
+            return added
+        return added + self._event("response.content_part.added", **where, part=item.part(is_empty=True))
 
-    def _delta(self, item: _Item, event: Event) -> bytes:
+    def _delta(self, item: _Block, event: Event) -> bytes:
         match event:
             case TextDelta() if event.logprobs:
-                told = {"delta": event.text, "logprobs": _logprobs(event.logprobs)}
-                return self._event("response.output_text.delta", **self._where(item), **told)
+                fields = {"delta": event.text, "logprobs": _logprobs(event.logprobs)}
+                return self._event("response.output_text.delta", **item.where, **fields)
             case TextDelta() | ReasoningDelta():
                 return self._piece(event.text)
             case ToolCallDelta() if event.arguments and isinstance(item, _Call) and not item.called.is_custom:
                 return self._piece(event.arguments)
         return b""
 
+    def _piece(self, text: str) -> bytes:
+        before, between, after = self._around
+        return before + json.dumps(text).encode() + between + str(self._next()).encode() + after
+
     def _close(self, status: str) -> bytes:
         item, self._open = self._open, None
         if item is None:
             return b""
-        where, whole = self._where(item), item.json(status)
+        whole, part = item.json(status), item.part()
         match item:
             case _Message():
-                part = item.part()
-                told = {"text": part["text"], "logprobs": part["logprobs"]}
-                closed = self._event("response.output_text.done", **where, **told)
-                closed += self._event("response.content_part.done", **where, part=part)
-            case _Reasoning():
-                closed = self._event("response.reasoning_text.done", **where, text=item.part()["text"])
-                closed += self._event("response.content_part.done", **where, part=item.part())
+                fields = {"text": part["text"], "logprobs": part["logprobs"]}
             case _Call() if item.called.is_custom:
-                # Only a whole JSON text tells what the input is: it comes in one piece.
-                closed = self._event("response.custom_tool_call_input.delta", **where, delta=whole["input"])
-                closed += self._event("response.custom_tool_call_input.done", **where, input=whole["input"])
+                fields = {"input": whole["input"]}
             case _Call():
-                told = {"name": whole["name"], "arguments": whole["arguments"]}
-                closed = self._event("response.function_call_arguments.done", **where, **told)
-        return closed + self._event("response.output_item.done", output_index=where["output_index"], item=whole)
-
-    def _where(self, item: _Item) -> dict[str, Json]:
-        """`item` is the last one, or the one before it."""
-        items = self._output.items
-        where: dict[str, Json] = {"item_id": item.id, "output_index": len(items) - (1 if item is items[-1] else 2)}
-        return where if isinstance(item, _Call) else {**where, "content_index": 0}
-
-    def _prepare(self, kind: str, where: dict[str, Json], **rest: Json) -> None:
-        """The JSON around the pieces of an item is written once: the token path is concatenation."""
-        whole = sse({"type": kind, **where, "delta": "\0", **rest, "sequence_number": "\0"}, kind)
-        self._before, self._between, self._after = whole.split(_MARKER)
-
-    def _piece(self, text: str) -> bytes:
-        number = str(self._next()).encode()
-        return self._before + json.dumps(text).encode() + self._between + number + self._after
+                fields = {"name": whole["name"], "arguments": whole["arguments"]}
+            case _:
+                fields = {"text": part["text"]}
+        closed = b""
+        if isinstance(item, _Call) and item.called.is_custom:
+            # Only a whole JSON text tells what the input is: it comes in one piece.
+            closed = self._event(_name(item, "delta"), **item.where, delta=whole["input"])
+        closed += self._event(_name(item, "done"), **item.where, **fields)
+        if item.part_type:
+            closed += self._event("response.content_part.done", **item.where, part=part)
+        return closed + self._event("response.output_item.done", output_index=item.place, item=whole)
 
 
-_MARKER = json.dumps("\0").encode()
+def _name(item: _Block, ending: str) -> str:
+    """The name of an event that is about what the item says."""
+    if isinstance(item, _Call):
+        kind = "custom_tool_call_input" if item.called.is_custom else "function_call_arguments"
+        return f"response.{kind}.{ending}"
+    return f"response.{item.part_type}.{ending}"

@@ -14,60 +14,47 @@ MAX_VERIFY_S = 600
 """Of one request to verify stored state."""
 
 
+_ENTRY = {
+    "id": "id",
+    "kind": "kind",
+    "conversation_id": "name",
+    "head": "head",
+    "user": "user",
+    "shared": "is_shared",
+    "tokens": "tokens",
+    "bytes": "bytes",
+    "kv_bits": "kv_bits",
+    "repair": "repair",
+    "last_used_s": "idle_s",
+    "hits": "hits",
+    "turns": "turns",
+    "branches": "branches",
+    "ttl": "ttl",
+    "expires_in_s": "expires_in_s",
+    "pinned": "is_pinned",
+}
+"""Fields of a `CacheEntry` by what they are called in JSON."""
+
+
 def entry_json(entry: CacheEntry) -> dict[str, Json]:
+    tiers = {"hot": entry.hot_tokens, "warm": entry.warm_tokens, "cold": entry.cold_tokens}  # the fastest first
     return {
-        "id": entry.id,
         "object": "cache.entry",
-        "kind": entry.kind,
+        **{name: getattr(entry, field) for name, field in _ENTRY.items()},
         "conversation_id": entry.name or None,
-        "head": entry.head,
         "user": entry.user or None,
-        "shared": entry.is_shared,
-        "tokens": entry.tokens,
-        "bytes": entry.bytes,
-        "kv_bits": entry.kv_bits,
-        "repair": entry.repair,
-        "tiers": _tiers(entry),
-        "tier": next((tier for tier, held in _tiers(entry).items() if held >= entry.tokens), "mixed"),
-        "last_used_s": entry.idle_s,
-        "hits": entry.hits,
-        "turns": entry.turns,
-        "branches": entry.branches,
-        "ttl": entry.ttl,
-        "expires_in_s": entry.expires_in_s,
-        "pinned": entry.is_pinned,
+        "tiers": tiers,
+        "tier": next((tier for tier, held in tiers.items() if held >= entry.tokens), "mixed"),
     }
-
-
-def _tiers(entry: CacheEntry) -> dict[str, int]:
-    """Tokens by the tier that holds their state, the fastest tier first."""
-    return {"hot": entry.hot_tokens, "warm": entry.warm_tokens, "cold": entry.cold_tokens}
 
 
 def entry_from_json(listed: Json) -> CacheEntry:
     """The inverse of `entry_json`. Raises LookupError, TypeError or ValueError for anything else."""
-    return CacheEntry(
-        id=listed["id"],
-        kind=EntryKind(listed["kind"]),
-        name=listed["conversation_id"] or "",
-        head=listed["head"],
-        user=listed["user"] or "",
-        is_shared=listed["shared"],
-        tokens=listed["tokens"],
-        bytes=listed["bytes"],
-        warm_tokens=listed["tiers"]["warm"],
-        cold_tokens=listed["tiers"]["cold"],
-        idle_s=listed["last_used_s"],
-        hits=listed["hits"],
-        turns=listed["turns"],
-        branches=listed["branches"],
-        ttl=Ttl(listed["ttl"]),
-        expires_in_s=listed["expires_in_s"],
-        is_pinned=listed["pinned"],
-        hot_tokens=listed["tiers"]["hot"],
-        kv_bits=listed["kv_bits"],
-        repair=Repair(listed["repair"]) if listed["repair"] else None,
-    )
+    fields = {field: listed[name] for name, field in _ENTRY.items()}
+    fields |= {f"{tier}_tokens": listed["tiers"][tier] for tier in ("hot", "warm", "cold")}
+    fields |= {"name": fields["name"] or "", "user": fields["user"] or ""}
+    fields |= {"kind": EntryKind(fields["kind"]), "ttl": Ttl(fields["ttl"])}
+    return CacheEntry(**{**fields, "repair": Repair(fields["repair"]) if fields["repair"] else None})
 
 
 def node_json(node: TreeNode) -> dict[str, Json]:
@@ -132,8 +119,9 @@ def lookup_from_json(explained: Json) -> LookupRecord:
     )
 
 
-def _divergence(told: Json) -> Divergence:
-    return Divergence(**{**told, "where": told["where"] or "", "volatile": tuple(told.get("volatile", ()))})
+def _divergence(fields: Json) -> Divergence:
+    where, volatile = fields["where"] or "", tuple(fields.get("volatile", ()))
+    return Divergence(**{**fields, "where": where, "volatile": volatile})
 
 
 def found_json(found: Sequence[Recollection]) -> dict[str, Json]:
@@ -142,5 +130,5 @@ def found_json(found: Sequence[Recollection]) -> dict[str, Json]:
 
 def _recollection_json(found: Recollection) -> dict[str, Json]:
     """Without the key, which means something only here."""
-    told = {name: value for name, value in asdict(found).items() if name not in ("key", "passage", "matches")}
-    return {**told, "conversation": found.conversation or None, "highlight": found.highlight}
+    fields = {name: value for name, value in asdict(found).items() if name not in ("key", "passage", "matches")}
+    return {**fields, "conversation": found.conversation or None, "highlight": found.highlight}

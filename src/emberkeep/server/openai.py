@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from starlette.requests import Request as HttpRequest
 
-from emberkeep.api.answer import Answer, ChatFrames, Envelope, TextFrames
+from emberkeep.api.answer import Answer, Envelope
 from emberkeep.api.call_shape import CallShape
+from emberkeep.api.chunks import ChatFrames, TextFrames
 from emberkeep.api.messages import ChatBody
 from emberkeep.api.request import CompletionBody
 from emberkeep.backend.base import ModelCard

@@ -17,8 +17,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from emberkeep.api.answer import Answer, Frames
+from emberkeep.api.answer import Answer
 from emberkeep.api.body import INT32_MAX, B, Body, validate
+from emberkeep.api.frames import Frames
 from emberkeep.backend.models import Models
 from emberkeep.config.settings import Config
 from emberkeep.errors import RemoteLoop
