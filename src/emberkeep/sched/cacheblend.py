@@ -38,7 +38,7 @@ class CacheBlend:
         if approximation is None or not self._engine.capabilities.can_blend:
             return
         found = self._store.match_elsewhere(sequence.prompt.lineage, sequence.wanted, begin, approximation)
-        sequence.moved = list(found)  # all of it is pinned, whatever becomes of it
+        sequence.arrivals.moved = list(found)  # all of it is pinned, whatever becomes of it
         for moved in found:
             if sequence.request.execution.from_store or self._store.costs.is_worth_loading(
                 moved.chunks, moved.end - moved.start
@@ -46,7 +46,7 @@ class CacheBlend:
                 sequence.pieces += self._fetched(moved)
             else:
                 self._store.release(moved)
-                sequence.moved.remove(moved)
+                sequence.arrivals.moved.remove(moved)
                 sequence.reuse.reason = MissReason.CHEAPER
 
     def _fetched(self, moved: Moved) -> list[StoredPiece]:
@@ -100,14 +100,14 @@ class CacheBlend:
     def release(self, sequence: Sequence) -> None:
         """Nothing more is moved."""
         sequence.pieces.clear()
-        while sequence.moved:
-            self._store.release(sequence.moved[-1])
-            sequence.moved.pop()
+        while sequence.arrivals.moved:
+            self._store.release(sequence.arrivals.moved[-1])
+            sequence.arrivals.moved.pop()
 
     def _slice(self, sequence: Sequence, approximation: Approximation, room: int) -> tuple[int, list[StoredPiece]]:
         ratio = _ratio(approximation)
         cost = min(ratio + _FIRST_LAYERS, 1.0) if ratio else 0.0
-        end = sequence.blend_end(room, self._engine.capabilities.batch, cost)
+        end = _blend_end(sequence, room, self._engine.capabilities.batch, cost)
         return end, [p.part(p.start, min(p.end, end)) for p in takewhile(lambda p: p.start < end, sequence.pieces)]
 
     def _blend(self, rows: Rows, pieces: list[Piece], ratio: float) -> Blended:
@@ -119,7 +119,7 @@ class CacheBlend:
     def _refused(self, sequence: Sequence, taken: list[StoredPiece]) -> None:
         """With one piece alone it is clear whose bytes are bad."""
         if len(taken) > 1:
-            sequence.one_by_one = True
+            sequence.arrivals.one_by_one = True
             return
         bad = taken[0].chunk
         self._store.reject(bad)
@@ -132,6 +132,24 @@ class CacheBlend:
         sequence.pieces += kept
         if not kept:
             self.release(sequence)
+
+
+def _blend_end(sequence: Sequence, room: int, rows: int, cost: float) -> int:
+    """Where a slice of at most `rows` tokens ends that costs no more than evaluating `room` of them.
+
+    A moved token costs `cost` of an evaluated one.
+    """
+    end, rows = sequence.computed, min(rows, sequence.largest_slice or rows)
+    limit = min(end + rows, sequence.pieces[0].end if sequence.arrivals.one_by_one else sequence.reusable)
+    left = float(room)
+    for piece in sequence.pieces:
+        left -= piece.start - end
+        affordable = max(int(left / cost), 0) if cost else rows
+        if left < 0 or affordable < piece.end - piece.start:
+            return min(piece.start + (int(left) if left < 0 else affordable), limit)
+        left -= cost * (piece.end - piece.start)
+        end = piece.end
+    return min(end + int(left), limit)
 
 
 def _ratio(approximation: Approximation) -> float:

@@ -11,7 +11,6 @@ end of its stable prefix, the ends of messages) and at the end of every turn.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from emberkeep.sched.engine_thread import insist
 from emberkeep.sched.misses import Misses, left_behind
 from emberkeep.sched.sequence import Phase, Sequence
 from emberkeep.sched.slots import HotMatch, Slots
-from emberkeep.sched.transit import Load, NewChunk, Save
+from emberkeep.sched.transit import Load, NewChunk, Save, take_together
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.events import MissReason
 from emberkeep.types.request import EXACT_BITS
@@ -123,7 +122,7 @@ class PrefixCache:
         if not has_slot:
             self._release(match)
             return False
-        sequence.splice, sequence.match = splice, match
+        sequence.splice, sequence.arrivals.match = splice, match
         try:
             self._begin(sequence, match, left_behind(hot))
         except Exception:
@@ -134,11 +133,12 @@ class PrefixCache:
 
     def pump(self, sequence: Sequence) -> None:
         """Import what has arrived, in order; ends the loading phase when all is in, has failed or is late."""
-        is_late = monotonic() > sequence.patience_ends
-        while sequence.loads:
-            if sequence.loads[0].fetch.state is FetchState.PENDING and not is_late:
+        arrivals = sequence.arrivals
+        is_late = monotonic() > arrivals.patience_ends
+        while arrivals.loads:
+            if arrivals.loads[0].fetch.state is FetchState.PENDING and not is_late:
                 return
-            loads = _take_together(sequence.loads)
+            loads = take_together(arrivals.loads)
             if not self._import(sequence, loads) and not self._import_singly(sequence, loads):
                 self._give_up_loading(sequence)
         if not sequence.pieces or self.blend.has_arrived(sequence, is_late=is_late):
@@ -147,7 +147,7 @@ class PrefixCache:
     def abandon(self, sequence: Sequence) -> None:
         """Stop waiting for anything."""
         self.shift.give_up(sequence)
-        if sequence.loads:
+        if sequence.arrivals.loads:
             self._give_up_loading(sequence)
         self.blend.release(sequence)
         self._finish(sequence)
@@ -156,13 +156,9 @@ class PrefixCache:
         """Nothing of the store is held for a sequence any more, and nothing of it is on its way there. Never
         raises, and asks nothing of the engine."""
         sequence.saving = None
-        sequence.loads.clear()
         sequence.pieces.clear()
-        held: list[Match | Moved] = [*sequence.moved]
-        held += [sequence.match] if sequence.match else []
-        sequence.match, sequence.moved = None, []
-        for one in held:
-            self._release(one)
+        for pinned in sequence.arrivals.take_pins():
+            self._release(pinned)
 
     def _release(self, match: Match | Moved) -> None:
         insist(lambda: self._store.release(match), "releasing stored state")
@@ -306,16 +302,16 @@ class PrefixCache:
 
     def _give_up_loading(self, sequence: Sequence) -> None:
         """What was loaded so far stays, unless it is of no use without the rest."""
-        sequence.loads.clear()
+        sequence.arrivals.loads.clear()
         if self._has_snapshots:
             sequence.nothing_loaded()
         # An import that failed has promised to change nothing; where it did, that is gone now.
         self._engine.trim(sequence.slot, sequence.computed)
 
     def _finish(self, sequence: Sequence) -> None:
-        if sequence.match is not None:
-            self._store.release(sequence.match)
-            sequence.match = None
+        if sequence.arrivals.match is not None:
+            self._store.release(sequence.arrivals.match)
+            sequence.arrivals.match = None
         if sequence.phase is Phase.LOADING and sequence.splice is not None:
             self.shift.finish(sequence)
         sequence.stop_loading()
@@ -492,17 +488,3 @@ class PrefixCache:
             log.debug("hot -> warm: a snapshot at token %d, %d bytes", cursor.position, len(payload))
         except EngineError as error:
             log.warning("what was computed is not kept: %s", error)
-
-
-def _take_together(loads: deque[Load]) -> list[Load]:
-    """The first, and what follows it without a gap and is there too."""
-    together = [loads.popleft()]
-    while loads and _follows(loads[0], together[-1]):
-        together.append(loads.popleft())
-    return together
-
-
-def _follows(load: Load, before: Load) -> bool:
-    is_there = load.fetch.state is before.fetch.state is FetchState.READY
-    is_range = not load.chunk.is_snapshot and not before.chunk.is_snapshot
-    return is_there and is_range and load.chunk.start == before.end == before.chunk.end

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import field
 
 from emberkeep.kv.tree import Made
-from emberkeep.types.events import Divergence, MissReason, Source, Sourced
+from emberkeep.types.events import Divergence, LookupRecord, MissReason, Source, Sourced
 from emberkeep.values import dataclass
 
 
@@ -52,6 +52,28 @@ class Reuse:
     @property
     def in_place(self) -> int:
         return self.hot + self.warm + self.cold + self.remote
+
+    def record(self, prompt_tokens: int, reusable: int, shapes: Shapes, *, is_approximate: bool) -> LookupRecord:
+        """What is said of it: of so many tokens, so many could be reused."""
+        reused = self.in_place
+        reused_all = reused + self.moved >= reusable
+        return LookupRecord(
+            prompt_tokens=prompt_tokens,
+            hot_tokens=self.hot,
+            warm_tokens=self.warm,
+            cold_tokens=self.cold,
+            remote_tokens=self.remote,
+            moved_tokens=self.moved,
+            repaired_tokens=self.repaired,
+            wide_tokens=shapes.wide(reused),
+            reproducible_tokens=0 if is_approximate else shapes.reproducible(reused),
+            is_approximate=is_approximate,
+            load_ms=1e3 * self.load_seconds,
+            cut_ms=1e3 * self.splice_seconds,
+            reason=MissReason.NONE if reused_all else self.reason,
+            divergence=None if reused_all else self.divergence,
+            sources=self.sources(prompt_tokens),
+        )
 
     def only(self, length: int, moved: int = 0, behind: int = 0) -> None:
         """Of what was loaded, only the first tokens were of use, and `moved` that were moved up, `behind` so many

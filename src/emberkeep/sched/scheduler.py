@@ -326,7 +326,7 @@ class Scheduler:
         active = self._slots.active
         awaited = [*self._waiting, *(s for s in active if s.output is not None)]
         deadlines = [sequence.deadline for sequence in awaited if sequence.deadline is not None]
-        deadlines += [s.patience_ends for s in active if s.phase is Phase.LOADING]
+        deadlines += [s.arrivals.patience_ends for s in active if s.phase is Phase.LOADING]
         return max(min(deadlines) - monotonic(), 0.001) if deadlines else None
 
     def _is_busy(self) -> bool:

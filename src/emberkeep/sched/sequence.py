@@ -12,21 +12,19 @@ from time import monotonic
 import numpy as np
 
 from emberkeep.chat.prompt import Prompt, Splice, Stable, label_of
-from emberkeep.kv.content import Moved
 from emberkeep.kv.entries import Entry, EntryId
-from emberkeep.kv.tree import Chunk, Cursor, Made, Match, Span, place_at
+from emberkeep.kv.tree import Chunk, Cursor, Made, Span, place_at
 from emberkeep.sched.drafts import SequenceDrafts
 from emberkeep.sched.output import Ending, EndReason, SequenceOutput
 from emberkeep.sched.reuse import Reuse, Shapes
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.token_buffer import TokenBuffer
-from emberkeep.sched.transit import Load, NewChunk, Save, StoredPiece
+from emberkeep.sched.transit import Arrivals, Load, NewChunk, Save, StoredPiece
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types.cache import Label
 from emberkeep.types.events import (
     LookupRecord,
     Marked,
-    MissReason,
     Source,
 )
 from emberkeep.types.request import EXACT_BITS, Approximation, Lineage, Request
@@ -101,9 +99,7 @@ class Sequence:
         self.saving: Save | None = None
         """What is on its way into the store: `cursor` does not count it yet."""
         self.reuse = Reuse()
-        self.match: Match | None = None
-        self.loads: deque[Load] = deque()
-        self.from_disk: frozenset[bytes] = frozenset()
+        self.arrivals = Arrivals()
         self.splice: Splice | None = None
         """What is loaded is the state of its source: it becomes that of `tokens` when all has arrived."""
         self.splices = 0
@@ -111,18 +107,14 @@ class Sequence:
         """Evaluated in the place of what was spliced out."""
         self.pieces: deque[StoredPiece] = deque()
         """What is still to be moved here, in order."""
-        self.moved: list[Moved] = []
-        """Pinned for the sake of `pieces`."""
-        self.one_by_one = False
-        """The engine has refused several pieces together."""
         self.started = self.last_used = self.submitted
-        self.patience_ends = float("inf")
         self.first_token_at: float | None = None
         self.prompt_length = self.answer_end = len(prompt)
         """Where what was sampled begins and ends."""
         self._lineage = prompt.lineage
         """What it may become: see `lineage`."""
-        self._reusable = prompt.reusable
+        self.reusable = prompt.reusable
+        """Its first tokens that need not be evaluated if their state is known."""
         self._found: LookupRecord | None = None
         """What was reused, where the prompt is not the same any more."""
         self._forks: frozenset[int] = frozenset()
@@ -172,7 +164,7 @@ class Sequence:
     @property
     def in_prompt(self) -> bool:
         """Still has prompt tokens to evaluate besides one that starts the answer."""
-        return self.computed < self._reusable
+        return self.computed < self.reusable
 
     @property
     def is_blending(self) -> bool:
@@ -233,7 +225,7 @@ class Sequence:
         self.reuse.add(0, reused, Source.HOT)
         self.phase = Phase.EVALUATING
         self.started = self.last_used = monotonic()
-        self.patience_ends = self.started + PATIENCE_S
+        self.arrivals.patience_ends = self.started + PATIENCE_S
         if hot is not None:
             self._go_on_from(hot)
 
@@ -251,8 +243,8 @@ class Sequence:
 
     def wait_for(self, loads: Iterable[Load], from_disk: frozenset[bytes]) -> None:
         """Stored state is on its way, in this order; `from_disk` are the keys of what was not in RAM."""
-        self.loads.extend(loads)
-        self.from_disk = from_disk
+        self.arrivals.loads.extend(loads)
+        self.arrivals.from_disk = from_disk
         self.phase = Phase.LOADING
 
     def loaded(self, load: Load) -> None:
@@ -260,7 +252,7 @@ class Sequence:
         chunk, before = load.chunk, self.computed
         is_packed = chunk.lineage.bits != EXACT_BITS
         self.holds(load.end, chunk.made.steps & ~Made.REPRODUCIBLE if is_packed else chunk.made.steps)
-        self.patience_ends = monotonic() + PATIENCE_S
+        self.arrivals.patience_ends = monotonic() + PATIENCE_S
         self.holds_packed |= is_packed
         if self.cursor.position < load.end:
             if not self.lineage.sees(chunk.lineage):
@@ -272,7 +264,7 @@ class Sequence:
     def _source(self, chunk: Chunk) -> Source:
         if chunk.key in self.prompt.from_remote:
             return Source.REMOTE
-        is_cold = chunk.key in self.prompt.read_ahead or chunk.key in self.from_disk
+        is_cold = chunk.key in self.prompt.read_ahead or chunk.key in self.arrivals.from_disk
         return Source.COLD if is_cold else Source.WARM
 
     def stop_loading(self) -> None:
@@ -291,8 +283,8 @@ class Sequence:
     def next_slice(self, budget: int) -> tuple[TokenArray, int]:
         """The tokens to evaluate next, and after how many of them logits are needed. The last prompt token goes
         alone."""
-        if self._largest_slice is not None:
-            budget = min(budget, self._largest_slice)
+        if self.largest_slice is not None:
+            budget = min(budget, self.largest_slice)
         end = min(self.computed + budget, len(self.tokens))
         if self.in_prompt:
             end = self._prompt_slice_end(budget)
@@ -307,7 +299,7 @@ class Sequence:
         """A little rest is not left over: it would be evaluated in another batch shape, and round differently."""
         ahead = [border for border in self.prompt.borders if border > self.computed]
         ahead += [piece.start for piece in islice(self.pieces, 1)]
-        remaining = min([*ahead, self._reusable]) - self.computed
+        remaining = min([*ahead, self.reusable]) - self.computed
         if FAIR_SLICE <= budget < remaining < budget + FAIR_SLICE:
             budget = (remaining + 1) // 2
         return self.computed + min(budget, remaining)
@@ -325,7 +317,7 @@ class Sequence:
         return position
 
     @property
-    def _largest_slice(self) -> int | None:
+    def largest_slice(self) -> int | None:
         return self.prompt.admitted.plan.prefill_slice if self.prompt.admitted else self.request.prefill_slice
 
     def evaluated(self, count: int, wide_rows: int | None) -> None:
@@ -368,7 +360,7 @@ class Sequence:
         self.holds_only(kept)
         if self.sampled_count:
             # Whatever has to be evaluated again comes before the next sample.
-            self._reusable = len(self.tokens) - 1
+            self.reusable = len(self.tokens) - 1
 
     def reach_first_token(self) -> bool:
         """False when it was reached before."""
@@ -401,23 +393,6 @@ class Sequence:
         self.phase = Phase.EVALUATING
 
     # ── state from other places ──
-
-    def blend_end(self, room: int, rows: int, cost: float) -> int:
-        """Where a slice of at most `rows` tokens ends that costs no more than evaluating `room` of them.
-
-        A moved token costs `cost` of an evaluated one.
-        """
-        end, rows = self.computed, min(rows, self._largest_slice or rows)
-        limit = min(end + rows, self.pieces[0].end if self.one_by_one else self._reusable)
-        left = float(room)
-        for piece in self.pieces:
-            left -= piece.start - end
-            affordable = max(int(left / cost), 0) if cost else rows
-            if left < 0 or affordable < piece.end - piece.start:
-                return min(piece.start + (int(left) if left < 0 else affordable), limit)
-            left -= cost * (piece.end - piece.start)
-            end = piece.end
-        return min(end + int(left), limit)
 
     def blended(self, end: int, repaired: int) -> None:
         """Everything up to `end` is there, with pieces moved into it."""
@@ -458,7 +433,7 @@ class Sequence:
         self.prompt_length -= splice.saved
         self.answer_end -= splice.saved
         # Whatever has to be evaluated again comes before the next sample.
-        self._reusable = len(self.tokens) - 1
+        self.reusable = len(self.tokens) - 1
 
     # ── ending ──
 
@@ -529,25 +504,7 @@ class Sequence:
 
     def lookup_record(self) -> LookupRecord:
         is_approximate = self.approximate_from is not None or self.holds_packed
-        splice_ms = 1e3 * self.reuse.splice_seconds
         if self._found is not None:
-            return replace(self._found, cut_ms=splice_ms, is_approximate=is_approximate)
-        reuse, reused = self.reuse, self.reuse.in_place
-        reused_all = reused + reuse.moved >= self._reusable
-        return LookupRecord(
-            prompt_tokens=self.prompt_length,
-            hot_tokens=reuse.hot,
-            warm_tokens=reuse.warm,
-            cold_tokens=reuse.cold,
-            remote_tokens=reuse.remote,
-            moved_tokens=reuse.moved,
-            repaired_tokens=reuse.repaired,
-            wide_tokens=self.shapes.wide(reused),
-            reproducible_tokens=0 if is_approximate else self.shapes.reproducible(reused),
-            is_approximate=is_approximate,
-            load_ms=1e3 * reuse.load_seconds,
-            cut_ms=splice_ms,
-            reason=MissReason.NONE if reused_all else reuse.reason,
-            divergence=None if reused_all else reuse.divergence,
-            sources=reuse.sources(self.prompt_length),
-        )
+            cut_ms = 1e3 * self.reuse.splice_seconds
+            return replace(self._found, cut_ms=cut_ms, is_approximate=is_approximate)
+        return self.reuse.record(self.prompt_length, self.reusable, self.shapes, is_approximate=is_approximate)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import deque
+from dataclasses import field, replace
 
 from emberkeep.engine.base import KvExport, Payload
-from emberkeep.kv.disk.transfers import Fetch
-from emberkeep.kv.tree import Chunk, Cursor, Made, Span
+from emberkeep.kv.content import Moved
+from emberkeep.kv.disk.transfers import Fetch, FetchState
+from emberkeep.kv.tree import Chunk, Cursor, Made, Match, Span
 from emberkeep.token_arrays import TokenArray
 from emberkeep.values import dataclass
 
@@ -65,3 +67,40 @@ class StoredPiece:
 
     def part(self, start: int, end: int) -> StoredPiece:
         return replace(self, start=start, end=end, source=self.source + start - self.start)
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """What is on its way into one sequence, and what is pinned for it."""
+
+    match: Match | None = None
+    loads: deque[Load] = field(default_factory=deque)
+    from_disk: frozenset[bytes] = frozenset()
+    """Keys of what was not in RAM."""
+    moved: list[Moved] = field(default_factory=list)
+    """Pinned for the sake of pieces from other places."""
+    one_by_one: bool = False
+    """The engine has refused several pieces together."""
+    patience_ends: float = float("inf")
+
+    def take_pins(self) -> list[Match | Moved]:
+        """Nothing is on its way any more; returns what was pinned."""
+        pinned: list[Match | Moved] = [*self.moved]
+        pinned += [self.match] if self.match else []
+        self.loads.clear()
+        self.match, self.moved = None, []
+        return pinned
+
+
+def take_together(loads: deque[Load]) -> list[Load]:
+    """The first, and what follows it without a gap and is there too."""
+    together = [loads.popleft()]
+    while loads and _follows(loads[0], together[-1]):
+        together.append(loads.popleft())
+    return together
+
+
+def _follows(load: Load, before: Load) -> bool:
+    is_there = load.fetch.state is before.fetch.state is FetchState.READY
+    is_range = not load.chunk.is_snapshot and not before.chunk.is_snapshot
+    return is_there and is_range and load.chunk.start == before.end == before.chunk.end
