@@ -8,11 +8,9 @@ from emberkeep.sched.admission import Calibration
 from emberkeep.types.events import Admitted, Plan
 from helpers.scheduling import PROMPT, Gate, Recorder, Rig, text
 
-WIDE = Plan(512, 16)
 
-
-def admitted(prompt_tokens: int = 700, predicted: int = 1000, plan: Plan = WIDE) -> Admitted:
-    return Admitted(plan, prompt_tokens, 12, predicted, predicted)
+def admitted(predicted: int = 1000) -> Admitted:
+    return Admitted(Plan(512, 16), 700, 12, predicted, predicted)
 
 
 class Measured(FakeEngine):
@@ -62,19 +60,6 @@ def test_the_suggested_margin_covers_what_was_predicted_too_low_within_limits(ac
     assert calibration.stats()["suggested_margin"] == suggested
 
 
-def test_requests_of_like_length_and_plan_are_a_cohort():
-    calibration = Calibration()
-    calibration.note(admitted(1023), 1000)
-    calibration.note(admitted(512), 800)
-    calibration.note(admitted(512, plan=Plan(64, 8)), 500)
-    calibration.note(admitted(1024), 900)
-    assert calibration.stats()["cohorts"] == [
-        {"prompt_tokens": [512, 1023], "prefill_slice": 64, "kv_bits": 8, **alike(0.5)},
-        {"prompt_tokens": [512, 1023], "prefill_slice": 512, "kv_bits": 16, **told(2, 1.0, 1.0, 0.8, 1.0)},
-        {"prompt_tokens": [1024, 2047], "prefill_slice": 512, "kv_bits": 16, **alike(0.9)},
-    ]
-
-
 def test_nothing_is_suggested_before_anything_was_compared():
     stats = Calibration().stats()
     assert stats["suggested_margin"] is None
@@ -84,10 +69,9 @@ def test_nothing_is_suggested_before_anything_was_compared():
 def test_its_memory_is_bounded_and_it_counts_on():
     calibration = Calibration()
     for number in range(3000):
-        calibration.note(admitted(700, plan=Plan(1 + number % 200, 16)), 1000 if number < 1500 else 2000)
+        calibration.note(admitted(), 1000 if number < 1500 else 2000)
     stats = calibration.stats()
     assert stats["actual_to_predicted"] == alike(2.0, 3000)
-    assert len(stats["cohorts"]) == 64
 
 
 # ── in the loop ──

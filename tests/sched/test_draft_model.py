@@ -13,7 +13,6 @@ from emberkeep.chat.prompt import Splice
 from emberkeep.engine.base import Engine, KvUnit
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.kv.disk.forgotten import of_user
-from emberkeep.sched.draft_model import SliceTimes
 from emberkeep.sched.model_drafts import ModelDrafts, _Plan
 from emberkeep.sched.sampling import Sampler
 from emberkeep.types.cache import EntryKind, Label
@@ -235,42 +234,6 @@ def test_a_long_prompt_is_caught_up_with_in_slices():
     first = next(i for i, batch in enumerate(draft.shapes) if batch[0][3])
     assert first >= 1500 // 128
     assert sum(rows[2] for batch in draft.shapes[:first] for rows in batch) >= 1500 - 32
-
-
-def slices_taken(seconds_of, count: int, most: int = 1024, allowed: float = 1.0) -> list[int]:
-    times, sizes = SliceTimes(most), []
-    for _ in range(count):
-        sizes.append(times.best(allowed))
-        times.add(sizes[-1], seconds_of(sizes[-1]))
-    return sizes
-
-
-def test_slices_grow_while_they_take_no_longer_than_they_may():
-    sizes = slices_taken(lambda size: size / 512, 40)
-    assert sizes[:4] == [128, 128, 256, 256]
-    assert set(sizes[-10:]) == {512}
-
-
-def test_slices_are_large_where_small_ones_take_as_long():
-    """However long that is: on a GPU most of it goes by before anything is computed."""
-    assert set(slices_taken(lambda size: 8.0 + size / 1024, 40)[-10:]) == {1024}
-    assert set(slices_taken(lambda size: 8.0 * size, 40)[-10:]) == {128}
-
-
-def test_the_first_slice_of_a_size_does_not_count():
-    seen: set[int] = set()
-
-    def seconds_of(size: int) -> float:
-        is_first = size not in seen
-        seen.add(size)
-        return 100.0 if is_first else 0.5
-
-    assert slices_taken(seconds_of, 40)[-1] == 1024
-
-
-def test_no_slice_is_larger_than_a_step():
-    assert set(slices_taken(lambda size: 0.0, 40, most=100)) == {100}
-    assert max(slices_taken(lambda size: 0.0, 40, most=300)) == 256
 
 
 def test_choices_of_one_request_evaluate_its_prompt_once():

@@ -63,6 +63,7 @@ def test_slices_follow_the_measured_speed():
     planner = Planner(batch=512, largest_slice=512, speed=Rate(150.0))
     assert planned(planner, sequence(0, 2000)) == {0: 256}
     assert planned(planner, sequence(0, 50, computed=49), sequence(1, 2000)) == {0: 1, 1: 32}
+    assert [planner.slice_within(seconds, least=128) for seconds in (0.1, 2.0, 60.0)] == [128, 256, 512]
 
 
 def test_steps_with_few_tokens_say_nothing_about_the_speed():

@@ -36,7 +36,7 @@ DOCS = (Path(__file__).parents[2] / "docs/operating.md").read_text(encoding="utf
 LEFT_OUT = (
     r"engine\.(attention|pool\.block_tokens)",  # a name, and a constant
     r"machine\..*",  # as it was when the model was loaded
-    r"planning\.(enabled|cohorts|footprint\.device)",  # a setting, a table, and a name
+    r"planning\.(enabled|footprint\.device)",  # a setting and a name
     r"memory\.(oldest|newest)",  # times
     r"model",  # a label of emberkeep_info
     r"recent_lookups.*",  # single requests

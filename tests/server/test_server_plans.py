@@ -195,4 +195,3 @@ def test_the_machine_and_the_planning_are_in_the_stats(tmp_path: Path) -> None:
         "in_ram": 0,
     }
     assert stats["planning"]["suggested_margin"] is None
-    assert stats["planning"]["cohorts"] == []

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -260,16 +260,10 @@ def _too_large(refusal: Refusal, prompt_tokens: int) -> TooLarge:
 
 
 _REMEMBERED = 1024
-_REMEMBERED_PER_COHORT = 256
-_COHORTS = 64
-"""Those that had something to tell lately."""
 _ENOUGH = 16
 """Comparisons from which on a margin is suggested."""
 _LEAST_MARGIN, _MOST_MARGIN = 0.05, 0.5
 """Peaks that were alike so far say little about the next one, and beyond the other one a prediction is wrong."""
-
-Cohort = tuple[int, Plan]
-"""Requests of about the same length (the power of two below it) with the same plan."""
 
 
 class Calibration:
@@ -277,33 +271,21 @@ class Calibration:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._all: deque[float] = deque(maxlen=_REMEMBERED)
-        self._cohorts: OrderedDict[Cohort, deque[float]] = OrderedDict()
+        self._latest: deque[float] = deque(maxlen=_REMEMBERED)
         self._count = 0
 
     def note(self, admitted: Admitted, actual: int) -> None:
         """A request was admitted with that prediction, and this is what was used."""
-        ratio = actual / max(admitted.predicted, 1)
-        cohort = 1 << max(admitted.prompt_tokens.bit_length() - 1, 0), admitted.plan
         with self._lock:
             self._count += 1
-            self._all.append(ratio)
-            self._cohorts.setdefault(cohort, deque(maxlen=_REMEMBERED_PER_COHORT)).append(ratio)
-            self._cohorts.move_to_end(cohort)
-            if len(self._cohorts) > _COHORTS:
-                self._cohorts.popitem(last=False)
+            self._latest.append(actual / max(admitted.predicted, 1))
 
     def stats(self) -> dict[str, Json]:
         """With ratios above 1 more was used than predicted. `suggested_margin` would have covered 95 of 100; it is
         None before that can be told."""
         with self._lock:
-            every, count = list(self._all), self._count
-            cohorts = {cohort: list(ratios) for cohort, ratios in sorted(self._cohorts.items(), key=_in_order)}
-        return {
-            "suggested_margin": _margin(every),
-            "actual_to_predicted": {**_summary(every), "count": count},
-            "cohorts": [_cohort_json(cohort, ratios) for cohort, ratios in cohorts.items()],
-        }
+            ratios, count = list(self._latest), self._count
+        return {"suggested_margin": _margin(ratios), "actual_to_predicted": {**_summary(ratios), "count": count}}
 
 
 class MeasuresPeak(Protocol):
@@ -337,29 +319,9 @@ class PeakWatch:
             self._calibration.note(admitted, actual - self._others())
 
 
-def _in_order(item: tuple[Cohort, Iterable[float]]) -> tuple[int, int, int]:
-    (tokens, plan), _ = item
-    return tokens, plan.prefill_slice, plan.kv_bits
-
-
-def _cohort_json(cohort: Cohort, ratios: list[float]) -> dict[str, Json]:
-    tokens, plan = cohort
-    return {
-        "prompt_tokens": [tokens, 2 * tokens - 1],
-        "prefill_slice": plan.prefill_slice,
-        "kv_bits": plan.kv_bits,
-        **_summary(ratios),
-    }
-
-
 def _summary(ratios: list[float]) -> dict[str, Json]:
-    return {
-        "count": len(ratios),
-        "min": _quantile(ratios, 0) if ratios else None,
-        "median": _quantile(ratios, 0.5) if ratios else None,
-        "p95": _quantile(ratios, 0.95) if ratios else None,
-        "max": _quantile(ratios, 1) if ratios else None,
-    }
+    shares = {"min": 0.0, "median": 0.5, "p95": 0.95, "max": 1.0}
+    return {name: _quantile(ratios, share) if ratios else None for name, share in shares.items()}
 
 
 def _margin(ratios: list[float]) -> float | None:

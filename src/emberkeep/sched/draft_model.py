@@ -40,8 +40,6 @@ _NEAR = 32
 """Tokens that a shadow may lag behind and still be drafted for in the same step."""
 _MEASURED = 8
 """Latest measurements that count."""
-_HARDLY_LONGER = 1.5
-"""Times what the smallest slice takes: a larger one may take so long, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +67,9 @@ class DraftModel:
         self._context = loaded.engine.capabilities.context
         self._slots = Slots(loaded.engine, tracked)
         self._cache = PrefixCache(loaded.engine, loaded.store, self._slots, wake)
-        self._planner = Planner(loaded.engine.capabilities.batch, prefill_slice, loaded.store.costs.evaluate)
+        batch = loaded.engine.capabilities.batch
+        self._planner = Planner(batch, min(prefill_slice, batch), loaded.store.costs.evaluate)
         self._times = _StepTimes(loaded.engine)
-        self._slices = SliceTimes(loaded.engine.capabilities.batch)
-        self._pace: deque[float] = deque(maxlen=_MEASURED)
-        """Tokens per second of the latest slices."""
         self._shadows: dict[Sequence, Sequence] = {}
         """By the sequence that they belong to."""
         self._warming: deque[Sequence] = deque()
@@ -96,7 +92,7 @@ class DraftModel:
         if shadow is None or shadow.phase is not Phase.EVALUATING:
             return 0.0
         lag = len(target.tokens) - shadow.computed - _NEAR
-        return max(lag, 0) / max(self._pace) if self._pace else 0.0
+        return self.store.costs.evaluate.seconds(max(lag, 0))
 
     def seconds(self, rows: int, depth: int) -> float:
         """What one more token for each of `rows` sequences takes."""
@@ -127,7 +123,7 @@ class DraftModel:
                     continue
             behind = behind or self._awaited(shadow)
         if behind is not None:
-            self._catch_up(behind, seconds)
+            self._evaluate_slice(behind, self._planner.slice_within(seconds, FAIR_SLICE))
         return near
 
     def _shadow(self, target: Sequence) -> Sequence:
@@ -173,15 +169,6 @@ class DraftModel:
         kept = shadow.follow(target.tokens[:])
         if kept < before:
             self._engine.trim(shadow.slot, kept)
-
-    def _catch_up(self, shadow: Sequence, seconds: float) -> None:
-        size, before, begin = self._slices.best(seconds), shadow.computed, perf_counter()
-        self._evaluate_slice(shadow, size)
-        count, elapsed = shadow.computed - before, perf_counter() - begin
-        if count == size:
-            self._slices.add(size, elapsed)
-        if 2 * count >= size:
-            self._pace.append(count / elapsed)
 
     def _evaluate_slice(self, shadow: Sequence, count: int) -> bool:
         """False: there is no room for it."""
@@ -387,55 +374,28 @@ class _Writing:
         return Draft(np.array(self.tokens, np.int32), DraftSource.MODEL, 0, (1.0,) * count, sure=tuple(self.sure))
 
 
-class _Times:
-    """What something takes, by its size: the median of what was measured latest."""
+class _StepTimes:
+    """What a step of drafts takes, with choosing tokens: the lower median of what was measured latest, and until
+    then as the engine says."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._met: set[int] = set()
         self._latest: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_MEASURED))
 
-    def add(self, size: int, seconds: float) -> None:
-        if size in self._met:
-            self._latest[size].append(seconds)
-        self._met.add(size)  # the first one of its size is prepared while it runs
+    def add(self, rows: int, seconds: float) -> None:
+        if rows in self._met:
+            self._latest[rows].append(seconds)
+        self._met.add(rows)  # the first one of its size is prepared while it runs
 
-    def get(self, size: int) -> float | None:
-        return _lower_median(self._latest[size]) if size in self._latest else None
-
-    def longest(self) -> float:
-        return max(map(_lower_median, self._latest.values()), default=0.0)
+    def seconds(self, rows: int, depth: int) -> float:
+        if rows in self._latest:
+            return _lower_median(self._latest[rows])
+        known = self._engine.step_seconds(rows, depth, outputs=rows)
+        if known is not None:
+            return known
+        return max(map(_lower_median, self._latest.values()), default=0.0)  # nothing is known: it is tried
 
 
 def _lower_median(seconds: Collection[float]) -> float:
     return sorted(seconds)[(len(seconds) - 1) // 2]
-
-
-class _StepTimes(_Times):
-    """Of the steps of drafts, with choosing tokens: measured, and until then as the engine says."""
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__()
-        self._engine = engine
-
-    def seconds(self, rows: int, depth: int) -> float:
-        if (measured := self.get(rows)) is not None:
-            return measured
-        known = self._engine.step_seconds(rows, depth, outputs=rows)
-        return known if known is not None else self.longest()  # nothing is known: it is tried
-
-
-class SliceTimes(_Times):
-    """Of slices of prompts, each twice as long as the one before: on a CPU it takes twice the time, and on a GPU a
-    thousand tokens take hardly longer than a hundred."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self._most = most
-
-    def best(self, seconds: float) -> int:
-        """Tokens of the next slice: as many as take up to `seconds`, or hardly longer than the smallest one takes.
-        A size that was not measured is tried once the one before it was."""
-        size, allowed = FAIR_SLICE, max(seconds, _HARDLY_LONGER * (self.get(FAIR_SLICE) or 0.0))
-        while self.get(size) is not None and 2 * size <= self._most and (self.get(2 * size) or 0.0) <= allowed:
-            size *= 2
-        return min(size, self._most)

@@ -326,9 +326,12 @@ class Planner:
 
     def slice_tokens(self, *, beside_decodes: bool) -> int:
         """Prompt tokens for the next step."""
-        seconds, least = _STEP_S, _SMALLEST_SLICE
         if beside_decodes:
-            seconds, least = _STEP_BESIDE_DECODES_S, _SMALLEST_SLICE_BESIDE_DECODES
+            return self.slice_within(_STEP_BESIDE_DECODES_S, _SMALLEST_SLICE_BESIDE_DECODES)
+        return self.slice_within(_STEP_S, _SMALLEST_SLICE)
+
+    def slice_within(self, seconds: float, least: int) -> int:
+        """Prompt tokens that take about so long: a multiple of `least`, and no fewer."""
         fitting = int(self._speed.value * seconds) // least * least if self._speed.value else least
         return min(max(fitting, least), self._largest_slice)
 
