@@ -42,7 +42,7 @@ def open_remote(
     from emberkeep.backend.remote.service import translate_faults
     from emberkeep.backend.remote.vendors import default_context, open_provider, with_defaults
 
-    async def asked(provider: Provider) -> RemoteAbout:
+    async def read_about(provider: Provider) -> RemoteAbout:
         try:
             return await provider.about()
         finally:
@@ -50,7 +50,7 @@ def open_remote(
 
     with translate_faults(remote.name):
         # A client belongs to the event loop that used it first: this one is for asking, another for answers.
-        about = asyncio.run(asked(open_provider(remote, os.environ)))
+        about = asyncio.run(read_about(open_provider(remote, os.environ)))
     model = with_defaults(remote).model or next(iter(about.models), "")
     context = remote.ctx or about.context or default_context(remote)
     card = ModelCard(

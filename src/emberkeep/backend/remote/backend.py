@@ -65,7 +65,7 @@ class RemoteSettings:
     max_tokens: int | None = None
     """Longest answer in tokens, if the request does not say."""
     most_tokens: int | None = None
-    """Of an answer, whatever a request says."""
+    """Longest answer, whatever a request says."""
     tool_rounds: int = 1
     deadline_s: float | None = None
     reasoning: ReasoningFormat = ReasoningFormat.SEPARATE

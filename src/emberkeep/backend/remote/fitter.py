@@ -28,7 +28,7 @@ _AROUND = 12
 """Bytes that a template writes around a message, about."""
 _IMAGE = 4000
 _WEIGHT = 0.3
-"""Of the latest answer in what is known about the model's tokens."""
+"""How much the latest answer counts in what is known about the model's tokens."""
 _LESS = 0.9
 
 

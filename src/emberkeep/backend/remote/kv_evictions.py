@@ -23,8 +23,8 @@ from emberkeep.types.request import Json, Message, Request
 from emberkeep.values import dataclass
 
 OnRemoved = Callable[[Request, Sequence[int]], None]
-"""Of a conversation's last request, with the answer to it as its last message: the messages whose state is gone,
-by place. Each is reported once. Called in the event loop: must not block."""
+"""Gets a conversation's last request, with the answer to it as its last message, and the places of the messages
+whose state is gone, each once. Is called in the event loop: must not block."""
 
 _MOST_REQUESTS = 256
 _MOST_CONVERSATIONS = 1024
@@ -51,24 +51,24 @@ class LostMessages:
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
-        self._asked: OrderedDict[tuple[str, tuple[Message, ...]], Request] = OrderedDict()
+        self._sent: OrderedDict[tuple[str, tuple[Message, ...]], Request] = OrderedDict()
         self._archiving: set[asyncio.Task[None]] = set()
 
-    def note_request(self, shown: Request, asked: Request) -> None:
+    def note_request(self, shown: Request, sent: Request) -> None:
         """Note the request as the server gets it, and as the client sent it."""
-        self._asked[shown.namespace, shown.messages] = asked
-        while len(self._asked) > _MOST_REQUESTS:
-            self._asked.popitem(last=False)
+        self._sent[shown.namespace, shown.messages] = sent
+        while len(self._sent) > _MOST_REQUESTS:
+            self._sent.popitem(last=False)
 
     def archive(self, request: Request, places: Sequence[int]) -> None:
         """An `OnRemoved`: writes in a thread, and returns at once."""
         *shown, answer = request.messages
-        asked = self._asked.get((request.namespace, tuple(shown)))
-        if asked is None:
+        sent = self._sent.get((request.namespace, tuple(shown)))
+        if sent is None:
             return
-        said = replace(asked, messages=(*asked.messages, answer))
-        lost = _places_in(request.messages, said.messages, places)
-        task = asyncio.create_task(asyncio.to_thread(self._sessions.lost, said, lost))
+        whole = replace(sent, messages=(*sent.messages, answer))
+        lost = _places_in(request.messages, whole.messages, places)
+        task = asyncio.create_task(asyncio.to_thread(self._sessions.lost, whole, lost))
         self._archiving.add(task)
         task.add_done_callback(self._archiving.discard)
 
@@ -76,12 +76,12 @@ class LostMessages:
         await asyncio.gather(*self._archiving, return_exceptions=True)
 
 
-def _places_in(shown: Sequence[Message], said: Sequence[Message], places: Sequence[int]) -> frozenset[int]:
-    """Where messages that the model was shown stand in what was said; some were left out, some put in."""
+def _places_in(shown: Sequence[Message], sent: Sequence[Message], places: Sequence[int]) -> frozenset[int]:
+    """Where messages that the model was shown stand among those that were sent: some were left out or put in."""
     matches: dict[int, int] = {}
     at = 0
     for place, one in enumerate(shown):
-        for i, other in enumerate(said[at:], at):
+        for i, other in enumerate(sent[at:], at):
             # A notice or what was recalled may stand before its text.
             is_same = (one.role, one.tool_calls) == (other.role, other.tool_calls)
             if is_same and one.content.endswith(other.content):
@@ -223,7 +223,7 @@ class TurnTracker:
             for end in self._tree.ends(conversation.since)
             if shortest < end.end <= conversation.tokens and end.key not in taken
         ]
-        ends.sort(key=lambda found: found[0], reverse=True)
+        ends.sort(key=lambda end: end[0], reverse=True)
         is_clear = len(ends) == 1 or (len(ends) > 1 and ends[0][0] > ends[1][0])
         return ends[0][1] if is_clear else None
 
@@ -327,9 +327,9 @@ class BlockTree:
 
     def path(self, end: KvBlock) -> dict[BlockKey, KvBlock]:
         """From the first block to this one, as far back as they are there."""
-        found: list[KvBlock] = []
+        blocks: list[KvBlock] = []
         block: KvBlock | None = end
         while block is not None:
-            found.append(block)
+            blocks.append(block)
             block = self._blocks.get(block.parent) if block.parent is not None else None
-        return {block.key: block for block in reversed(found)}
+        return {block.key: block for block in reversed(blocks)}

@@ -223,12 +223,12 @@ class _AnswerReader:
 
 def _usage(usage: Any) -> Usage:
     prompt, completion = usage.prompt_tokens_details, usage.completion_tokens_details
-    asked, answered = usage.prompt_tokens or 0, usage.completion_tokens or 0
+    read, written = usage.prompt_tokens or 0, usage.completion_tokens or 0
     # Some services count the reasoning in the total only.
-    hidden = max((getattr(usage, "total_tokens", 0) or 0) - asked - answered, 0)
+    hidden = max((getattr(usage, "total_tokens", 0) or 0) - read - written, 0)
     return Usage(
-        asked,
-        answered + hidden,
+        read,
+        written + hidden,
         (prompt and prompt.cached_tokens) or 0,
         (completion and completion.reasoning_tokens) or hidden,
         (completion and completion.accepted_prediction_tokens) or 0,
