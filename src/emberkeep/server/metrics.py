@@ -144,180 +144,140 @@ class Figure:
     """Numbers of `Backend.stats()` that make one metric. A name that ends in `_total` is a counter's."""
 
     path: str
-    """A pattern of keys joined by dots; its named groups are labels."""
+    """Keys joined by dots; `{label}` stands for any key, `{label:a|b}` for some, and its value becomes a label."""
     name: str
     help: str
 
     def labels(self, path: str) -> dict[str, str] | None:
         """None: `path` is another figure's."""
-        found = re.fullmatch(self.path, path)
-        return None if found is None else found.groupdict()
+        pattern = re.sub(r"\{(\w+):?([^}]*)\}", _group, self.path.replace(".", r"\."))
+        match = re.fullmatch(pattern, path)
+        return None if match is None else match.groupdict()
 
 
-FIGURES = (
-    Figure(r"scheduler\.prompt_tokens", "prefix_cache_queries_total", "Prompt tokens of all requests."),
-    Figure(
-        r"scheduler\.reused_(?P<tier>hot|warm|cold|remote)_tokens",
+def _group(label: re.Match[str]) -> str:
+    return f"(?P<{label[1]}>{label[2] or '[^.]+'})"
+
+
+_ROWS = (
+    ("scheduler.prompt_tokens", "prefix_cache_queries_total", "Prompt tokens of all requests."),
+    (
+        "scheduler.reused_{tier}_tokens",
         "prefix_cache_hits_total",
         "Prompt tokens whose state was reused, by where it was.",
     ),
-    Figure(r"scheduler\.moved_tokens", "moved_tokens_total", "Prompt tokens whose state was moved: approximate."),
-    Figure(r"scheduler\.repaired_tokens", "repaired_tokens_total", "Moved tokens that were evaluated again."),
-    Figure(r"scheduler\.approximate_jobs", "approximate_answers_total", "Answers that rest on moved state."),
-    Figure(r"scheduler\.cuts", "cuts_total", "Splices of state in the engine: approximate."),
-    Figure(r"scheduler\.blended_tokens", "blended_tokens_total", "Tokens of steps into which state was moved."),
-    Figure(
-        r"scheduler\.blended_token_layers",
+    ("scheduler.moved_tokens", "moved_tokens_total", "Prompt tokens whose state was moved: approximate."),
+    ("scheduler.repaired_tokens", "repaired_tokens_total", "Moved tokens that were evaluated again."),
+    ("scheduler.approximate_jobs", "approximate_answers_total", "Answers that rest on moved state."),
+    ("scheduler.cuts", "cuts_total", "Splices of state in the engine: approximate."),
+    ("scheduler.blended_tokens", "blended_tokens_total", "Tokens of steps into which state was moved."),
+    (
+        "scheduler.blended_token_layers",
         "blended_token_layers_total",
-        "How many tokens of these steps went through how many layers.",
+        "The same, times the layers they went through.",
     ),
-    Figure(r"scheduler\.evaluated_tokens", "evaluated_tokens_total", "Tokens that the engine computed."),
-    Figure(r"scheduler\.sampled_tokens", "generated_tokens_total", "Tokens of answers."),
-    Figure(r"scheduler\.saved_s", "saved_prefill_seconds_total", "Prefill that reuse has saved, less loading."),
-    Figure(r"scheduler\.steps", "engine_steps_total", "Batches that the engine computed."),
-    Figure(r"speculation\.steps", "speculative_steps_total", "Batches with a draft in them."),
-    Figure(
-        r"speculation\.sources\.(?P<source>\w+)\.drafts", "drafts_total", "Drafts that were computed, by source."
-    ),
-    Figure(
-        r"speculation\.sources\.(?P<source>\w+)\.drafted_tokens",
-        "drafted_tokens_total",
-        "Tokens of these drafts.",
-    ),
-    Figure(
-        r"speculation\.sources\.(?P<source>\w+)\.accepted_tokens",
+    ("scheduler.evaluated_tokens", "evaluated_tokens_total", "Tokens that the engine computed."),
+    ("scheduler.sampled_tokens", "generated_tokens_total", "Tokens of answers."),
+    ("scheduler.saved_s", "saved_prefill_seconds_total", "Prefill that reuse has saved, less loading."),
+    ("scheduler.steps", "engine_steps_total", "Batches that the engine computed."),
+    ("speculation.steps", "speculative_steps_total", "Batches with a draft in them."),
+    ("speculation.sources.{source}.drafts", "drafts_total", "Drafts that were computed, by source."),
+    ("speculation.sources.{source}.drafted_tokens", "drafted_tokens_total", "Tokens of these drafts."),
+    (
+        "speculation.sources.{source}.accepted_tokens",
         "accepted_draft_tokens_total",
-        "Of these, the ones that became a part of an answer.",
+        "Of these, those of an answer.",
     ),
-    Figure(r"scheduler\.active", "queue_active", "Answers being computed; a request has as many as its n."),
-    Figure(r"scheduler\.waiting", "queue_waiting", "Answers that wait for a slot in the engine."),
-    Figure(r"scheduler\.idle_sequences", "idle_sequences", "Sequences at rest in the engine, ready to go on."),
-    Figure(r"scheduler\.resident_tokens", "resident_tokens", "Tokens in the engine, which is the hot tier."),
-    Figure(r"store\.(?P<tier>warm|cold)\.bytes", "tier_bytes", "Bytes of stored state."),
-    Figure(r"store\.(?P<tier>warm|cold)\.budget", "tier_budget_bytes", "Bytes that a tier may hold."),
-    Figure(r"store\.(?P<tier>warm|cold)\.tokens", "tier_tokens", "Tokens of stored state."),
-    Figure(r"store\.(?P<tier>warm|cold)\.chunks", "tier_chunks", "Pieces of stored state."),
-    Figure(r"store\.(?P<tier>warm|cold)\.read_seconds", "tier_load_seconds_total", "Time spent loading."),
-    Figure(
-        r"store\.evictions\.(?P<tier>\w+)\.(?P<reason>\w+)",
-        "evictions_total",
-        "Chunks that left a tier, and why.",
-    ),
-    Figure(r"store\.entries", "store_entries", "Conversations and prefixes that the store knows."),
-    Figure(r"store\.ghosts", "store_ghosts", "Removed chunks that are remembered, to explain misses."),
-    Figure(r"store\.corpus\.owners", "corpus_users", "Users from whose earlier texts drafts are taken."),
-    Figure(r"store\.corpus\.tokens", "corpus_tokens", "Tokens of these texts."),
-    Figure(r"store\.corpus\.bytes", "corpus_bytes", "RAM that these texts take."),
-    Figure(r"store\.lookups", "store_lookups_total", "Prompts looked up in the store."),
-    Figure(r"store\.inserted_chunks", "store_inserted_chunks_total", "Chunks that were added to the store."),
-    Figure(r"store\.cold\.read_chunks", "cold_read_chunks_total", "Files read from disk."),
-    Figure(r"store\.cold\.read_bytes", "cold_read_bytes_total", "Bytes read from disk."),
-    Figure(r"store\.cold\.written_chunks", "cold_written_chunks_total", "Files written to disk."),
-    Figure(r"store\.cold\.written_bytes", "cold_written_bytes_total", "Bytes written to disk."),
-    Figure(r"store\.cold\.write_seconds", "cold_write_seconds_total", "Time spent writing to disk."),
-    Figure(r"store\.cold\.refused_chunks", "cold_refused_chunks_total", "Writes that the disk refused."),
-    Figure(r"store\.cold\.pending_chunks", "cold_pending_chunks", "Chunks on their way to disk."),
-    Figure(r"store\.cold\.unwritten_chunks", "cold_unwritten_chunks", "Chunks that are not worth writing yet."),
-    Figure(r"store\.cold\.written_today_bytes", "cold_written_today_bytes", "Bytes written since midnight (UTC)."),
-    Figure(r"store\.cold\.daily_write_budget", "cold_daily_write_budget_bytes", "Bytes that a day may write."),
-    Figure(r"store\.cold\.damaged_chunks", "damaged_chunks_total", "Files that failed verification."),
-    Figure(r"store\.cold\.vanished_chunks", "vanished_chunks_total", "Files that disappeared."),
-    Figure(
-        r"store\.cold\.unreadable_chunks", "unreadable_chunks_total", "Reads that failed in a way that may pass."
-    ),
-    Figure(
-        r"store\.cold\.other_bytes", "cold_other_bytes", "In quarantine, about to be removed, or not reachable."
-    ),
-    Figure(r"store\.remote\.lookups", "remote_lookups_total", "Prompts that the shared server was asked for."),
-    Figure(r"store\.remote\.hits", "remote_hits_total", "Those for which something came."),
-    Figure(r"store\.remote\.late", "remote_late_total", "Those that did not wait for its answer any longer."),
-    Figure(r"store\.remote\.read_chunks", "remote_read_chunks_total", "Chunks that came from the shared server."),
-    Figure(r"store\.remote\.read_bytes", "remote_read_bytes_total", "Bytes that came from it."),
-    Figure(r"store\.remote\.read_seconds", "remote_read_seconds_total", "Time spent reading them."),
-    Figure(r"store\.remote\.written_chunks", "remote_written_chunks_total", "Chunks written to it."),
-    Figure(r"store\.remote\.written_bytes", "remote_written_bytes_total", "Bytes written to it."),
-    Figure(r"store\.remote\.refused_chunks", "remote_refused_chunks_total", "Writes that it refused."),
-    Figure(r"store\.remote\.touched_chunks", "remote_touched_chunks_total", "Chunks that it is to keep longer."),
-    Figure(r"store\.remote\.pending_chunks", "remote_pending_chunks", "Chunks on their way to it."),
-    Figure(
-        r"store\.remote\.damaged_chunks", "remote_damaged_chunks_total", "Its chunks that failed verification."
-    ),
-    Figure(r"store\.remote\.vanished_chunks", "remote_vanished_chunks_total", "Its chunks that disappeared."),
-    Figure(r"store\.remote\.requests", "remote_requests_total", "Round trips to it."),
-    Figure(r"store\.remote\.request_seconds", "remote_request_seconds_total", "Time spent in them."),
-    Figure(r"store\.remote\.failures", "remote_failures_total", "Round trips that failed."),
-    Figure(r"store\.remote\.breaker_opened", "remote_breaker_opened_total", "How often it was left alone."),
-    Figure(r"store\.remote\.breaker_open", "remote_breaker_open", "1 while it is left alone."),
-    Figure(
-        r"engine\.pool\.(?P<state>used|shared|copied)_blocks",
-        "pool_blocks",
-        "Blocks of the engine's pool, by state.",
-    ),
-    Figure(r"engine\.pool\.blocks", "pool_size_blocks", "Blocks that the engine's pool has."),
-    Figure(
-        r"engine\.pool\.references", "pool_references", "Blocks that sequences use, shared ones counted again."
-    ),
-    Figure(r"engine\.sequences", "engine_sequences", "Sequences whose state the engine holds as a whole."),
-    Figure(r"planning\.refused", "planning_refused_total", "Prompts refused for want of memory."),
-    Figure(r"planning\.truncated", "planning_truncated_total", "Prompts of which the oldest part was left out."),
-    Figure(r"planning\.margin", "planning_margin_ratio", "Share of the predicted memory that is kept free."),
-    Figure(
-        r"planning\.suggested_margin",
-        "planning_suggested_margin_ratio",
-        "The share that would have covered 95 of 100 requests, from 0.05 to 0.5.",
-    ),
-    Figure(
-        r"planning\.actual_to_predicted\.(?P<statistic>min|median|p95|max)",
+    ("scheduler.active", "queue_active", "Answers being computed; a request has as many as its n."),
+    ("scheduler.waiting", "queue_waiting", "Answers that wait for a slot in the engine."),
+    ("scheduler.idle_sequences", "idle_sequences", "Sequences at rest in the engine, ready to go on."),
+    ("scheduler.resident_tokens", "resident_tokens", "Tokens in the engine, which is the hot tier."),
+    ("store.{tier:warm|cold}.bytes", "tier_bytes", "Bytes of stored state."),
+    ("store.{tier:warm|cold}.budget", "tier_budget_bytes", "Bytes that a tier may hold."),
+    ("store.{tier:warm|cold}.tokens", "tier_tokens", "Tokens of stored state."),
+    ("store.{tier:warm|cold}.chunks", "tier_chunks", "Pieces of stored state."),
+    ("store.{tier:warm|cold}.read_seconds", "tier_load_seconds_total", "Time spent loading."),
+    ("store.evictions.{tier}.{reason}", "evictions_total", "Chunks that left a tier, and why."),
+    ("store.entries", "store_entries", "Conversations and prefixes that the store knows."),
+    ("store.ghosts", "store_ghosts", "Removed chunks that are remembered, to explain misses."),
+    ("store.corpus.owners", "corpus_users", "Users from whose earlier texts drafts are taken."),
+    ("store.corpus.tokens", "corpus_tokens", "Tokens of these texts."),
+    ("store.corpus.bytes", "corpus_bytes", "RAM that these texts take."),
+    ("store.lookups", "store_lookups_total", "Prompts looked up in the store."),
+    ("store.inserted_chunks", "store_inserted_chunks_total", "Chunks that were added to the store."),
+    ("store.cold.read_chunks", "cold_read_chunks_total", "Files read from disk."),
+    ("store.cold.read_bytes", "cold_read_bytes_total", "Bytes read from disk."),
+    ("store.cold.written_chunks", "cold_written_chunks_total", "Files written to disk."),
+    ("store.cold.written_bytes", "cold_written_bytes_total", "Bytes written to disk."),
+    ("store.cold.write_seconds", "cold_write_seconds_total", "Time spent writing to disk."),
+    ("store.cold.refused_chunks", "cold_refused_chunks_total", "Writes that the disk refused."),
+    ("store.cold.pending_chunks", "cold_pending_chunks", "Chunks on their way to disk."),
+    ("store.cold.unwritten_chunks", "cold_unwritten_chunks", "Chunks that are not worth writing yet."),
+    ("store.cold.written_today_bytes", "cold_written_today_bytes", "Bytes written since midnight (UTC)."),
+    ("store.cold.daily_write_budget", "cold_daily_write_budget_bytes", "Bytes that a day may write."),
+    ("store.cold.damaged_chunks", "damaged_chunks_total", "Files that failed verification."),
+    ("store.cold.vanished_chunks", "vanished_chunks_total", "Files that disappeared."),
+    ("store.cold.unreadable_chunks", "unreadable_chunks_total", "Reads that failed in a way that may pass."),
+    ("store.cold.other_bytes", "cold_other_bytes", "In quarantine, about to be removed, or not reachable."),
+    ("store.remote.lookups", "remote_lookups_total", "Prompts that the shared server was asked for."),
+    ("store.remote.hits", "remote_hits_total", "Those for which something came."),
+    ("store.remote.late", "remote_late_total", "Those that did not wait for its answer any longer."),
+    ("store.remote.read_chunks", "remote_read_chunks_total", "Chunks that came from the shared server."),
+    ("store.remote.read_bytes", "remote_read_bytes_total", "Bytes that came from it."),
+    ("store.remote.read_seconds", "remote_read_seconds_total", "Time spent reading them."),
+    ("store.remote.written_chunks", "remote_written_chunks_total", "Chunks written to it."),
+    ("store.remote.written_bytes", "remote_written_bytes_total", "Bytes written to it."),
+    ("store.remote.refused_chunks", "remote_refused_chunks_total", "Writes that it refused."),
+    ("store.remote.touched_chunks", "remote_touched_chunks_total", "Chunks that it is to keep longer."),
+    ("store.remote.pending_chunks", "remote_pending_chunks", "Chunks on their way to it."),
+    ("store.remote.damaged_chunks", "remote_damaged_chunks_total", "Its chunks that failed verification."),
+    ("store.remote.vanished_chunks", "remote_vanished_chunks_total", "Its chunks that disappeared."),
+    ("store.remote.requests", "remote_requests_total", "Round trips to it."),
+    ("store.remote.request_seconds", "remote_request_seconds_total", "Time spent in them."),
+    ("store.remote.failures", "remote_failures_total", "Round trips that failed."),
+    ("store.remote.breaker_opened", "remote_breaker_opened_total", "How often it was left alone."),
+    ("store.remote.breaker_open", "remote_breaker_open", "1 while it is left alone."),
+    ("engine.pool.{state:used|shared|copied}_blocks", "pool_blocks", "Blocks of the engine's pool, by state."),
+    ("engine.pool.blocks", "pool_size_blocks", "Blocks that the engine's pool has."),
+    ("engine.pool.references", "pool_references", "Blocks that sequences use, shared ones counted again."),
+    ("engine.sequences", "engine_sequences", "Sequences whose state the engine holds as a whole."),
+    ("planning.refused", "planning_refused_total", "Prompts refused for want of memory."),
+    ("planning.truncated", "planning_truncated_total", "Prompts of which the oldest part was left out."),
+    ("planning.margin", "planning_margin_ratio", "Share of the predicted memory that is kept free."),
+    ("planning.suggested_margin", "planning_suggested_margin_ratio", "The share that would have covered 95%."),
+    (
+        "planning.actual_to_predicted.{statistic:min|median|p95|max}",
         "planning_actual_to_predicted_ratio",
-        "Memory that requests used, by what was predicted.",
+        "Memory used, by what was predicted.",
     ),
-    Figure(
-        r"planning\.actual_to_predicted\.count",
-        "planning_compared_total",
-        "Requests whose memory was compared with its prediction.",
-    ),
-    Figure(
-        r"planning\.footprint\.(?P<part>capacity|fixed|in_ram|per_\w+)",
+    ("planning.actual_to_predicted.count", "planning_compared_total", "Requests whose memory was compared."),
+    (
+        r"planning.footprint.{part:capacity|fixed|in_ram|per_\w+}",
         "planning_footprint_bytes",
-        "What the engine's memory is made of, by part.",
+        "The engine's memory, by part.",
     ),
-    Figure(r"sessions\.evictions", "context_evictions_total", "Times that messages left a context."),
-    Figure(r"sessions\.evicted_messages", "evicted_messages_total", "Messages that left a context."),
-    Figure(r"sessions\.evicted_tokens", "evicted_tokens_total", "Tokens of these messages."),
-    Figure(r"sessions\.archived_turns", "archived_turns_total", "Turns that were archived when they left."),
-    Figure(r"sessions\.archive_failures", "archive_failures_total", "Times that this was not possible."),
-    Figure(r"sessions\.recalls", "recalls_total", "Prompts into which archived turns were put."),
-    Figure(r"sessions\.searches", "memory_searches_total", "Searches of models in what had left their context."),
-    Figure(r"sessions\.calls", "server_tool_calls_total", "Tool calls that ran here, unknown to the client."),
-    Figure(r"sessions\.recalled_turns", "recalled_turns_total", "Archived turns that were put into prompts."),
-    Figure(
-        r"memory\.(?P<kind>turns|facts|answers|conversations|responses|notes)",
+    ("sessions.evictions", "context_evictions_total", "Times that messages left a context."),
+    ("sessions.evicted_messages", "evicted_messages_total", "Messages that left a context."),
+    ("sessions.evicted_tokens", "evicted_tokens_total", "Tokens of these messages."),
+    ("sessions.archived_turns", "archived_turns_total", "Turns that were archived when they left."),
+    ("sessions.archive_failures", "archive_failures_total", "Times that this was not possible."),
+    ("sessions.recalls", "recalls_total", "Prompts into which archived turns were put."),
+    ("sessions.searches", "memory_searches_total", "Searches of models in what had left their context."),
+    ("sessions.calls", "server_tool_calls_total", "Tool calls that ran here, unknown to the client."),
+    ("sessions.recalled_turns", "recalled_turns_total", "Archived turns that were put into prompts."),
+    (
+        "memory.{kind:turns|facts|answers|conversations|responses|notes}",
         "memory_entries",
         "What is remembered, by kind.",
     ),
-    Figure(r"memory\.bytes", "memory_bytes", "Bytes of the memory's file."),
-    Figure(r"memory\.limit", "memory_budget_bytes", "Bytes beyond which the oldest turns and responses go."),
-    Figure(
-        r"measured\.evaluate_tokens_per_s",
-        "measured_evaluate_tokens_per_second",
-        "Speed of prompt evaluation, a running average.",
-    ),
-    Figure(
-        r"measured\.import_bytes_per_s",
-        "measured_import_bytes_per_second",
-        "Speed from RAM into the engine, a running average.",
-    ),
-    Figure(
-        r"measured\.fetch_bytes_per_s",
-        "measured_fetch_bytes_per_second",
-        "Speed of the shared server, a running average.",
-    ),
-    Figure(
-        r"measured\.read_bytes_per_s",
-        "measured_read_bytes_per_second",
-        "Speed from disk into RAM, a running average.",
-    ),
+    ("memory.bytes", "memory_bytes", "Bytes of the memory's file."),
+    ("memory.limit", "memory_budget_bytes", "Bytes beyond which the oldest turns and responses go."),
+    ("measured.evaluate_tokens_per_s", "measured_evaluate_tokens_per_second", "Prompt evaluation, on average."),
+    ("measured.import_bytes_per_s", "measured_import_bytes_per_second", "From RAM into the engine."),
+    ("measured.fetch_bytes_per_s", "measured_fetch_bytes_per_second", "From the shared server."),
+    ("measured.read_bytes_per_s", "measured_read_bytes_per_second", "From disk into RAM."),
 )
+FIGURES = tuple(Figure(*row) for row in _ROWS)
 
 
 @cache
