@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from emberkeep.chat.messages import cache_keys, head_of, message_ends, place_of, stable_head
-from emberkeep.chat.prompt import label_of
+from emberkeep.chat.messages import cache_keys, head_of, label_of, message_ends, place_of, stable_head
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.types.request import Message, Request, Tool
 

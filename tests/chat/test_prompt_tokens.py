@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from emberkeep.chat.prompt import PromptTokenizer, _Fragments
+from emberkeep.chat.prompt_tokens import PromptTokenizer, _Fragments
 from emberkeep.types.models import Vocab
 from helpers.byte_vocab import TinyVocab
 from helpers.chance import examples

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from emberkeep.chat.prompt import PromptTokenizer
+from emberkeep.chat.prompt_tokens import PromptTokenizer
 from emberkeep.engine.hf.model_loader import HfSource, load_model
 from emberkeep.engine.hf.vocab import HfVocab, repair_gguf_tokenizer
 from emberkeep.engine.llamacpp.model import LlamaModel

@@ -17,7 +17,8 @@ import pytest
 from emberkeep.backend.remote.service import Service
 from emberkeep.backend.remote.vendors import open_provider
 from emberkeep.backend.tool_loop import MOST_CALLS
-from emberkeep.chat.prompt import PromptBuilder, PromptTokenizer
+from emberkeep.chat.prompt import PromptBuilder
+from emberkeep.chat.prompt_tokens import PromptTokenizer
 from emberkeep.chat.seams import SeamedTemplate
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.cli.console import complain

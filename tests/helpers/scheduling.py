@@ -11,7 +11,8 @@ from types import TracebackType
 import numpy as np
 
 from emberkeep.chat.messages import CacheKeys
-from emberkeep.chat.prompt import Prompt, Stable, TokenizedText
+from emberkeep.chat.prompt import Prompt, Stable
+from emberkeep.chat.prompt_tokens import TokenizedText
 from emberkeep.chat.seams import SeamedText
 from emberkeep.engine.base import Engine, Rows
 from emberkeep.engine.fake import FakeEngine

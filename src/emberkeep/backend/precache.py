@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
 
-from emberkeep.chat.messages import CacheKeys, cache_keys, stable_messages
-from emberkeep.chat.prompt import PromptBuilder, label_of
+from emberkeep.chat.messages import CacheKeys, cache_keys, label_of, stable_messages
+from emberkeep.chat.prompt import PromptBuilder
 from emberkeep.errors import EmberkeepError, RequestError
 from emberkeep.kv.entries import entry_id
 from emberkeep.sched.scheduler import Scheduler

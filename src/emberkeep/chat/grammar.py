@@ -7,14 +7,14 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
+from itertools import count
 
 import llguidance
 import numpy as np
 import numpy.typing as npt
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from emberkeep.chat.answer_schema import MAX_SCHEMA_CHARS, arguments_schema, checked, closed
 from emberkeep.chat.dialects.table import Reasoning
-from emberkeep.chat.gbnf import to_lark
 from emberkeep.chat.messages import sorted_keys
 from emberkeep.chat.output import hidden_tokens
 from emberkeep.chat.traits import TAGGED_JSON, CallWriting
@@ -29,6 +29,7 @@ from emberkeep.types.request import (
     RegexFormat,
     Request,
     Tool,
+    exceeds_depth,
 )
 
 Mask = npt.NDArray[np.uint32]
@@ -202,7 +203,7 @@ def _format_grammar(wanted: AnswerFormat) -> dict[str, Json]:
     match wanted:
         case JsonFormat():
             schema = wanted.schema if wanted.schema is not None else {"type": "object"}
-            return {"json_schema": {**closed(checked(schema, wanted.param)), "x-guidance": _STRICT}}
+            return {"json_schema": {**_without_other_keys(_checked(schema, wanted.param)), "x-guidance": _STRICT}}
         case RegexFormat():
             pattern = _short(wanted.pattern, wanted.param)
             return {"lark_grammar": f"start: /{llguidance.regex_to_lark(pattern)}/"}
@@ -211,7 +212,7 @@ def _format_grammar(wanted: AnswerFormat) -> dict[str, Json]:
             return {"lark_grammar": f"start: {_short(choices, wanted.param)}"}
         case GrammarFormat():
             try:
-                return {"lark_grammar": to_lark(_short(wanted.grammar, wanted.param))}
+                return {"lark_grammar": _to_lark(_short(wanted.grammar, wanted.param))}
             except ValueError as error:
                 raise InvalidField(wanted.param, _unusable(str(error))) from None
 
@@ -278,8 +279,134 @@ def _callable_tools(request: Request) -> tuple[Tool, ...]:
 
 
 def _arguments_schema(tool: Tool) -> dict[str, Json]:
-    schema = sorted_keys(arguments_schema(checked(tool.parameters, "tools")))
+    """What declares nothing takes nothing."""
+    schema: Mapping[str, Json] = _checked(tool.parameters, "tools")
+    if _DECLARING.isdisjoint(schema):
+        schema = {**schema, "properties": {}, "additionalProperties": False}
+    schema = sorted_keys(_without_other_keys(schema))
     return {"type": "object", **schema, "x-guidance": _LENIENT}
+
+
+# ── JSON schemas ─────────────────────────────────────────────────────────────────────────────────
+
+MAX_SCHEMA_CHARS = 256 << 10
+MAX_SCHEMA_DEPTH = 64
+
+_COMBINED = frozenset(("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "unevaluatedProperties"))
+"""Beside one of these an object may have keys that another schema declares."""
+_DECLARING = _COMBINED | {"properties", "patternProperties", "additionalProperties", "enum", "const"}
+_NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+_LISTED = frozenset(("anyOf", "oneOf", "prefixItems"))
+_SINGLE = frozenset(("items", "additionalProperties"))
+
+
+def _checked(schema: Mapping[str, Json], param: str) -> Mapping[str, Json]:
+    """Raises InvalidField for what is too large."""
+    if exceeds_depth(schema, MAX_SCHEMA_DEPTH):
+        raise InvalidField(param, f"the schema is nested deeper than {MAX_SCHEMA_DEPTH} levels: flatten it.")
+    if len(json.dumps(schema)) > MAX_SCHEMA_CHARS:
+        raise InvalidField(param, f"the schema is longer than {MAX_SCHEMA_CHARS} characters: shorten it.")
+    return schema
+
+
+def _without_other_keys(schema: Mapping[str, Json]) -> dict[str, Json]:
+    """The same, without keys that no schema declares, unless it says that there may be others.
+
+    Small models make such keys up. Where schemas are combined it is left as it is: what one of them does not
+    declare another one may.
+    """
+    return _closed(schema) if "allOf" not in json.dumps(schema) else dict(schema)
+
+
+def _closed(schema: Mapping[str, Json]) -> dict[str, Json]:
+    made = {key: _within(key, value, schema) for key, value in schema.items()}
+    declared = schema.get("properties")
+    if not isinstance(declared, dict) or "additionalProperties" in schema or not _COMBINED.isdisjoint(schema):
+        return made
+    required = schema.get("required", ())
+    is_whole = isinstance(required, list | tuple) and all(name in declared for name in required)
+    return {**made, "additionalProperties": False} if is_whole else made
+
+
+def _within(key: str, value: Json, schema: Mapping[str, Json]) -> Json:
+    if key in _NAMED and isinstance(value, dict):
+        return {name: _each(one) for name, one in value.items()}
+    if key in _LISTED and isinstance(value, list) and (key == "prefixItems" or "properties" not in schema):
+        return [_each(one) for one in value]
+    return _each(value) if key in _SINGLE else value
+
+
+def _each(value: Json) -> Json:
+    return _closed(value) if isinstance(value, dict) else value
+
+
+# ── GBNF, llama.cpp's notation of grammars, as Lark's, which the compiler reads ──────────────────
+
+_PARTS = re.compile(
+    r"""(?P<literal>"(?:\\.|[^"\\])*")
+      | (?P<class>\[(?:\\.|[^\]\\])*\])
+      | (?P<comment>\#[^\r\n]*)
+      | (?P<token>!?<[^<>\s]+>)
+      | (?P<times>\{[^{}]*\})
+      | (?P<any>\.)
+      | (?P<name>[A-Za-z0-9_-]+)""",
+    re.VERBOSE | re.DOTALL,
+)
+_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))", re.DOTALL)
+_LARK = re.compile(r"^\s*(%llguidance\b|start\s*:(?!:))", re.MULTILINE)
+_ROOT = "root"
+
+
+def _to_lark(grammar: str) -> str:
+    """A grammar in either notation. Raises ValueError with the reason, in half a sentence."""
+    if _LARK.search(grammar):
+        return grammar
+    plain = _with_plain_names(grammar)
+    try:
+        return str(gbnf_to_lark(plain))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except Exception as error:  # the converter raises Exception itself
+        raise ValueError(str(error)) from None
+
+
+def _with_plain_names(grammar: str) -> str:
+    """The same with rules called by number: GBNF allows names that Lark does not, or that Lark takes for equal."""
+    numbers = count(1)
+    names = {_ROOT: _ROOT}
+
+    def rewrite(part: re.Match[str]) -> str:
+        text = part[0]
+        match part.lastgroup:
+            case "literal" | "class":
+                return _ESCAPE.sub(_escape, text)
+            case "comment":
+                return ""
+            case "any":
+                return r'([^\n] | "\n")'
+            case "token":
+                raise ValueError(f"it names the token {text}, and only texts can be asked for")
+            case "name" if text not in names:
+                names[text] = f"rule-{next(numbers)}"
+        return names[text] if part.lastgroup == "name" else text
+
+    rewritten = _PARTS.sub(rewrite, grammar)
+    defined = set(re.findall(r"([\w-]+)\s*::=", rewritten))
+    missing = [name for name, plain in names.items() if plain not in defined]
+    if missing:
+        raise ValueError(f"it has no rule {missing[0]!r}")
+    return rewritten
+
+
+def _escape(match: re.Match[str]) -> str:
+    """An escape as the converter and Lark understand it."""
+    code = match[1] or match[2] or match[3]
+    if code is None:
+        return match[0] if match[4] in 'nrt"\\[]' else f"\\x{ord(match[4]):02x}"
+    value = int(code, 16)
+    if value > 0x10FFFF or 0xD800 <= value < 0xE000:
+        raise ValueError(f"{match[0]} is no character")
+    return f"\\x{value:02x}" if value < 0x80 else chr(value)
 
 
 # ── the vocabulary, as llguidance wants it ───────────────────────────────────────────────────────

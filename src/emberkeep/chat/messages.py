@@ -12,7 +12,8 @@ from itertools import pairwise
 
 from emberkeep.chat.dialects.table import TAGGED
 from emberkeep.text import shorten
-from emberkeep.types.request import Json, Message, Request, Tool, ToolCall
+from emberkeep.types.cache import EntryKind, Label
+from emberkeep.types.request import Json, Message, Request, Tool, ToolCall, Ttl
 from emberkeep.values import dataclass
 
 _HEAD_CHARS = 80
@@ -123,6 +124,37 @@ def _plain(request: Request, messages: Sequence[Message]) -> Json:
 def _digest(kind: str, value: Json) -> str:
     data = json.dumps([kind, value], sort_keys=True, default=str).encode("utf-8", "surrogatepass")
     return hashlib.blake2b(data, digest_size=12).hexdigest()
+
+
+def label_of(request: Request) -> Label:
+    """What the state that `request` leaves behind is called."""
+    keys = cache_keys(request)
+    is_prefix = request.execution.is_prefix and not request.conversation_id
+    if is_prefix and request.prompt is None and keys.stable and is_stable(request):
+        return stable_label(request, keys.stable)
+    return Label(
+        kind=EntryKind.PREFIX if is_prefix else EntryKind.CONVERSATION,
+        key=keys.entry,
+        head=head_of(request),
+        ttl=request.ttl,
+        name=request.conversation_id or request.cache_key or "",
+        source=keys.stable or keys.prefix or "",
+    )
+
+
+def stable_label(request: Request, key: str) -> Label:
+    ttl = request.ttl if request.execution.is_prefix else _stable_ttl(request)
+    return Label(EntryKind.PREFIX, key, stable_head(request), ttl, source=key)
+
+
+def _stable_ttl(request: Request) -> Ttl | None:
+    """None: nothing is said about it."""
+    count = len(stable_messages(request.messages))
+    return next((one.ttl for one in request.breakpoints if one.messages <= count and one.ttl != Ttl.SHORT), None)
+
+
+def is_stable(request: Request) -> bool:
+    return len(stable_messages(request.messages)) == len(request.messages)
 
 
 # ── where a character of the prompt belongs ──

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
-
-import numpy as np
 
 from emberkeep.chat.infill import infill_text
 from emberkeep.chat.messages import (
     CacheKeys,
     Place,
     cache_keys,
-    head_of,
+    is_stable,
     message_ends,
     place_of,
     stable_hash,
-    stable_head,
+    stable_label,
     stable_messages,
     with_moved,
 )
 from emberkeep.chat.messages import (
     common_prefix as common_prefix_chars,
 )
+from emberkeep.chat.prompt_tokens import PromptTokenizer, TokenizedText
 from emberkeep.chat.seams import SeamedTemplate, SeamedText
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.errors import ContextExceeded, InvalidField, Overloaded, TemplateFailed
-from emberkeep.text import alternatives
 from emberkeep.token_arrays import TokenArray, common_prefix
-from emberkeep.types.cache import EntryKind, Label
+from emberkeep.types.cache import Label
 from emberkeep.types.events import Admitted, Marked
 from emberkeep.types.models import Vocab
 from emberkeep.types.request import EXACT, Breakpoint, Lineage, Message, Request, Tool, Ttl
@@ -49,8 +45,6 @@ _NOT_RENDERED = (TemplateFailed, Overloaded)
 """No failures where an answer can do without: it is there already, or on its way."""
 _PROBES = ("1", "x")
 """First letters of a user's message that no tokenizer joins with each other."""
-_REMEMBERED_CHARS = 8 << 20
-_LONG_CHARS = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,44 +72,6 @@ class Splice:
     @property
     def saved(self) -> int:
         return self.end - self.start - len(self.insert)
-
-
-@dataclass(slots=True)
-class TokenizedText:
-    """A text as tokens."""
-
-    ids: list[int]
-    ends: list[tuple[int, int]]
-    """Places, in characters of the text and in tokens, where one ends and the other does too."""
-    is_given: bool = False
-    """The ids came from a client, or are the end of something: the tokenizer may make others of the text."""
-
-    def add(self, ids: Sequence[int], at: int, *, is_whole: bool = True) -> None:
-        """Tokens for the text up to `at`, or (not `is_whole`) beyond it."""
-        self.ids += ids
-        if is_whole:
-            self.ends.append((at, len(self.ids)))
-
-    def skip_to(self, at: int, is_end: bool) -> None:
-        """The text up to `at` has its tokens already; they end there or beyond."""
-        if is_end:
-            self.ends.append((at, len(self.ids)))
-
-    def offset_of(self, position: int, text_of: Callable[[Sequence[int]], str]) -> int:
-        """About where in the text the token at `position` begins."""
-        at, start = max((end for end in self.ends if end[1] <= position), key=lambda end: end[1], default=(0, 0))
-        return at + len(text_of(self.ids[start:position]))
-
-    def position_at(self, text: str, offset: int, pieces: Sequence[bytes]) -> int:
-        """How many tokens lie wholly within the first `offset` characters of `text`, whose tokens these are."""
-        at, position = max((end for end in self.ends if end[0] <= offset), default=(0, 0))
-        room = len(text[at:offset].encode("utf-8", "surrogatepass"))
-        for token in self.ids[position:] if room else ():
-            room -= len(pieces[token])
-            if room < 0:
-                break
-            position += 1
-        return position
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +177,7 @@ class PromptBuilder:
         messages = request.messages if messages is None else messages
         stored = self._stored(lineage)
         written, tokenized, ahead = self._tokenize(request, messages, lineage, stored)
-        tokens = np.array(tokenized.ids, np.int32)
-        return Prompt(messages, written, tokenized, tokens, lineage, cache_keys(request), ahead)
+        return Prompt(messages, written, tokenized, tokenized.as_array(), lineage, cache_keys(request), ahead)
 
     def shorten(self, request: Request, lineage: Lineage, messages: tuple[Message, ...], longer: Prompt) -> Prompt:
         """A chat of which `longer` is a longer version: what both end with has the tokens that it has there."""
@@ -238,8 +193,7 @@ class PromptBuilder:
         gone = position - len(head.ids)
         tail = [(end - moved_up, token - gone) for end, token in ends if end > at]
         tokenized = TokenizedText(head.ids + ids[position:], head.ends + tail)
-        tokens = np.array(tokenized.ids, np.int32)
-        return Prompt(messages, written, tokenized, tokens, lineage, longer.keys, longer.read_ahead)
+        return Prompt(messages, written, tokenized, tokenized.as_array(), lineage, longer.keys, longer.read_ahead)
 
     def end_of(self, request: Request, lineage: Lineage, limit: int) -> Prompt:
         """The last `limit` tokens of a raw prompt, the first of which stays what the model wants there."""
@@ -250,9 +204,8 @@ class PromptBuilder:
         has_lead = limit > 1 and ids[0] == self._vocab.bos
         ids = (ids[0], *ids[1:][1 - limit :]) if has_lead else ids[-limit:]
         tokenized = TokenizedText(list(ids), [], is_given=True)
-        tokens = np.array(ids, np.int32)
         written = SeamedText(self.detokenize(ids))
-        return Prompt((), written, tokenized, tokens, lineage, cache_keys(request))
+        return Prompt((), written, tokenized, tokenized.as_array(), lineage, cache_keys(request))
 
     # ── one that fits ──
 
@@ -312,7 +265,7 @@ class PromptBuilder:
         except _NOT_RENDERED:
             return None
         is_there = 0 < len(ids) < len(prompt) and common_prefix(ids, prompt.tokens) == len(ids)
-        return Stable(_stable_label(request, key), len(ids)) if is_there else None
+        return Stable(stable_label(request, key), len(ids)) if is_there else None
 
     def marked(self, request: Request, prompt: Prompt) -> Marked:
         """How much of a prompt lies before its breakpoints. Nothing waits for it, as for its stable beginning."""
@@ -366,7 +319,7 @@ class PromptBuilder:
             self.check_ids(request.prompt, "prompt")
             tokenized = TokenizedText(list(request.prompt), [], is_given=True)
             return SeamedText(self.detokenize(request.prompt)), tokenized, frozenset()
-        if request.execution.is_prefix and request.prompt is None and _is_stable(request):
+        if request.execution.is_prefix and request.prompt is None and is_stable(request):
             ids = self._stable_prefix(request, lineage).tolist()
             return SeamedText(self.detokenize(ids)), TokenizedText(ids, []), frozenset()
         written = self._raw_text(request) if request.prompt is not None else self._render(request, messages)
@@ -430,8 +383,7 @@ class PromptBuilder:
             messages = [*stable, Message("user", probe)]
             written = self._template.render(messages, request.tools, args=request.template_args)
             replay, before = self._stored(lineage).replay, self.lead(written)
-            ids = self._tokenizer.tokenize(written, replay=replay, before=before).ids
-            tokenized.append(np.array(ids, np.int32))
+            tokenized.append(self._tokenizer.tokenize(written, replay=replay, before=before).as_array())
         return tokenized[0][: common_prefix(*tokenized)]
 
     def _borders(self, request: Request, prompt: Prompt) -> frozenset[int]:
@@ -492,151 +444,3 @@ def splice_between(longer: Prompt, shorter: Prompt, *, may_shift: bool) -> Splic
     same = min(common_prefix(source[::-1], tokens[::-1]), most, len(tokens) - start - 1)
     end, at = len(source) - same, len(tokens) - same
     return Splice(source, start, end, tokens[start:at], may_shift)
-
-
-def label_of(request: Request) -> Label:
-    """What the state that `request` leaves behind is called."""
-    keys = cache_keys(request)
-    is_prefix = request.execution.is_prefix and not request.conversation_id
-    if is_prefix and request.prompt is None and keys.stable and _is_stable(request):
-        return _stable_label(request, keys.stable)
-    return Label(
-        kind=EntryKind.PREFIX if is_prefix else EntryKind.CONVERSATION,
-        key=keys.entry,
-        head=head_of(request),
-        ttl=request.ttl,
-        name=request.conversation_id or request.cache_key or "",
-        source=keys.stable or keys.prefix or "",
-    )
-
-
-def _stable_label(request: Request, key: str) -> Label:
-    ttl = request.ttl if request.execution.is_prefix else _stable_ttl(request)
-    return Label(EntryKind.PREFIX, key, stable_head(request), ttl, source=key)
-
-
-def _stable_ttl(request: Request) -> Ttl | None:
-    """None: nothing is said about it."""
-    count = len(stable_messages(request.messages))
-    return next((one.ttl for one in request.breakpoints if one.messages <= count and one.ttl != Ttl.SHORT), None)
-
-
-def _is_stable(request: Request) -> bool:
-    return len(stable_messages(request.messages)) == len(request.messages)
-
-
-# ── text to token ids, without tokenizing a long history again on every turn ──
-
-Replay = Callable[[Sequence[int], bytes, int, Set[int]], tuple[tuple[int, ...], int]]
-"""(ids before, a text between two seams, a start, borders) to the ids that were really sampled for the text from
-that start, and where it ends, one of the borders; ((), start) if nothing is known.
-
-The ids before are the list being built: read it, do not keep it. The text may begin with the template's own
-words (ChatML: `assistant`, a line break, `Hello`), which the answer has to cover as well.
-"""
-
-
-class PromptTokenizer:
-    """Safe to use from several threads."""
-
-    def __init__(self, vocab: Vocab) -> None:
-        self._vocab = vocab
-        self._border = alternatives(vocab.specials if vocab.splits_at_specials else ())
-        self._known = _Fragments(_REMEMBERED_CHARS)
-        # Some vocabularies put a blank before every stretch of text.
-        first = vocab.tokenize("a")[:1]
-        self._longest_piece = max(map(len, vocab.pieces), default=1) or 1
-        self._blank = b" " if first and vocab.pieces[first[0]].startswith(b" ") else b""
-
-    def fewest(self, text: str) -> int:
-        """`text` has no fewer tokens. Takes milliseconds for a million characters."""
-        specials = 0
-        if self._border is not None and len(text) > _LONG_CHARS:
-            specials = sum(1 for _ in self._border.finditer(text))
-        return max(len(text) // self._longest_piece, specials)
-
-    def encode(self, text: str, *, replay: Replay | None = None, before: Sequence[int] = ()) -> list[int]:
-        """`before` and the token ids of `text`; `replay` is asked at every stretch between special tokens.
-
-        Blocks; mutates nothing but the memory of fragments.
-        """
-        return self.tokenize(SeamedText(text), replay=replay, before=before).ids
-
-    def tokenize(
-        self, written: SeamedText, *, replay: Replay | None = None, before: Sequence[int] = ()
-    ) -> TokenizedText:
-        """As `encode`, with where each stretch of the text ends."""
-        tokenized = TokenizedText(list(before), [(0, len(before))])
-        at = 0
-        for part in written.parts:
-            self._add(part, at, tokenized, replay)
-            at += len(part)
-        return tokenized
-
-    def _add(self, part: str, at: int, tokenized: TokenizedText, replay: Replay | None) -> None:
-        """The tokens of what stands at `at` between two seams. Nothing that is replayed goes beyond its end."""
-        fragments = list(self._fragments(part))
-        encoded = [self._bytes_of(*fragment) for fragment in fragments]
-        ends = list(accumulate(map(len, encoded)))
-        data, borders = b"".join(encoded), frozenset(ends)
-        covered = 0
-        for (fragment, special), begin, end in zip(fragments, [0, *ends], ends, strict=False):
-            at += len(fragment)
-            if begin < covered:
-                tokenized.skip_to(at, end == covered)
-                continue
-            if special is not None:
-                tokenized.add((special,), at)
-                continue
-            replayed, covered = replay(tokenized.ids, data, begin, borders) if replay else ((), begin)
-            tokenized.add(replayed or self._ids_of(fragment), at, is_whole=covered <= end)
-
-    def _bytes_of(self, fragment: str, special: int | None) -> bytes:
-        """The bytes that its tokens stand for."""
-        data = fragment.encode("utf-8", "surrogatepass")
-        return data if special is not None else self._blank + data
-
-    def _fragments(self, text: str) -> Iterator[tuple[str, int | None]]:
-        """Text fragments (with None) and special tokens (with their id), in order."""
-        start = 0
-        for match in self._border.finditer(text) if self._border is not None else ():
-            if match.start() > start:
-                yield text[start : match.start()], None
-            yield match[0], self._vocab.specials.get(match[0])
-            start = match.end()
-        if start < len(text):
-            yield text[start:], None
-
-    def _ids_of(self, fragment: str) -> tuple[int, ...]:
-        known = self._known.get(fragment)
-        if known is None:
-            known = tuple(self._vocab.tokenize(fragment))
-            self._known.put(fragment, known)
-        return known
-
-
-class _Fragments:
-    """The most recently used tokenisations, bounded by the characters they stand for."""
-
-    def __init__(self, max_chars: int) -> None:
-        self._room = max_chars
-        self._max_chars = max_chars
-        self._ids: OrderedDict[str, tuple[int, ...]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, fragment: str) -> tuple[int, ...] | None:
-        with self._lock:
-            ids = self._ids.get(fragment)
-            if ids is not None:
-                self._ids.move_to_end(fragment)
-            return ids
-
-    def put(self, fragment: str, ids: tuple[int, ...]) -> None:
-        with self._lock:
-            if fragment in self._ids or len(fragment) > self._max_chars:
-                return
-            self._ids[fragment] = ids
-            self._room -= len(fragment)
-            while self._room < 0:
-                oldest, _ = self._ids.popitem(last=False)
-                self._room += len(oldest)

@@ -9,7 +9,7 @@ from dataclasses import astuple
 
 from emberkeep.chat.dialects.table import HARMONY, TAGGED
 from emberkeep.chat.messages import CALL_FORMS, CallForm, common_prefix, values_for
-from emberkeep.chat.output import SectionKind, Sections
+from emberkeep.chat.sections import SectionKind, Sections
 from emberkeep.errors import TemplateFailed
 from emberkeep.types.request import Json, Message, Tool, ToolCall
 from emberkeep.values import dataclass

@@ -11,7 +11,8 @@ from time import monotonic
 
 import numpy as np
 
-from emberkeep.chat.prompt import Prompt, Splice, Stable, label_of
+from emberkeep.chat.messages import label_of
+from emberkeep.chat.prompt import Prompt, Splice, Stable
 from emberkeep.kv.entries import Entry, EntryId
 from emberkeep.kv.tree import Chunk, Cursor, Made, Span, place_at
 from emberkeep.sched.drafts import SequenceDrafts
