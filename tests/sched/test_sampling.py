@@ -65,12 +65,9 @@ def test_a_seed_makes_draws_repeatable():
     assert draws(replace(PLAIN, seed=None)) != draws(replace(PLAIN, seed=None))
 
 
-def test_temperature_zero_takes_the_most_likely():
-    assert support(Sampling(temperature=0), np.array([1, 3, 2], np.float32)) == {1}
-
-
-def test_greedy_takes_the_first_of_equals():
-    assert support(Sampling(temperature=0), np.array([1, 3, 3], np.float32)) == {1}
+@pytest.mark.parametrize("logits", [[1, 3, 2], [1, 3, 3]])
+def test_greedy_takes_the_first_of_the_likeliest(logits):
+    assert support(Sampling(temperature=0), np.array(logits, np.float32)) == {1}
 
 
 def test_only_a_plain_greedy_sampler_does_without_logits():
@@ -83,50 +80,31 @@ def test_only_a_plain_greedy_sampler_does_without_logits():
         assert not Sampler(replace(greedy, **settings)).takes_likeliest
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 4, 5, 50])
-def test_top_k_leaves_the_k_most_likely(top_k):
-    assert support(replace(PLAIN, top_k=top_k)) == set(range(min(top_k, 5)))
-
-
-@pytest.mark.parametrize("top_k", [0, -1])
-def test_top_k_of_nothing_leaves_everything(top_k):
-    assert support(replace(PLAIN, top_k=top_k)) == set(range(5))
+@pytest.mark.parametrize(
+    ("settings", "left"),
+    [
+        *(({"top_k": k}, set(range(min(k, 5)))) for k in (1, 2, 4, 5, 50)),
+        *(({"top_k": k}, set(range(5))) for k in (0, -1)),  # as good as none
+        *(
+            ({"top_p": p}, set(range(n)))
+            for p, n in ((0.0, 1), (0.5, 1), (0.51, 2), (0.75, 2), (0.8, 3), (1.0, 5))
+        ),
+        *(({"min_p": p}, set(range(n))) for p, n in ((1.0, 1), (0.6, 1), (0.4, 2), (0.2, 3), (0.1, 5), (0.0, 5))),
+        # The entropy is 1.875 bits: token 1 (2 bits) is the most typical, then 0 (1) and 2 (3 bits).
+        *(({"typical_p": p}, left) for p, left in ((0.2, {1}), (0.7, {0, 1}), (1.0, set(range(5))))),
+        ({"top_k": 4, "top_p": 0.9, "min_p": 0.3}, {0, 1}),
+        ({"logit_bias": {4: 100.0}}, {4}),
+        ({"logit_bias": {0: -100.0, 1: -100.0}}, {2, 3, 4}),
+        ({"logit_bias": {3: 100.0}, "temperature": 0}, {3}),
+    ],
+)
+def test_only_what_the_settings_leave_is_drawn(settings, left):
+    assert support(replace(PLAIN, **settings)) == left
 
 
 def test_top_k_looks_far_below_the_best_when_it_must():
     logits = np.array([0, -50, -60, -10], np.float32)
     assert support(replace(PLAIN, top_k=2, temperature=100.0), logits) == {0, 3}
-
-
-@pytest.mark.parametrize(
-    ("top_p", "left"), [(0.0, 1), (0.5, 1), (0.51, 2), (0.75, 2), (0.8, 3), (0.9, 4), (1.0, 5)]
-)
-def test_top_p_leaves_the_fewest_that_reach_it(top_p, left):
-    assert support(replace(PLAIN, top_p=top_p)) == set(range(left))
-
-
-@pytest.mark.parametrize(("min_p", "left"), [(1.0, 1), (0.6, 1), (0.4, 2), (0.2, 3), (0.1, 5), (0.0, 5)])
-def test_min_p_leaves_what_is_likely_relative_to_the_best(min_p, left):
-    assert support(replace(PLAIN, min_p=min_p)) == set(range(left))
-
-
-def test_typical_p_leaves_what_is_as_surprising_as_expected():
-    """The entropy here is 1.875 bits: token 1 (2 bits) is the most typical, then 0 (1) and 2 (3 bits)."""
-    assert support(replace(PLAIN, typical_p=0.2)) == {1}
-    assert support(replace(PLAIN, typical_p=0.7)) == {0, 1}
-    assert support(replace(PLAIN, typical_p=1.0)) == set(range(5))
-
-
-def test_settings_work_together():
-    settings = replace(PLAIN, top_k=4, top_p=0.9, min_p=0.3)
-    assert support(settings) == {0, 1}
-
-
-def test_bias_moves_single_tokens():
-    assert support(replace(PLAIN, logit_bias={4: 100.0})) == {4}
-    assert support(replace(PLAIN, logit_bias={0: -100.0, 1: -100.0})) == {2, 3, 4}
-    greedy = Sampling(temperature=0, logit_bias={3: 100.0})
-    assert support(greedy) == {3}
 
 
 def repeated(settings: Sampling, logits: list[float], count: int) -> list[int]:

@@ -17,7 +17,7 @@ Ints = npt.NDArray[np.intp]
 _WINDOWS = (4.0, 8.0, 16.0, 32.0)
 """Distances below the highest logit in which candidates are looked for before the whole vocabulary is sorted."""
 _BLOCK = 64
-"""Of so many logits the highest is taken first, to find the highest of all."""
+"""The highest of all logits is looked for among the highest of every so many."""
 
 
 def top_k(logits: Floats, count: int) -> Ints:

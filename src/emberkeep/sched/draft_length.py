@@ -14,9 +14,9 @@ Seconds = Callable[[int, int, int], float]
 many of them have logits after them."""
 
 WORTH = 1.03
-"""By so much more tokens per second at least: what was measured is not exact, and drafting takes time, too."""
+"""Drafting has to give so many times the tokens per second: measurements are not exact, and it takes time, too."""
 _WORTH_BESIDE = 0.02
-"""And by so much more for each other sequence: steps were measured with one, and beside others rows cost more."""
+"""And so much more for each other sequence: steps were measured with one, and beside others rows cost more."""
 CERTAIN = 0.995
 
 

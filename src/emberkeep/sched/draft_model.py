@@ -71,7 +71,7 @@ class DraftModel:
         self._planner = Planner(batch, min(prefill_slice, batch), loaded.store.costs.evaluate)
         self._times = _StepTimes(loaded.engine)
         self._shadows: dict[Sequence, Sequence] = {}
-        """By the sequence that they belong to."""
+        """The shadow of each sequence."""
         self._warming: deque[Sequence] = deque()
         """Shadows of prefixes that only are to be ready."""
         self._steps = self._evaluated = 0
@@ -358,7 +358,7 @@ class _Writing:
         return Rows(shadow.slot, shadow.computed, tokens, self.outputs)
 
     def latest_row(self) -> int:
-        """Of its logits, those of the latest token."""
+        """Which of its rows of logits is that of the latest token."""
         return 0 if self.tokens else self.outputs - 1
 
     def next_rows(self) -> Rows:

@@ -17,10 +17,10 @@ Breakers = Mapping[int, tuple[tuple[int, ...], ...]]
 nothing, mostly."""
 
 _MOST_BYTES = 40
-"""Of a text that ends repetitions; what is longer is cut."""
+"""A text that ends repetitions is cut to so many."""
 _MOST_TOKENS = 20
 _LARGEST_EXPONENT = 88.7228391
-"""Of e, as a float32."""
+"""The largest power of e that a float32 holds."""
 
 
 class Dry:
@@ -62,8 +62,8 @@ class Dry:
 
 
 def _repetitions(tokens: TokenArray, least: int, most: int) -> dict[int, int]:
-    """Of each token that came before after the same tokens as now: after how many of them, `least` at least. More
-    than `most` are not told apart."""
+    """Each token that followed the same tokens as come last now, with how many those are: `least` at least, and
+    more than `most` count as `most`."""
     ends = np.arange(1, len(tokens))
     found: dict[int, int] = {}
     for length in range(most + 1):

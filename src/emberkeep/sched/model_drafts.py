@@ -21,18 +21,18 @@ from emberkeep.values import dataclass
 _MOST = 16
 """Tokens that are drafted for one answer in one step, at most."""
 _SLICE = 1.0
-"""Of the time of a step: about as long it may take besides to catch up with a sequence."""
+"""Times what a step takes: about so long it may take besides to catch up with a sequence."""
 _HARDLY_MORE = 1.2
 """Times what a step takes with the drafts that are best: one with twice as many may take so long."""
 _FURTHER = 4
 """Tokens more than what was best so far that are still looked at."""
 _WORTH_CATCHING_UP = 0.5
-"""Of the time that is gained in the rest of the answers, at most `_USUAL_REST` tokens."""
+"""The share that catching up may take of the time gained in the rest of the answers (`_USUAL_REST` tokens)."""
 _USUAL_REST = 256
 _LEFT_OUT = 7
 """Steps after one in which it was not worth it: looking again would take time, too."""
 _FOR_TRIALS = 0.01
-"""Of the time: to find out whether a model that was not worth it has become so."""
+"""The share of the time in which a model that was not worth it is tried again."""
 _ASSUMED = 0.7
 """How likely a token is accepted, before anything is known."""
 _PRIOR = 4.0

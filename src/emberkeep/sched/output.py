@@ -32,7 +32,7 @@ class Ending:
     lookup: LookupRecord
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    """Of the drafted ones."""
+    """How many of the drafted tokens are part of the answer."""
     slot: int = -1
     saved_ms: float = 0.0
 

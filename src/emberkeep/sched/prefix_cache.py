@@ -46,7 +46,7 @@ tokens, and as much room as many."""
 _SAVED_AT_ONCE = 4096
 """Tokens that are stored between two steps at most."""
 _UNPACKED = 0.75
-"""Of the bytes of exact state: what is packed has little more than half of them at most."""
+"""A chunk with less than this share of the bytes of exact state is packed: that leaves little more than half."""
 _WORTH_A_CHUNK = 16
 """Tokens that are worth a file of their own where sequences branch; fewer are stored once per branch."""
 
@@ -176,7 +176,7 @@ class PrefixCache:
         return True
 
     def _in_whole_chunks(self, sequence: Sequence, hot: HotMatch, match: Match) -> HotMatch:
-        """Of what is hot, as much as is not loaded: a chunk that is loaded at all is loaded whole.
+        """The part of what is hot that is not loaded: a chunk that is loaded at all is loaded whole.
 
         The part of it that is hot would leave a gap behind, so that cells lie elsewhere than at the first time.
         """

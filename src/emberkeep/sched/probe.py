@@ -48,21 +48,21 @@ class MachineFacts:
     copy_speed: Reading = Reading(2e9)
     """Within RAM, by one thread."""
     disk_speed: Reading = Reading(1e8)
-    """Of reading in the data folder."""
+    """Reading in the data folder."""
     step_seconds: Reading = Reading(0.5)
-    """Of one token alone."""
+    """Evaluating one token alone."""
     load_speed: Reading | None = None
     """From RAM to the device; None where that has no memory of its own, or the engine cannot measure it."""
     device_speed: Reading | None = None
-    """Of reading and writing within that memory."""
+    """Reading and writing within that memory."""
 
     @property
     def speeds(self) -> str:
         """As a person reads them."""
-        told = {"RAM is copied at": self.copy_speed, "the data folder read at": self.disk_speed}
+        parts = {"RAM is copied at": self.copy_speed, "the data folder read at": self.disk_speed}
         device = {f"RAM goes to {self.device} at": self.load_speed, "memory there is used at": self.device_speed}
-        told |= {what: reading for what, reading in device.items() if reading is not None}
-        return ", ".join(f"{what} {_rate(reading)}" for what, reading in told.items())
+        parts |= {what: reading for what, reading in device.items() if reading is not None}
+        return ", ".join(f"{what} {_rate(reading)}" for what, reading in parts.items())
 
     def json(self) -> dict[str, Json]:
         return asdict(self)

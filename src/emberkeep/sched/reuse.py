@@ -76,15 +76,15 @@ class Reuse:
         )
 
     def only(self, length: int, moved: int = 0, behind: int = 0) -> None:
-        """Of what was loaded, only the first tokens were of use, and `moved` that were moved up, `behind` so many
-        others."""
+        """Only the first `length` tokens of what was loaded were of use, and `moved` ones that were moved up to
+        stand `behind` so many others."""
         kept, self.spans = self.spans, []
         for start, end, source in kept:
             self.add(start, min(end, length), source)
         self.add(length + behind, length + behind + moved, Source.MOVED)
 
     def sources(self, length: int) -> tuple[Sourced, ...]:
-        """Of the first `length` tokens: what has no other source was evaluated."""
+        """Where the state of the first `length` tokens came from: what has no other source was evaluated."""
         found: list[Sourced] = []
         reached = 0
         for start, end, source in (*self.spans, (length, length, Source.EVALUATED)):
@@ -127,7 +127,7 @@ class Shapes:
         return first
 
     def within(self, start: int, end: int) -> Made:
-        """Of the positions [start, end): all kinds of steps, and whether all up to `end` are reproducible."""
+        """All kinds of steps of the positions [start, end), and whether all up to `end` are reproducible."""
         found = Made.UNKNOWN
         for begin, stop, made in self._spans(end):
             if max(begin, start) < min(stop, end):

@@ -195,7 +195,7 @@ class Sequence:
 
     @property
     def lineage(self) -> Lineage:
-        """Of what it computes now: its own from the first token on that rests on something moved or spliced."""
+        """Whose state it computes now: its own, from the first token on that rests on something moved or spliced."""
         return self._lineage.stored if self.approximate_from is None else self._lineage
 
     def shown_to(self, lineage: Lineage) -> int:
@@ -211,7 +211,7 @@ class Sequence:
         return self.pieces[0].start if self.pieces else len(self.tokens)
 
     def forget(self) -> None:
-        """Of its user nothing may be left: it is answered, and leaves nothing behind."""
+        """Its user is forgotten: it is answered, and leaves nothing behind."""
         self.is_kept, self.label, self.stable = False, None, None
         self.saving = None
 
@@ -330,7 +330,7 @@ class Sequence:
         self.holds(self.computed + count, made)
 
     def accept(self, drafted: int, accepted: int) -> None:
-        """Of so many drafted tokens, evaluated after its last one, the first `accepted` were sampled, too."""
+        """The first `accepted` of so many drafted tokens, evaluated after its last one, were sampled, too."""
         self.drafted_tokens += drafted
         self.accepted_tokens += accepted
         self.holds(self.computed + accepted, Made.NARROW)

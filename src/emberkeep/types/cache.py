@@ -107,7 +107,7 @@ class TreeNode:
     """In it, and in it with everything below."""
     hot_tokens: int
     warm_tokens: int
-    """Of `own_tokens`, each counted in the fastest tier that has it; the others are on disk."""
+    """How many of `own_tokens`, each counted in the fastest tier that has it; the others are on disk."""
     bytes: int
     chunks: int
     """In it. A chunk in which texts part counts where it begins."""
@@ -118,9 +118,9 @@ class TreeNode:
     user: str
     is_shared: bool
     is_exact: bool
-    """Of several branches these are those of the first."""
+    """Several branches show those of the first."""
     entries: tuple[EntryEnd, ...]
-    """Of those that end in it, the furthest first."""
+    """Some that end in it, the furthest first."""
     more_entries: int
     """How many end in it besides."""
 
@@ -173,7 +173,7 @@ class Verified:
     """Tokens of the continuation, and how many were equal before the first difference."""
     wide_tokens: int = 0
     reproducible_tokens: int = 0
-    """Of the reused ones: as in `LookupRecord`."""
+    """How many of the reused ones: as in `LookupRecord`."""
 
     @property
     def narrow_tokens(self) -> int:

@@ -47,7 +47,7 @@ class Embedded:
     """One for each input, in their order."""
     prompt_tokens: int
     cached_tokens: int
-    """Of the inputs whose vectors were known already."""
+    """Those of inputs whose vectors were known already."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import field, replace
 from enum import StrEnum
+from typing import Any
 
 from emberkeep.types.request import Message, ToolCall
 from emberkeep.values import dataclass
@@ -27,7 +28,7 @@ class Usage:
     cached_tokens: int = 0
     reasoning_tokens: int = 0
     accepted_prediction_tokens: int = 0
-    """Of the completion, those that were drafted before they were sampled."""
+    """Those of the completion that were drafted before they were sampled."""
     rejected_prediction_tokens: int = 0
     """Drafted, evaluated, and taken back."""
     marked: Marked = Marked()
@@ -196,7 +197,7 @@ class LookupRecord:
     repaired_tokens: int = 0
     """How many of them were evaluated again, through most of the layers."""
     wide_tokens: int = 0
-    """Of the reused ones, how many were computed in steps of many rows; those of few rows round differently."""
+    """How many of the reused ones were computed in steps of many rows; those of few rows round differently."""
     reproducible_tokens: int = 0
     """The first so many of the reused ones: evaluated again, alone and in steps of many rows, they have the very
     bytes that were stored."""
@@ -208,7 +209,7 @@ class LookupRecord:
     reason: MissReason = MissReason.NEW
     divergence: Divergence | None = None
     sources: tuple[Sourced, ...] = ()
-    """Of the whole prompt, in its order; empty where that is not known."""
+    """Where each part of the prompt came from, in its order; empty where that is not known."""
 
     @property
     def reused_tokens(self) -> int:
@@ -221,7 +222,7 @@ class LookupRecord:
 
     @property
     def narrow_tokens(self) -> int:
-        """Of the reused ones, how many were computed in steps of few rows, or in unknown ones."""
+        """How many of the reused ones were computed in steps of few rows, or in unknown ones."""
         return self.reused_tokens - self.wide_tokens
 
 
@@ -285,7 +286,7 @@ class PermissionAsked:
     call: ToolCall
     group: str
     id: str = ""
-    """Of the question: whoever has it can answer."""
+    """The question's: whoever has it can answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,7 +407,7 @@ Event = (
     Loading | Accepted | Progress | TextDelta | ReasoningDelta | ToolCallDelta | Finished | Completed | ToolEvent
 )
 Events = AsyncGenerator[Event, None]
-"""Of one answer. Closing it gives the answer up."""
+"""What happens during one answer. Closing it gives the answer up."""
 
 
 def merge_usage(completed: Sequence[Completed], *, are_rounds: bool = False) -> Completed:
@@ -418,37 +419,32 @@ def merge_usage(completed: Sequence[Completed], *, are_rounds: bool = False) -> 
     if len(completed) == 1:
         return first
     prompts = [last] if are_rounds else completed
-    timings = [one.timings for one in prompts]
+    usages, timings = [one.usage for one in completed], [one.timings for one in completed]
+    of_prompts = [one.timings for one in prompts]
+    fits = _merge_fits([one.fit for one in prompts])
     return Completed(
-        usage=Usage(
-            prompt_tokens=sum(one.usage.prompt_tokens for one in prompts),
-            completion_tokens=sum(one.usage.completion_tokens for one in completed),
-            cached_tokens=sum(one.usage.cached_tokens for one in prompts),
-            reasoning_tokens=sum(one.usage.reasoning_tokens for one in completed),
-            accepted_prediction_tokens=sum(one.usage.accepted_prediction_tokens for one in completed),
-            rejected_prediction_tokens=sum(one.usage.rejected_prediction_tokens for one in completed),
-            marked=last.usage.marked,
+        usage=replace(
+            last.usage,
+            **_sums([one.usage for one in prompts], "prompt_tokens", "cached_tokens"),
+            **_sums(usages, "completion_tokens", "reasoning_tokens"),
+            **_sums(usages, "accepted_prediction_tokens", "rejected_prediction_tokens"),
         ),
         timings=Timings(
-            cache_n=sum(one.cache_n for one in timings),
-            prompt_n=sum(one.prompt_n for one in timings),
-            prompt_ms=sum(one.prompt_ms for one in timings),
-            predicted_n=sum(one.timings.predicted_n for one in completed),
-            predicted_ms=sum(one.timings.predicted_ms for one in completed),
+            **_sums(of_prompts, "cache_n", "prompt_n", "prompt_ms"),
+            **_sums(timings, "predicted_n", "predicted_ms", "draft_n", "draft_n_accepted", "saved_ms"),
             ttft_ms=first.timings.ttft_ms if are_rounds else min(one.ttft_ms for one in timings),
             queue_ms=first.timings.queue_ms if are_rounds else max(one.queue_ms for one in timings),
-            draft_n=sum(one.timings.draft_n for one in completed),
-            draft_n_accepted=sum(one.timings.draft_n_accepted for one in completed),
-            saved_ms=sum(one.timings.saved_ms for one in completed),
         ),
         lookup=_merge_lookups([one.lookup for one in prompts]),
-        fit=replace(
-            _merge_fits([one.fit for one in prompts]),
-            evictions=tuple(eviction for one in completed for eviction in one.fit.evictions),
-        ),
+        fit=replace(fits, evictions=tuple(eviction for one in completed for eviction in one.fit.evictions)),
         answered_by=prompts[0].answered_by,
         hygiene=tuple(dict.fromkeys(name for one in completed for name in one.hygiene)),
     )
+
+
+def _sums(values: Sequence[object], *names: str) -> dict[str, Any]:
+    """The sum of each of these attributes."""
+    return {name: sum(getattr(value, name) for value in values) for name in names}
 
 
 def _merge_lookups(lookups: Sequence[LookupRecord]) -> LookupRecord:
@@ -457,15 +453,9 @@ def _merge_lookups(lookups: Sequence[LookupRecord]) -> LookupRecord:
         return lookups[0]
     missed = next((one for one in lookups if one.reason is not MissReason.NONE), lookups[0])
     return LookupRecord(
-        prompt_tokens=sum(one.prompt_tokens for one in lookups),
-        hot_tokens=sum(one.hot_tokens for one in lookups),
-        warm_tokens=sum(one.warm_tokens for one in lookups),
-        cold_tokens=sum(one.cold_tokens for one in lookups),
-        remote_tokens=sum(one.remote_tokens for one in lookups),
-        moved_tokens=sum(one.moved_tokens for one in lookups),
-        repaired_tokens=sum(one.repaired_tokens for one in lookups),
+        **_sums(lookups, "prompt_tokens", "hot_tokens", "warm_tokens", "cold_tokens", "remote_tokens"),
+        **_sums(lookups, "moved_tokens", "repaired_tokens", "load_ms"),
         is_approximate=any(one.is_approximate for one in lookups),
-        load_ms=sum(one.load_ms for one in lookups),
         reason=missed.reason,
         divergence=missed.divergence,
     )
@@ -475,7 +465,5 @@ def _merge_fits(fits: Sequence[Fit]) -> Fit:
     """The plan is the one that was predicted to need most."""
     return replace(
         max(fits, key=lambda one: one.predicted_bytes),
-        truncated_tokens=sum(one.truncated_tokens for one in fits),
-        truncated_messages=sum(one.truncated_messages for one in fits),
-        recalled=sum(one.recalled for one in fits),
+        **_sums(fits, "truncated_tokens", "truncated_messages", "recalled"),
     )

@@ -97,7 +97,7 @@ class Forgotten:
     conversations: int = 0
     responses: int = 0
     bytes: int = 0
-    """By how much the file has become smaller."""
+    """The file has become so much smaller."""
 
 
 @dataclass(frozen=True, slots=True)

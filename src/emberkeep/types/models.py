@@ -35,7 +35,7 @@ class ExpertStats:
     """Whether anything is being counted now."""
     experts: int
     experts_used: int | None
-    """By each token, in each layer; None where layers differ."""
+    """How many each token uses in each layer; None where layers differ."""
     layers: tuple[LayerExperts, ...]
     """Those that have counted something."""
 
@@ -73,7 +73,7 @@ class Quantization(StrEnum):
 
 
 class ModelState(StrEnum):
-    """Of a model that is loaded on demand."""
+    """How far a model is that is loaded on demand."""
 
     UNLOADED = "unloaded"
     LOADING = "loading"  # or waiting for its turn, or for memory

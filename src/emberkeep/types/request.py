@@ -116,7 +116,7 @@ EXACT = Lineage()
 
 
 def owner_of(name: str) -> str:
-    """Of a lineage by its name, also of one that is none of ours."""
+    """The owner of a lineage by its name, also where that is none of ours."""
     return name[1:].partition("~")[2] if name.startswith("~") else name
 
 

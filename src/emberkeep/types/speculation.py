@@ -10,7 +10,7 @@ from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 LENGTH_BUCKETS = 17
-"""Of `SourceStats.accepted_lengths`: 0 to 15 tokens have one each, and one is for 16 and more."""
+"""`SourceStats.accepted_lengths` has one for each of 0 to 15 tokens, and one for 16 and more."""
 
 
 class DraftSource(StrEnum):
@@ -53,7 +53,7 @@ class DraftModelStats:
     reason: str = ""
     """Why it drafts no more, in one sentence; empty where it does."""
     steps: int = 0
-    """Of its own engine."""
+    """Steps of its own engine."""
     evaluated_tokens: int = 0
     step_ms: float = 0.0
     """What one more drafted token takes."""
@@ -74,7 +74,7 @@ class SpeculationStats:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     sources: Mapping[str, SourceStats] = field(default_factory=dict)
-    """By the name of their `DraftSource`: those that have drafted something."""
+    """Those that have drafted something, by the name of their `DraftSource`."""
     draft_model: DraftModelStats | None = None
     """None: none is loaded."""
 

@@ -38,6 +38,6 @@ class TimelineRecord:
     first_token_at: float | None
     ended_at: float | None
     computed_tokens: int
-    """Of the prompt, what is in the engine now: reused or evaluated."""
+    """How much of the prompt is in the engine now, reused or evaluated."""
     sampled_tokens: int
     lookup: LookupRecord
