@@ -66,7 +66,7 @@ def served(folder: Path, model: str) -> Iterator[str]:
     (folder / "root" / "log.txt").write_text("The Zephyr came in at noon.\n")
     chosen = ["--model", model] if model else []
     data = ["--data-dir", str(folder / "data")]
-    tools = ["--server-tools", "--ask-permission", "--enable-tools", "read_file,write_file"]
+    tools = ["--server-tools", "ask", "--enable-tools", "read_file,write_file"]
     tools += ["--tools-root", str(folder / "root")]
     command = [sys.executable, "-m", "emberkeep"]
     serve = [*command, "serve", "--port", "0", "--ctx", "4096", *chosen, *data, *tools]

@@ -26,7 +26,7 @@ OTHER = Request(prompt="lighthouse " * 30, sampling=Sampling(temperature=0), max
 
 @pytest.fixture
 def engine() -> FakeEngine:
-    return FakeEngine()
+    return FakeEngine(batch=128)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ def harbour(tmp_path: Path, engine: ScriptedEngine) -> Iterator[Harbour]:
     root = tmp_path / "root"
     root.mkdir()
     (root / "log.txt").write_text("The Zephyr came in at noon.\n")
-    with Harbour(tmp_path, engine, server_tools=True, enable_tools=("files",), tools_root=root) as harbour:
+    with Harbour(tmp_path, engine, server_tools="safe", enable_tools=("files",), tools_root=root) as harbour:
         yield harbour
 
 
@@ -91,7 +91,7 @@ def test_who_wants_no_tools_gets_none(client, engine):
 
 @pytest.fixture
 def bare(tmp_path: Path, engine: ScriptedEngine) -> Iterator[Harbour]:
-    with Harbour(tmp_path, engine, server_tools=True, recall="tool", notools=True) as harbour:
+    with Harbour(tmp_path, engine, server_tools="safe", recall="tool", tools="off") as harbour:
         yield harbour
 
 
@@ -106,7 +106,7 @@ def test_with_notools_the_model_is_told_of_none(bare, engine):
 
 @pytest.mark.parametrize("choice", [ToolChoice("required"), ToolChoice("named", "ferry")])
 def test_with_notools_a_call_cannot_be_forced(bare, choice):
-    with pytest.raises(InvalidField, match=r"leaves tools out \(--notools\): give auto or none"):
+    with pytest.raises(InvalidField, match=r"leaves tools out \(--tools off\): give auto or none"):
         Client(bare).say("Hello", tools=(FERRY,), tool_choice=choice)
 
 
@@ -175,7 +175,7 @@ def test_a_warmed_prefix_is_the_beginning_of_such_chats(harbour, engine):
 def test_an_answer_has_one_place_for_all_its_rounds(tmp_path, engine):
     (tmp_path / "log.txt").write_text("At noon.")
     engine.will_say(READ, "It came at noon.")
-    settings = {"server_tools": True, "enable_tools": ("files",), "max_concurrent_per_user": 1}
+    settings = {"server_tools": "safe", "enable_tools": ("files",), "max_concurrent_per_user": 1}
     with Harbour(tmp_path, engine, tools_root=tmp_path, **settings) as harbour:
 
         async def ask() -> str:
@@ -195,7 +195,7 @@ def test_a_deadline_holds_for_all_rounds_together(tmp_path, engine):
     asked = Request(messages=(Message("user", "When?"),), deadline_s=0.2)
     sleeping = CALL.format("run_command", '{"command": "sleep 60"}')
     engine.will_say(sleeping, "Too late.")
-    with Harbour(tmp_path, engine, server_tools=True, enable_tools=("command",), tools_root=tmp_path) as harbour:
+    with Harbour(tmp_path, engine, server_tools="safe", enable_tools=("command",), tools_root=tmp_path) as harbour:
 
         async def ask() -> None:
             async for _ in harbour.backend.generate(asked):

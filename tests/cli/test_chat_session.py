@@ -168,7 +168,7 @@ def test_ctrl_c_ends_a_chat_that_reads_from_a_pipe() -> None:
     ("evicts", "way_out"),
     [
         (True, "say it in fewer words, a larger --ctx holds more.\n"),
-        (False, "/clear begins anew, a larger --ctx holds more, --evict lets old messages leave.\n"),
+        (False, "/clear begins anew, a larger --ctx holds more, --too-long evict lets old messages leave.\n"),
     ],
 )
 def test_an_error_is_explained_and_the_turn_forgotten(

@@ -341,9 +341,9 @@ def test_behind_a_chat_no_tools_run_for_a_server(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(chat, "open_model", open_model)
     monkeypatch.setattr(chat, "install_model", lambda config: None)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
-    config = Config(data_dir=tmp_path, tools="off", server_tools=True, enable_tools=("command",))
+    config = Config(data_dir=tmp_path, tools="off", server_tools="safe", enable_tools=("command",))
     chat.talk(config, None, chat.AnswerFlags(), is_saving=False)
-    assert [one.server_tools for one in opened] == [False]
+    assert [one.server_tools for one in opened] == ["off"]
 
 
 # ── others that answer ──

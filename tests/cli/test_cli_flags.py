@@ -46,9 +46,9 @@ def _no_settings_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_settings_are_settled_and_a_dataclass_is_filled() -> None:
-    harbour = Harbour("ctx", "evict", "enable_tools", "config")
-    harbour.moor("ark", "--ctx", "512", "--no-evict", "--enable-tools", "a,b", "--enable-tools", "c")
-    assert (harbour.config.ctx, harbour.config.evict) == (512, False)
+    harbour = Harbour("ctx", "memory", "enable_tools", "config")
+    harbour.moor("ark", "--ctx", "512", "--no-memory", "--enable-tools", "a,b", "--enable-tools", "c")
+    assert (harbour.config.ctx, harbour.config.memory) == (512, False)
     assert harbour.config.enable_tools == ("a", "b", "c")
     assert harbour.arguments == [Boat("ark", 7), "9"]
 

@@ -94,14 +94,14 @@ def test_the_engine_and_what_it_computes_with_are_flags(installed: list[Config],
 @pytest.mark.parametrize("command", ["serve", "chat"])
 def test_eviction_and_recall_are_flags(installed: list[Config], command: str) -> None:
     run(command)
-    run(command, "--no-evict", "--recall", "tool")
-    assert [(config.evict, config.recall) for config in installed] == [(True, "auto"), (False, "tool")]
+    run(command, "--too-long", "refuse", "--recall", "tool")
+    assert [(config.too_long, config.recall) for config in installed] == [("evict", "auto"), ("refuse", "tool")]
 
 
-def test_planning_is_switched_off_and_truncation_on_by_flags(installed: list[Config]) -> None:
+def test_memory_is_not_predicted_where_there_is_no_margin(installed: list[Config]) -> None:
     run("serve")
-    run("serve", "--no-planning", "--auto-truncate")
-    assert [(config.planning, config.auto_truncate) for config in installed] == [(True, False), (False, True)]
+    run("serve", "--memory-margin", "off")
+    assert [config.memory_margin for config in installed] == [0.1, None]
 
 
 def test_version_is_printed() -> None:

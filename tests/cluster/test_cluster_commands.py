@@ -28,7 +28,7 @@ def status(data_dir: Path) -> Json:
 
 def test_a_cluster_of_a_real_engine_is_started_updated_looked_at_and_stopped(tmp_path: Path) -> None:
     model, data_dir = tiny_gguf.dense(tmp_path / "tiny.gguf", template=CHATML), tmp_path / "data"
-    settings = ("--model", str(model), "--port", "0", "--cluster-replicas", "2")
+    settings = ("--model", str(model), "--port", "0", "--replicas", "2")
     with ServerProcess("-m", "emberkeep", "cluster", "serve", *settings, "--data-dir", str(data_dir)) as server:
         assert server.chat([{"role": "user", "content": "hello"}], max_tokens=4).completion_tokens == 4
         before = status(data_dir)

@@ -75,7 +75,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         model="fake",
         port=0,
         data_dir=tmp_path_factory.mktemp("cluster"),
-        cluster_replicas=REPLICAS,
+        replicas=(REPLICAS, REPLICAS),
         max_concurrent_per_user=PER_USER,
         ram_budget=96 << 20,
         log_level="warning",
@@ -394,7 +394,7 @@ def test_fewer_replicas_and_more_again_lose_no_request(cluster: Cluster) -> None
         for replicas in (2, REPLICAS):
             seen = load.answered
             assert eventually(lambda seen=seen: load.answered > seen + 10)
-            deploy(replace(cluster.config, queue=50, cluster_replicas=replicas), slow_models(STEP_S))
+            deploy(replace(cluster.config, queue=50, replicas=(replicas, replicas)), slow_models(STEP_S))
             assert len(status().replicas) == replicas
     assert not load.failed
     assert not load.broken
@@ -477,7 +477,7 @@ def test_a_real_cluster_reuses_what_the_simulated_one_does(cluster: Cluster, rep
     visits = conversations(10_000 * (replicas + len(routing)))  # which the gateway has never seen
     config = replace(
         cluster.config,
-        cluster_replicas=replicas,
+        replicas=(replicas, replicas),
         routing=routing,
         queue=60 + len(routing),  # else the replicas would stay, with what they know
         ram_budget=KEPT_BLOCKS * CHUNK_BYTES,

@@ -92,8 +92,7 @@ def test_a_folder_that_cannot_be_looked_into_is_told(tmp_path: Path) -> None:
 def test_what_is_for_all_replicas_is_shared_out(tmp_path: Path) -> None:
     config = Config(
         data_dir=tmp_path,
-        cluster_replicas=2,
-        cluster_max_replicas=4,
+        replicas=(2, 4),
         ram_budget=4 << 30,
         disk_budget=8 << 30,
     )

@@ -52,8 +52,8 @@ def test_a_flag_beats_a_variable_beats_the_file(tmp_path: Path) -> None:
     ("env", "expected"),
     [
         ({}, ("auto", None)),
-        ({"EMBERKEEP_SPECULATION": "off", "EMBERKEEP_DRAFT_MODEL": "none"}, ("off", None)),
-        ({"EMBERKEEP_DRAFT_MODEL": "small"}, ("auto", "small")),
+        ({"EMBERKEEP_SPECULATION": "off"}, ("off", None)),
+        ({"EMBERKEEP_SPECULATION": "small"}, ("small", "small")),
     ],
     ids=["default", "off", "model"],
 )
@@ -62,7 +62,7 @@ def test_drafts_are_configured(tmp_path: Path, env: dict[str, str], expected: tu
     assert (config.speculation, config.draft_model) == expected
 
 
-@pytest.mark.parametrize(("key", "value"), [("speculation", "on"), ("draft_model", "")])
+@pytest.mark.parametrize(("key", "value"), [("speculation", ""), ("residency", "partial:1"), ("replicas", "3-2")])
 def test_a_setting_of_drafts_that_is_out_of_bounds_is_named(tmp_path: Path, key: str, value: str) -> None:
     assert f"--{key.replace('_', '-')}" in refusal(tmp_path, {key: value})
 
@@ -271,13 +271,13 @@ def test_every_setting_has_a_help_text() -> None:
 
 @pytest.mark.parametrize(("given", "meant"), [("true", True), ("Off", False), ("1", True), (False, False)])
 def test_a_switch_is_on_or_off(given: object, meant: bool) -> None:
-    assert load_config({"planning": given}, env={}).config.planning is meant
+    assert load_config({"memory": given}, env={}).config.memory is meant
 
 
 @pytest.mark.parametrize("given", ["maybe", "", 1, None])
 def test_a_switch_is_nothing_else(tmp_path: Path, given: object) -> None:
     file = tmp_path / "emberkeep.json"
-    file.write_text(json.dumps({"auto_truncate": given}))
+    file.write_text(json.dumps({"memory": given}))
     with pytest.raises(ConfigError, match="true or false"):
         load_config({"config": file}, env={})
 

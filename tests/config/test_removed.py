@@ -45,5 +45,6 @@ def test_a_flag_is_refused_like_its_setting(flag: str) -> None:
     "page", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda page: page.name
 )
 def test_no_page_names_a_removed_setting(page: Path) -> None:
-    named = re.findall(r"`(?:--)?(?:no-)?([a-z_-]+)`", page.read_text(encoding="utf-8"))
+    text = "" if "decisions" in str(page) else page.read_text(encoding="utf-8")
+    named = re.findall(r"--(?:no-)?([a-z-]+)", text)
     assert [name for name in named if name.replace("-", "_") in REMOVED] == []

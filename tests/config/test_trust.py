@@ -15,12 +15,20 @@ from emberkeep.errors import ConfigError
 from emberkeep.library.emberkeep import Emberkeep
 
 HARMLESS = {
-    *("model", "draft_model"),  # as the names of installed models
+    *("model", "speculation"),  # as the names of installed models
     "threads",  # no more than there are cores
     *("ctx", "parallel", "kv_type", "flash_attention", "gpu_layers", "cpu_moe"),
-    *("tensor_split", "engine", "device", "dtype", "quantization", "attention", "residency", "keep_first"),
-    *("keep_last", "kv_bits", "approximate", "speculation", "auto_truncate"),
-    *("evict", "pooling", "reasoning"),
+    *(
+        "tensor_split",
+        "engine",
+        "device",
+        "dtype",
+        "quantization",
+        "attention",
+        "residency",
+    ),
+    *("kv_bits", "approximate", "too_long"),
+    *("pooling", "reasoning"),
 }
 """Before a setting comes in here: could somebody who writes it into a repository run, read, send or redirect
 something with it, fill the disk, take a limit or a protection away, or hide a warning?"""
@@ -70,7 +78,7 @@ def test_what_does_no_harm_counts_without_a_question(tmp_path: Path, key: str) -
     assert (loaded.origins[key], loaded.warning) == (f"file {file}", "")
 
 
-@pytest.mark.parametrize("key", ["model", "draft_model"])
+@pytest.mark.parametrize("key", ["model", "speculation"])
 @pytest.mark.parametrize(
     "value", ["./m", "m.gguf", "m.gguf ", " ./m", "own/er", "/m", "m:cloud", "..", ".", "~/m", 3, ["m"]]
 )

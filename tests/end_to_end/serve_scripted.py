@@ -19,7 +19,7 @@ from helpers.fake_backend import fake_backend
 
 def main() -> None:
     data_dir, port, tools, *texts = sys.argv[1:]
-    config = Config(data_dir=Path(data_dir), port=int(port), server_tools=True, enable_tools=(tools,))
+    config = Config(data_dir=Path(data_dir), port=int(port), server_tools="safe", enable_tools=(tools,))
     engine = ScriptedEngine(context=2048)
     with bind(config.host, config.port) as listener:
         backend = fake_backend(config, engine, template=TEMPLATE, name="scripted")

@@ -254,10 +254,10 @@ def test_damaged_files_are_noticed_and_evaluated_again(open_model: Open, kind: K
 
 
 def test_a_cancelled_prompt_keeps_what_was_evaluated(open_model: Open, kind: Kind) -> None:
-    with open_model(prefill_slice=128) as llm:
+    with open_model() as llm:
         chat = Chat(llm, kind)
         chat.messages = [Message("user", SYSTEM + SYSTEM + "who goes there?")]
-        with llm._start(chat.request(want_progress=True)) as stream:
+        with llm._start(chat.request(want_progress=True, prefill_slice=128)) as stream:
             reached = next(e.processed for e in stream.events() if isinstance(e, Progress) and e.processed)
         assert chat.checked().usage.cached_tokens >= reached > 100
 

@@ -79,10 +79,7 @@ def test_an_idle_server_stops_at_once_and_without_complaint(model: Path, tmp_pat
         assert " INFO " in asked and "POST /v1/chat/completions 200: " in asked
 
 
-def test_a_stopping_server_finishes_its_answers_and_takes_no_new_ones(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EMBERKEEP_DRAIN_S", "3600")  # a busy machine is no reason to cut it off
+def test_a_stopping_server_finishes_its_answers_and_takes_no_new_ones(model: Path, tmp_path: Path) -> None:
     with serve(model, tmp_path) as server:
         completions = f"{server.url}/v1/chat/completions"
         with server.http.stream("POST", completions, json={"messages": [user("hello")], **LONG}) as response:
@@ -113,23 +110,6 @@ def test_a_second_signal_ends_the_answers_too(model: Path, tmp_path: Path) -> No
     with serve(model, tmp_path) as server:
         reply = server.chat([user("hello")], max_tokens=4)
         assert reply.cached_tokens == reply.prompt_tokens - 1
-
-
-def test_a_drain_that_runs_out_is_told_in_one_line(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EMBERKEEP_DRAIN_S", "0")
-    with serve(model, tmp_path) as server:
-        body = {"messages": [user("hello")], **LONG}
-        with server.http.stream("POST", f"{server.url}/v1/chat/completions", json=body) as response:
-            answer = frames(response)
-            next(answer)
-            server.terminate()
-            *_, last = answer
-        assert "ask again" in last["error"]["message"]
-        assert server.exit_code() == 0
-        assert "Cutting off 1 request(s) that did not finish within 0 s." in server.log
-        assert "ERROR" not in server.log
 
 
 # ── beginnings that fail ─────────────────────────────────────────────────────────────────────────

@@ -146,7 +146,7 @@ def acting(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     root.mkdir()
     (root / "log.txt").write_text("The Zephyr came in at noon.\n")
     (folder / "secret.txt").write_text("sesame-4711")
-    options = ("--server-tools", "--enable-tools", "read_file", "--tools-root", str(root))
+    options = ("--server-tools", "safe", "--enable-tools", "read_file", "--tools-root", str(root))
     with serve(smollm2, folder / "data", *options) as server:
         yield server
 
@@ -219,7 +219,7 @@ def text_of(path: Path) -> str:
 
 def test_the_servers_tools_work_for_a_model_elsewhere(smollm2: Path, home: Path, tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text("The Zephyr came in at noon.\n")
-    options = ("--server-tools", "--enable-tools", "read_file", "--tools-root", str(tmp_path))
+    options = ("--server-tools", "safe", "--enable-tools", "read_file", "--tools-root", str(tmp_path))
     with serve(smollm2, home, "--backend", "small", *options) as server:
         reply = server.chat(read("a.txt", "b.txt", "notes.txt", "log.txt"), max_tokens=80)
     (tool,) = reply.detail["tools"]
@@ -235,7 +235,7 @@ def test_with_notools_and_a_backend_that_is_down_the_local_model_writes_as_it_li
     smollm2: Path, tmp_path: Path
 ) -> None:
     register(tmp_path, "dead", f"http://127.0.0.1:{closed_port()}")
-    with serve(smollm2, tmp_path, "--backend", "dead,local", "--notools") as server:
+    with serve(smollm2, tmp_path, "--backend", "dead,local", "--tools", "off") as server:
         tool = {"type": "function", "function": {"name": "read_file", "parameters": {"type": "object"}}}
         messages = read("a.txt", "b.txt", "notes.txt", "log.txt")
         reply = server.chat(messages, tools=[tool], max_tokens=60, model="dead")

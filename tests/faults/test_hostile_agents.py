@@ -59,7 +59,7 @@ def engine() -> ScriptedEngine:
 @pytest.fixture
 def harbour(tmp_path: Path, engine: ScriptedEngine) -> Iterator[Harbour]:
     (tmp_path / "log.txt").write_text(FORGED)
-    options: dict[str, Any] = {"server_tools": True, "enable_tools": ("files",), "tools_root": tmp_path}
+    options: dict[str, Any] = {"server_tools": "safe", "enable_tools": ("files",), "tools_root": tmp_path}
     with Harbour(tmp_path / "data", engine, **options) as harbour:
         yield harbour
 

@@ -15,7 +15,7 @@ from helpers.scripted_server import Running, running
 @contextmanager
 def asking_server(engine: ScriptedEngine, root: Path, **config: Any) -> Iterator[Running]:
     """`root`: the folder of its file tools."""
-    options = {"server_tools": True, "ask_permission": True, "tools_root": root, **config}
+    options = {"server_tools": "ask", "tools_root": root, **config}
     with (
         Harbour(root.parent / "data", engine, **options) as harbour,
         running(harbour.backend, Config()) as server,  # type: ignore[arg-type]

@@ -44,8 +44,8 @@ KINDS = [pytest.param(gguf, id="llamacpp"), pytest.param(hf, id="hf", marks=pyte
 
 
 def config(folder: Path, model: Path, draft: Path | None = None) -> Config:
-    named = str(draft) if draft else None
-    return Config(model=str(model), draft_model=named, data_dir=folder / "data", ctx=512, parallel=2, device="cpu")
+    named = str(draft) if draft else "auto"
+    return Config(model=str(model), speculation=named, data_dir=folder / "data", ctx=512, parallel=2, device="cpu")
 
 
 def answers(config: Config) -> list[tuple[int, ...]]:

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from emberkeep.config.settings import Config
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
+from emberkeep.errors import ConfigError
 from helpers.cache_server import Served
 from helpers.cache_server import served as serving
+from helpers.fake_backend import fake_backend
 
 DOCUMENTS = [f"Document {n}. " + " ".join(f"word {n * 37 + i * 11}" for i in range(40)) for n in range(3)]
 
@@ -98,13 +101,21 @@ def test_the_setting_goes_for_requests_that_do_not_say(tmp_path: Path) -> None:
         assert served.chat(ask("210"))["emberkeep"]["moved_tokens"] > 300
 
 
-def test_an_exact_server_answers_exactly_whatever_is_asked(tmp_path: Path) -> None:
-    with serving(tmp_path, exact=True, approximate="none", kv_bits=8) as served:
+def test_an_exact_server_refuses_what_is_not_exact(tmp_path: Path) -> None:
+    with serving(tmp_path, approximate="never") as served:
         served.chat(ask("012"))
-        detail = served.chat(ask("210"), approximate="cacheblend", kv_bits=4)["emberkeep"]
-        assert detail["approximate"] is False
-        assert detail["moved_tokens"] == 0
+        detail = served.chat(ask("210"), approximate=False, kv_bits=16)["emberkeep"]
+        assert (detail["approximate"], detail["moved_tokens"]) == (False, 0)
+        for more in ({"approximate": "cacheblend"}, {"kv_bits": 4}):
+            body = {"messages": [ask("210")], **more}
+            response = served.client.post("/v1/chat/completions", json=body)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, *more)
         assert {entry["kv_bits"] for entry in served.entries()} == {16}
+
+
+def test_an_exact_server_stores_no_fewer_bits(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="approximate = never wants exact state, and kv_bits = 8 is not"):
+        fake_backend(Config(data_dir=tmp_path, approximate="never", kv_bits=8))
 
 
 def test_a_warmed_prefix_is_exact(tmp_path: Path) -> None:

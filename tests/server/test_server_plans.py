@@ -101,13 +101,13 @@ def test_a_prompt_longer_than_the_context_is_still_a_400(tmp_path: Path) -> None
 
 
 def test_without_planning_everything_is_tried(tmp_path: Path) -> None:
-    with served(tmp_path, small_engine(), planning=False) as site:
+    with served(tmp_path, small_engine(), memory_margin=None) as site:
         assert site.post("/v1/completions", prompt=ids(3000), max_tokens=4)["emberkeep"]["plan"] is None
         assert site.client.get("/v1/stats").json()["planning"]["enabled"] is False
 
 
 def test_a_prefix_that_cannot_fit_is_not_warmed(tmp_path: Path) -> None:
-    with served(tmp_path, small_engine(), auto_truncate=True, **TIGHT) as site:
+    with served(tmp_path, small_engine(), too_long="truncate", **TIGHT) as site:
         refused(site, "/v1/warm", text="The tide. " * 400)
 
 
@@ -115,7 +115,7 @@ def test_a_prefix_that_cannot_fit_is_not_warmed(tmp_path: Path) -> None:
 
 
 def test_the_oldest_turns_leave_a_chat_that_is_too_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with served(tmp_path, FakeEngine(context=1024), auto_truncate=True, evict=False) as site:
+    with served(tmp_path, FakeEngine(context=1024), too_long="truncate") as site:
         with caplog.at_level(logging.INFO, "emberkeep.backend"):
             answer = site.chat(SYSTEM, *turns(40), user("And now?"))
         detail = answer["emberkeep"]
@@ -134,7 +134,7 @@ def test_the_oldest_turns_leave_a_chat_that_is_too_long(tmp_path: Path, caplog: 
 
 
 def test_turns_of_a_chat_that_is_cut_are_one_conversation(tmp_path: Path) -> None:
-    with served(tmp_path, FakeEngine(context=1024), auto_truncate=True, evict=False) as site:
+    with served(tmp_path, FakeEngine(context=1024), too_long="truncate") as site:
         for count in (40, 44):
             assert site.chat(SYSTEM, *turns(count), user("And now?"))["emberkeep"]["truncated_messages"]
         conversations = [entry for entry in site.entries() if entry["kind"] == "conversation"]
@@ -142,7 +142,7 @@ def test_turns_of_a_chat_that_is_cut_are_one_conversation(tmp_path: Path) -> Non
 
 
 def test_a_raw_prompt_loses_its_beginning(tmp_path: Path) -> None:
-    with served(tmp_path, FakeEngine(context=512), auto_truncate=True) as site:
+    with served(tmp_path, FakeEngine(context=512), too_long="truncate") as site:
         prompt = ids(700)
         answer = site.post("/v1/completions", prompt=prompt, max_tokens=12, echo=True, temperature=0)
         assert answer["emberkeep"]["truncated_tokens"] == 200
@@ -152,23 +152,23 @@ def test_a_raw_prompt_loses_its_beginning(tmp_path: Path) -> None:
 
 
 def test_what_memory_cannot_hold_is_cut_too(tmp_path: Path) -> None:
-    with served(tmp_path, small_engine(), auto_truncate=True, **TIGHT) as site:
+    with served(tmp_path, small_engine(), too_long="truncate", **TIGHT) as site:
         answer = site.post("/v1/completions", prompt=ids(3000), max_tokens=4)
         assert 0 < answer["emberkeep"]["truncated_tokens"] < 3000
         assert answer["emberkeep"]["plan"]["prefill_slice"] == 32
 
 
 def test_what_must_not_leave_and_does_not_fit_is_refused(tmp_path: Path) -> None:
-    with served(tmp_path, FakeEngine(context=512), auto_truncate=True) as site:
+    with served(tmp_path, FakeEngine(context=512), too_long="truncate") as site:
         body = {"messages": [*turns(3), user("The tide. " * 200)]}
         assert site.client.post("/v1/chat/completions", json=body).status_code == 400
-    with served(tmp_path, small_engine(), auto_truncate=True, **TIGHT) as site:
+    with served(tmp_path, small_engine(), too_long="truncate", **TIGHT) as site:
         body = {"messages": [*turns(3), user("The tide. " * 500)]}
         refused(site, "/v1/chat/completions", **body)
 
 
 def test_an_answer_gets_room_when_a_prompt_is_cut(tmp_path: Path) -> None:
-    with served(tmp_path, FakeEngine(context=512), auto_truncate=True) as site:
+    with served(tmp_path, FakeEngine(context=512), too_long="truncate") as site:
         for asked, room in ((-1, 128), (100, 100), (4000, 256)):
             answer = site.post("/v1/completions", prompt=ids(700), max_tokens=asked)
             assert answer["usage"]["prompt_tokens"] == 512 - room

@@ -135,7 +135,7 @@ def test_an_answer_that_is_no_stream_has_nobody_to_ask(http, engine, root):
 
 def test_without_the_setting_no_client_gets_them(engine, root):
     engine.will_say(WRITE, "I cannot.")
-    with serving(engine, root, ask_permission=False) as http:
+    with serving(engine, root, server_tools="safe") as http:
         talk = Talk(http)
         modes = {tool["name"]: tool["mode"] for tool in http.get("/v1/tools").json()["data"]}
     assert talk.questions == []
@@ -243,7 +243,7 @@ def test_what_is_warmed_for_those_who_ask_is_what_they_use(http, engine):
 
 
 def test_a_backend_that_another_stands_in_for_still_gets_its_decision(tmp_path, root):
-    options: dict[str, Any] = {"server_tools": True, "ask_permission": True, "tools_root": root}
+    options: dict[str, Any] = {"server_tools": "ask", "tools_root": root}
     engines, failing = [ScriptedEngine(context=4096) for _ in range(2)], threading.Event()
     with ExitStack() as stack:
         a, b = (

@@ -162,7 +162,7 @@ def engine() -> ScriptedEngine:
 @pytest.fixture
 def harbour(tmp_path: Path, engine: ScriptedEngine) -> Iterator[Harbour]:
     (tmp_path / "log.txt").write_text("The Zephyr came in at noon.\n")
-    options: dict[str, Any] = {"server_tools": True, "enable_tools": ("files",), "tools_root": tmp_path}
+    options: dict[str, Any] = {"server_tools": "safe", "enable_tools": ("files",), "tools_root": tmp_path}
     with Harbour(tmp_path / "data", engine, **options) as harbour:
         yield harbour
 
@@ -200,7 +200,7 @@ def test_with_notools_a_client_gets_what_the_model_wrote(
     tmp_path: Path, engine: ScriptedEngine, stream: bool
 ) -> None:
     engine.will_say(WRITTEN_CALL)
-    with Harbour(tmp_path, engine, notools=True) as harbour, served(harbour.backend) as http:
+    with Harbour(tmp_path, engine, tools="off") as harbour, served(harbour.backend) as http:
         answer = ask(http, stream=stream, tools=[READ_FILE], max_tokens=400, temperature=0)
     if stream:
         assert "".join(told(answer)) == WRITTEN_CALL
@@ -220,11 +220,11 @@ def test_with_notools_a_client_gets_what_the_model_wrote(
 def test_with_notools_a_forced_call_is_refused(
     tmp_path: Path, engine: ScriptedEngine, path: str, body: dict[str, Any]
 ) -> None:
-    with Harbour(tmp_path, engine, notools=True) as harbour, served(harbour.backend) as http:
+    with Harbour(tmp_path, engine, tools="off") as harbour, served(harbour.backend) as http:
         refused = http.post(path, json={"messages": HELLO, "max_tokens": 40, **body})
         shown = http.get("/v1/models").json()["data"][0]
         capabilities = http.post("/api/show", json={"model": shown["id"]}).json()["capabilities"]
-    assert (refused.status_code, "--notools" in refused.text) == (400, True)
+    assert (refused.status_code, "--tools off" in refused.text) == (400, True)
     assert "tools" not in capabilities
 
 

@@ -157,7 +157,7 @@ def test_a_message_that_barely_fits_is_answered(harbour):
 
 @pytest.mark.parametrize("how", ["config", "request"])
 def test_where_nothing_may_leave_a_long_conversation_is_an_error(tmp_path, how):
-    config, fields = ({"evict": False}, {}) if how == "config" else ({}, {"evict": False})
+    config, fields = ({"too_long": "refuse"}, {}) if how == "config" else ({}, {"evict": False})
     with Harbour(tmp_path, **config) as harbour:
         client = Client(harbour, **fields)
         with pytest.raises(ContextExceeded):

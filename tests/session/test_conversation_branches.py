@@ -132,7 +132,7 @@ def test_exact_answers_are_those_of_the_shorter_prompt_alone(harbour):
 
 
 def test_the_same_where_everything_is_exact(tmp_path):
-    with Harbour(tmp_path, exact=True) as harbour:
+    with Harbour(tmp_path, approximate="never") as harbour:
         client = Client(harbour)
         answer = client.talk_until_full()
         assert answer.lookup.moved_tokens == 0

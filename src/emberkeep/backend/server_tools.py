@@ -1,7 +1,7 @@
 """Answers for which tools run here that the client knows nothing of: it sees the answer.
 
-The model may search its memory (`search_memory`), and with `--server-tools` use the server's own tools where the
-client has sent none. What it asked and was told stays in the conversation (`session/view.py`).
+The model may search its memory (`search_memory`), and with `--server-tools safe` or `ask` use the server's own tools
+where the client has sent none. What it asked and was told stays in the conversation (`session/view.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Answer = Callable[[Request], Events]
 def without_tools(request: Request) -> Request:
     """As if its client had sent none. Raises InvalidField where it insists on a call, which it cannot get."""
     if request.tool_choice.mode in ("required", "named"):
-        raise InvalidField("tool_choice", "this server leaves tools out (--notools): give auto or none.")
+        raise InvalidField("tool_choice", "this server leaves tools out (--tools off): give auto or none.")
     return replace(request, tools=(), tool_choice=ToolChoice("none"))
 
 

@@ -182,7 +182,7 @@ class Replay:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
-_SETTINGS = {"notools": True, "log_level": "info"}
+_SETTINGS = {"tools": "off", "log_level": "info"}
 """What a model writes is sent back as it wrote it. The log says what happened to each request."""
 
 

@@ -32,7 +32,7 @@ from emberkeep.cli.commands import one_command
 from emberkeep.cli.console import complain
 from emberkeep.cli.flags import with_settings
 from emberkeep.cli.model_setup import install_model, open_model
-from emberkeep.config.settings import DEFAULT_MODEL, Config, is_model_name
+from emberkeep.config.settings import DEFAULT_MODEL, OFF, Config, TooLong, is_model_name
 from emberkeep.config.sources import LoadedConfig
 from emberkeep.errors import EmberkeepError, ModelNotFound
 from emberkeep.files import private_folder
@@ -127,11 +127,10 @@ class ChatCommand(TyperCommand):
         "attention",
         "kv_bits",
         "approximate",
-        "exact",
-        "evict",
+        "too_long",
         "recall",
     ),
-    *("residency", "keep_first", "keep_last", "gpu_memory", "speculation", "draft_model"),
+    *("residency", "gpu_memory", "speculation"),
     *("tools", "enable_tools", "disable_tools", "tools_from", "tools_root", "backend", "base_url"),
     *("continued", "save", "list_all", "export", "data_dir", "config"),
 )
@@ -204,13 +203,13 @@ def talk(
     options: Options = {
         "temperature": flags.temperature,
         "max_tokens": flags.max_tokens,
-        "evict": config.evict,
+        "evict": config.too_long == TooLong.EVICT,
     }
     if not is_verbose():
         # What could not be archived is said below the answer, and once.
         logging.getLogger("emberkeep.session").setLevel(logging.ERROR)
     # In a chat a person is asked before a tool does harm, and says how long answers may be: no server does.
-    own = replace(config, server_tools=False, max_tokens=None)
+    own = replace(config, server_tools=OFF, max_tokens=None)
     with _connected(running) if running else open_model(own) as llm, tools_of(llm, config) as acting:
         journal = open_journal(llm, config, is_saving=is_saving)
         is_talk = sys.stdin.isatty() and not question

@@ -308,4 +308,4 @@ def advice(error: EmberkeepError, *, evicts: bool) -> str:
     too_much = f"The context holds {error.context} tokens and this would make it {error.prompt_tokens}: "
     if evicts:
         return f"{too_much}say it in fewer words, a larger --ctx holds more."
-    return f"{too_much}/clear begins anew, a larger --ctx holds more, --evict lets old messages leave."
+    return f"{too_much}/clear begins anew, a larger --ctx holds more, --too-long evict lets old messages leave."

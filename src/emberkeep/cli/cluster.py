@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\b
 Examples:
-  emberkeep cluster serve --cluster-replicas 3     three servers behind one address, on this machine
-  emberkeep cluster serve --cluster-replicas 1 --cluster-max-replicas 4
+  emberkeep cluster serve --replicas 3     three servers behind one address, on this machine
+  emberkeep cluster serve --replicas 1-4
   emberkeep cluster serve --cluster-address 10.0.0.1:6379 --cluster-gpus 1
   emberkeep cluster update --ctx 16384             replace the replicas one after the other
   emberkeep cluster status                         what runs, and where
@@ -29,7 +29,7 @@ Examples:
 _DEPLOYED = (
     *("model", "models", "host", "port", "data_dir", "ctx", "parallel", "ram_budget", "disk_budget", "api_key"),
     *("threads", "kv_type", "engine", "device", "dtype", "gpu_layers", "max_concurrent_per_user", "backend"),
-    *("base_url", "cluster_replicas", "cluster_max_replicas", "cluster_gpus"),
+    *("base_url", "replicas", "cluster_gpus"),
     *("cluster_backends", "cluster_address", "routing", "config"),
 )
 app = typer.Typer(

@@ -33,7 +33,6 @@ VerboseFlag = Annotated[
 _log_level: ContextVar[str | None] = ContextVar("log_level", default=None)
 """What the flags of the command that runs ask for."""
 _SHORT = {"model": ["-m"], "port": ["-p"]}
-_WITHOUT_NO = ("notools",)
 
 
 def with_settings(*names: str) -> Callable[[Command], Command]:
@@ -112,7 +111,7 @@ def setting(key: str) -> OptionInfo:
     name, about = key.replace("_", "-"), setting_help(key)
     option: OptionInfo
     if type_of(key) == "switch":
-        names = f"--{name}" if key in _WITHOUT_NO else f"--{name}/--no-{name}"
+        names = f"--{name}/--no-{name}"
         option = typer.Option(names, help=about, show_default=False)
     else:
         callback = _split if type_of(key) == "names" else None

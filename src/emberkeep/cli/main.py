@@ -31,7 +31,7 @@ Examples:
   emberkeep tools list                         what a model can do here
   emberkeep mcp list                           MCP servers of the settings, and whether they work
   emberkeep api add gpt openai                 a model that runs elsewhere, for `chat --backend gpt`
-  emberkeep cluster serve --cluster-replicas 3 several servers as one, on Ray Serve
+  emberkeep cluster serve --replicas 3         several servers as one, on Ray Serve
   emberkeep devices                            CPU and GPUs, and which of them a model would be put on
   emberkeep doctor                             is everything in place?
   emberkeep config show                        every setting and where its value came from

@@ -16,7 +16,7 @@ from emberkeep.runtime.chain import LOCAL, backend_names
 from emberkeep.runtime.memory import open_memory_or_none
 
 _OF_A_CHAT = {
-    *("model", "data_dir", "log_level", "evict"),
+    *("model", "data_dir", "log_level"),
     *("tools", "enable_tools", "disable_tools", "tools_from", "tools_root"),
 }
 """Settings that a chat keeps to, whoever has loaded its model."""

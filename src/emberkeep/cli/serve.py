@@ -11,7 +11,7 @@ EXAMPLES = """\b
 Examples:
   emberkeep serve --model mine --port 9000     a model that was pulled before
   emberkeep serve --warm system.txt            with this system prompt ready before the first request
-  emberkeep serve --server-tools --enable-tools memory,read_file
+  emberkeep serve --server-tools safe --enable-tools memory,read_file
   emberkeep serve --model mine --models all    loads all others when they are asked for, too
   emberkeep serve --backend gpt,local          a model of `emberkeep api list`, the one here if it is down
 """
@@ -20,23 +20,21 @@ Examples:
 @with_settings(
     *("model", "models", "aliases", "pinned", "unload_after_s", "model_memory"),
     *("host", "port", "data_dir", "ctx", "parallel", "ram_budget", "disk_budget", "remote"),
-    *("kv_bits", "approximate", "exact", "api_key", "threads", "lora", "kv_type", "flash_attention"),
+    *("kv_bits", "approximate", "api_key", "threads", "lora", "kv_type", "flash_attention"),
     *("mlock",),
     *("gpu_layers", "cpu_moe", "tensor_split", "engine", "device", "dtype", "quantization", "attention", "warm"),
-    *("residency", "keep_first", "keep_last", "gpu_memory"),
-    *("max_tokens", "max_concurrent_per_user", "speculation", "draft_model"),
+    *("residency", "gpu_memory"),
+    *("max_tokens", "max_concurrent_per_user", "speculation"),
     *(
-        "planning",
-        "auto_truncate",
-        "evict",
+        "memory_margin",
+        "too_long",
         "recall",
         "pooling",
         "server_tools",
-        "ask_permission",
         "enable_tools",
         "disable_tools",
     ),
-    *("tools_from", "tools_root", "notools", "reasoning", "backend", "base_url", "config"),
+    *("tools_from", "tools_root", "tools", "reasoning", "backend", "base_url", "config"),
 )
 def serve(config: Config) -> None:
     """Answer OpenAI-compatible requests over HTTP until stopped.

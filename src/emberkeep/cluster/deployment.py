@@ -26,7 +26,6 @@ from emberkeep.cluster.meeting import Policy, board
 from emberkeep.cluster.replica import Opening, ReplicaServer
 from emberkeep.cluster.replica_answer import Part, Whole
 from emberkeep.cluster.router import ReplicaRouter
-from emberkeep.cluster.slots import most_replicas
 from emberkeep.config.settings import DRAIN_S, FIELDS, Config
 from emberkeep.errors import Overloaded, StoreFailed
 from emberkeep.routing import RouteKeys
@@ -209,8 +208,9 @@ def _gateway(config: Config) -> serve.Deployment:
 
 
 def _replicas(config: Config) -> serve.Deployment:
-    scale: dict[str, Any] = {"num_replicas": config.cluster_replicas}
-    if config.cluster_max_replicas:
+    least, most = config.replicas
+    scale: dict[str, Any] = {"num_replicas": least}
+    if most > least:
         scale = {"autoscaling_config": _autoscaling(config)}
     return serve.deployment(
         ReplicaServer,
@@ -231,8 +231,8 @@ def _replicas(config: Config) -> serve.Deployment:
 
 def _autoscaling(config: Config) -> AutoscalingConfig:
     return AutoscalingConfig(
-        min_replicas=config.cluster_replicas,
-        max_replicas=most_replicas(config),
-        initial_replicas=config.cluster_replicas,
+        min_replicas=config.replicas[0],
+        max_replicas=config.replicas[1],
+        initial_replicas=config.replicas[0],
         target_ongoing_requests=config.parallel,
     )

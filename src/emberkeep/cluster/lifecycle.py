@@ -31,7 +31,7 @@ from emberkeep.cluster.deployment import (
 )
 from emberkeep.cluster.environment import alone_on, forget_address, note_address, noted_address, prepare_start
 from emberkeep.cluster.replica import Opening
-from emberkeep.config.settings import Config, check_exposure
+from emberkeep.config.settings import Config, check_exposure, show_value
 from emberkeep.errors import EmberkeepError
 from emberkeep.library.declared_prefixes import declared_prefixes
 from emberkeep.models.library import ModelLibrary
@@ -107,11 +107,10 @@ def cluster_status(config: Config) -> Status:
 
 def banner(config: Config, url: str) -> str:
     ending = "Ctrl-C" if config.cluster_address is None else "emberkeep cluster stop"
-    most = f" to {config.cluster_max_replicas}" if config.cluster_max_replicas else ""
     return (
         f"Emberkeep is ready at {url}/v1\n"
         f"  page      {url}\n"
-        f"  replicas  {config.cluster_replicas}{most}, routed by {config.routing}\n"
+        f"  replicas  {show_value(config, 'replicas')}, routed by {config.routing}\n"
         f"  data      {config.data_dir}\n"
         f"  stop      {ending}"
     )
@@ -139,7 +138,7 @@ def _with_lasting_names(config: Config) -> Config:
         config,
         model=config.model and name(config.model),
         models=tuple(map(name, config.models)),
-        draft_model=config.draft_model and name(config.draft_model),
+        speculation=name(config.draft_model) if config.draft_model else config.speculation,
     )
 
 

@@ -19,7 +19,7 @@ from emberkeep.cluster.asgi import Message
 from emberkeep.cluster.exchange import answers
 from emberkeep.cluster.keys import Asked
 from emberkeep.cluster.replica_answer import Part, Whole
-from emberkeep.cluster.slots import config_of_replica, forget_rest, most_replicas, take_slot
+from emberkeep.cluster.slots import config_of_replica, forget_rest, take_slot
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError, Overloaded, StoreFailed
 from emberkeep.library.declared_prefixes import declared_prefixes
@@ -45,7 +45,7 @@ class ReplicaServer:
         context = serve.get_replica_context()
         self._id = context.replica_id.unique_id
         self._config = config
-        self._slot = await asyncio.to_thread(take_slot, config.data_dir, most_replicas(config))
+        self._slot = await asyncio.to_thread(take_slot, config.data_dir, config.replicas[1])
         self._name = self._slot.name if config.cluster_address is None else f"{_machine()}/{self._slot.name}"
         self._version = version
         own = config_of_replica(config, self._slot, context.rank.rank, os.cpu_count() or 1)

@@ -82,14 +82,10 @@ def forget_rest(config: Config, user: str, asked: frozenset[str]) -> None:
         raise StoreFailed(broken[0])
 
 
-def most_replicas(config: Config) -> int:
-    return max(config.cluster_replicas, config.cluster_max_replicas or 0)
-
-
 def config_of_replica(config: Config, slot: Slot, rank: int, cores: int) -> Config:
     """The settings of one replica, with its share of what is said of all of them together. `rank`: its place among
     the replicas of all machines. Raises ConfigError."""
-    replicas = most_replicas(config)
+    replicas = config.replicas[1]
     return replace(
         config,
         data_dir=slot.folder,

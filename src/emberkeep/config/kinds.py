@@ -239,6 +239,23 @@ def one_number_of(*numbers: int) -> Kind:
     return Kind(parse, f"one of {', '.join(map(str, numbers))}", "int")
 
 
+def span(low: int, high: int) -> Kind:
+    """A whole number, or two of them: the least and the most."""
+    number = whole(low, high)
+
+    def parse(value: object) -> tuple[int, int]:
+        least, dash, most = value.partition("-") if isinstance(value, str) else (value, "", "")
+        numbers = number.parse(least), number.parse(most if dash else least)
+        if numbers[0] > numbers[1]:
+            raise ValueError
+        return numbers
+
+    def show(value: tuple[int, int]) -> str:
+        return "-".join(map(str, dict.fromkeys(value)))
+
+    return Kind(parse, f"{number.accepts}, or two such as 2-8", "int|int-int", show, public=show)
+
+
 ALL_LAYERS = 100_000
 """More layers than any model has."""
 

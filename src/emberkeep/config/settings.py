@@ -6,6 +6,7 @@ import ipaddress
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import Field, field, fields, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from emberkeep.config.kinds import (
     pattern,
     seconds,
     share,
+    span,
     whole,
 )
 from emberkeep.config.machine import total_ram
@@ -49,6 +51,8 @@ from emberkeep.types.request import Json, Recall, Repair, Ttl
 from emberkeep.values import dataclass
 
 DEFAULT_MODEL = "smollm2-135m"
+ASK = "ask"
+NEVER = "never"
 OFF = "off"
 """`approximate`: state that was stored at another position is not reused. `speculation`: nothing is drafted."""
 
@@ -56,6 +60,13 @@ DRAIN_S = 20.0
 """How long running requests may take to finish when a server stops."""
 PREFILL_SLICE = 512
 """Most prompt tokens in one step on a CPU, so that others do not wait long."""
+
+
+class TooLong(StrEnum):
+    EVICT = "evict"
+    TRUNCATE = "truncate"
+    REFUSE = "refuse"
+
 
 _YEAR_S = 365 * 86_400
 
@@ -207,14 +218,12 @@ class Config:
     )
     residency: str = _harmless(
         str(Residency.AUTO),
-        one_of(*Residency),
-        "Which weights the hf engine keeps on a GPU; others wait in RAM and pass through it; auto: what fits.",
-    )
-    keep_first: int | None = _harmless(
-        None, or_word(layers(), "auto"), "So many of the first layers stay on the GPU; auto: as many as fit."
-    )
-    keep_last: int | None = _harmless(
-        None, or_word(layers(), "auto"), "So many of the last layers stay on the GPU; auto: as many as fit."
+        pattern(
+            r"auto|full|partial(:\d{1,5},\d{1,5})?|ffn|stream",
+            "auto, full, partial, partial:FIRST,LAST, ffn or stream",
+        ),
+        "Weights that the hf engine keeps on a GPU, while others pass through it from RAM; partial: those of "
+        "the first and last layers; auto: what fits.",
     )
     gpu_memory: int | None = _setting(
         None, or_word(BYTES, "auto"), "Most memory of a GPU that the hf engine uses; auto: what is free."
@@ -241,30 +250,22 @@ class Config:
     )
     approximate: str = _harmless(
         OFF,
-        one_of(OFF, *Repair),
-        "How state that was stored at another position is repaired and reused, unless a request says; "
-        "what it gives is not exact.",
+        one_of(OFF, NEVER, *Repair),
+        "How state from another position is repaired and reused, unless a request says; it is not exact. "
+        "never: who asks for that, or for fewer kv_bits, is refused.",
     )
-    exact: bool = _setting(
-        False, SWITCH, "Turn every approximation off, also where a request or another setting asks for one."
-    )
-    speculation: str = _harmless(
+    speculation: str = _setting(
         "auto",
-        one_of("auto", OFF),
-        "Whether tokens are drafted before the model computes them; auto: where that is faster.",
-    )
-    draft_model: str | None = _setting(
-        None,
-        or_word(TEXT, "none"),
-        "A small model with the same vocabulary that drafts, too: an installed name, a file or a folder.",
+        TEXT,
+        "What drafts tokens before the model computes them: auto (stored texts, where that is faster), off, "
+        "or besides these a small model with the same vocabulary.",
         harmless=_is_name_here,
     )
-    planning: bool = _setting(True, SWITCH, "Predict the memory of every request, and refuse one that cannot fit.")
-    memory_margin: float = _setting(
-        0.1, share(0, 10), "Share of the predicted memory that is kept free besides, in case it becomes more."
-    )
-    auto_truncate: bool = _harmless(
-        False, SWITCH, "Leave the oldest part out of a prompt that does not fit, instead of refusing it."
+    memory_margin: float | None = _setting(
+        0.1,
+        or_word(share(0, 10), OFF),
+        "Share of a request's predicted memory that is kept free besides; off: memory is not predicted, and "
+        "nothing refused for it.",
     )
     max_tokens: int | None = _setting(
         None,
@@ -277,8 +278,11 @@ class Config:
         or_word(whole(1, 100_000), "none"),
         "Requests that one user may have here at a time, running or waiting.",
     )
-    evict: bool = _harmless(
-        True, SWITCH, "Let the oldest messages leave a conversation that is too long; otherwise it is an error."
+    too_long: str = _harmless(
+        str(TooLong.EVICT),
+        one_of(*TooLong),
+        "What becomes of a conversation that is too long: its oldest messages leave and are archived, its "
+        "oldest part is left out, or it is refused.",
     )
     memory: bool = _setting(True, SWITCH, "Archive what leaves a context, so that it can be found again.")
     memory_budget: int = _setting(
@@ -299,14 +303,15 @@ class Config:
     )
     tools: str = _setting(
         "auto",
-        one_of("auto", "on", "off"),
-        "Whether a chat may use tools; auto: where the model's chat template knows tools.",
+        one_of("auto", "on", OFF),
+        "Whether models are told of tools; auto: in a chat, where the template knows them; off: of none, also "
+        "where clients send some.",
     )
-    server_tools: bool = _setting(False, SWITCH, "Let the server run its own tools for clients that send none.")
-    ask_permission: bool = _setting(
-        False,
-        SWITCH,
-        "With server_tools: dangerous ones too, for clients that ask a person before each call, as the page does.",
+    server_tools: str = _setting(
+        OFF,
+        one_of(OFF, "safe", ASK),
+        "Tools that the server runs by itself for clients that send none: safe ones, or (ask) all that its "
+        "client asks a person about.",
     )
     enable_tools: tuple[str, ...] = _setting(
         (), NAMES, "Tools or groups to use (all: every one); none named: all, but in a server no dangerous ones."
@@ -320,9 +325,6 @@ class Config:
     tool_turns: int = _setting(16, whole(1, 1000), "Rounds of tool calls before a model has to answer.")
     http_private: tuple[str, ...] = _setting(
         (), NAMES, "Hosts in private networks, or host:port, that the HTTP tools may reach all the same."
-    )
-    notools: bool = _setting(
-        False, SWITCH, "Tell models of no tools, also where clients send some, and leave what they write as it is."
     )
     reasoning: str = _harmless(
         "separate",
@@ -375,13 +377,11 @@ class Config:
         "Names by which clients may call the server besides this machine's own; origins of pages that may, "
         "such as http://localhost:3000.",
     )
-    cluster_replicas: int = _setting(
-        2,
-        whole(1, 1000),
-        "Servers that `emberkeep cluster serve` keeps running; the fewest, with cluster_max_replicas.",
-    )
-    cluster_max_replicas: int | None = _setting(
-        None, or_word(whole(1, 1000), "none"), "The most; none: always as many as cluster_replicas says."
+    replicas: tuple[int, int] = _setting(
+        (2, 2),
+        span(1, 1000),
+        "Servers that `emberkeep cluster serve` keeps running; of two numbers, such as 2-8, as many as there "
+        "is work for.",
     )
     cluster_gpus: float = _setting(0.0, share(0, 64), "GPUs that Ray gives to each replica, which sees no others.")
     cluster_backends: tuple[str, ...] = _setting(
@@ -410,6 +410,11 @@ class Config:
         """The model that is loaded where one runs here; `model` says whether it was named."""
         return self.model or DEFAULT_MODEL
 
+    @property
+    def draft_model(self) -> str | None:
+        """The model that drafts; None where none does."""
+        return None if self.speculation in ("auto", OFF) else self.speculation
+
     def __repr__(self) -> str:
         values = ", ".join(f"{key}={value!r}" for key, value in public_values(self).items())
         return f"Config({values})"
@@ -423,13 +428,11 @@ def placed_by_itself(config: Config) -> Config:
     return replace(
         config,
         lora=(),
-        draft_model=None,
+        speculation=OFF if config.speculation == OFF else "auto",
         gpu_layers=None,
         cpu_moe=0,
         tensor_split=None,
         residency=str(Residency.AUTO),
-        keep_first=None,
-        keep_last=None,
     )
 
 

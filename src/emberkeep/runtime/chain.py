@@ -12,7 +12,7 @@ from functools import partial
 from emberkeep.backend.base import Backend
 from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.backend.on_demand import Report, tell_nobody
-from emberkeep.config.settings import OFF, Config
+from emberkeep.config.settings import Config
 from emberkeep.errors import ConfigError
 from emberkeep.models.remotes import Remotes
 from emberkeep.runtime.local_model import open_local
@@ -61,11 +61,9 @@ def _check_drafts(config: Config, *, runs_here: bool) -> None:
         return
     if not runs_here:
         raise ConfigError(
-            "A draft model drafts for a model that runs here, and --backend names none: leave draft_model out, or "
+            "A draft model drafts for a model that runs here, and --backend names none: leave speculation out, or "
             "add local to the backends."
         )
-    if config.speculation == OFF:
-        raise ConfigError("A draft model is of no use with speculation = off: leave one of the two out.")
 
 
 def _chain(config: Config) -> list[RemoteModel | None]:

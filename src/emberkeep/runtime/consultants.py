@@ -9,7 +9,7 @@ from dataclasses import replace
 from time import perf_counter
 
 from emberkeep.backend.base import Backend, read_answer
-from emberkeep.config.settings import Config
+from emberkeep.config.settings import OFF, Config, TooLong
 from emberkeep.errors import EmberkeepError
 from emberkeep.memory.memory import Memory
 from emberkeep.models.remotes import Remotes
@@ -32,7 +32,9 @@ class Consultants:
 
     def __init__(self, config: Config, remotes: Sequence[RemoteModel]) -> None:
         # A consulted model keeps nothing of it, has no tools of ours, and is not told which user asked.
-        self._config = replace(config, memory=False, server_tools=False, evict=False, max_concurrent_per_user=None)
+        self._config = replace(
+            config, memory=False, server_tools=OFF, too_long=TooLong.REFUSE, max_concurrent_per_user=None
+        )
         self._functions = ModelTools(remotes, self._consult).functions()
         self._opened: dict[str, Backend] = {}
         self._opening = asyncio.Lock()

@@ -12,7 +12,7 @@ from emberkeep.backend.choices import Permits
 from emberkeep.backend.embedder import EmbedderSettings, EngineRunner, LocalEmbedder
 from emberkeep.backend.embedding_backend import EmbeddingBackend
 from emberkeep.backend.vector_cache import VectorCache
-from emberkeep.config.settings import PREFILL_SLICE, Config
+from emberkeep.config.settings import PREFILL_SLICE, Config, TooLong
 from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.engine.extras import require_hf
 from emberkeep.errors import EngineError
@@ -84,7 +84,7 @@ def open_own_states(config: Config, model: LlamaModel, weights: str) -> Embeddin
 def make_embedder(config: Config, name: str, engine: EmbeddingEngine, run: EngineRunner) -> LocalEmbedder:
     settings = EmbedderSettings(
         Permits(config.parallel + config.queue, config.max_concurrent_per_user),
-        truncates=config.auto_truncate,
+        truncates=config.too_long == TooLong.TRUNCATE,
     )
     return LocalEmbedder(name, engine, run, VectorCache(engine.fingerprint, open_vectors(config)), settings)
 

@@ -17,7 +17,7 @@ from emberkeep.backend.precache import KeepAlive
 from emberkeep.chat.render_pool import begin_worker
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.config.machine import total_ram
-from emberkeep.config.settings import DRAIN_S, OFF, PREFILL_SLICE, Config, ttls
+from emberkeep.config.settings import DRAIN_S, NEVER, OFF, PREFILL_SLICE, Config, TooLong, ttls
 from emberkeep.engine.base import Engine
 from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.engine.extras import require_hf
@@ -240,9 +240,9 @@ def assemble(
         keep_alive=KeepAlive(ttls(config), config.sweep_s, 0 if config.expire else _TRACKED),
         hygiene=parts.hygiene,
         admission=admission,
-        auto_truncate=config.auto_truncate,
+        auto_truncate=config.too_long == TooLong.TRUNCATE,
         tool_rounds=config.tool_turns + 1,
-        no_tools=config.notools,
+        no_tools=config.tools == OFF,
         reasoning=ReasoningFormat(config.reasoning),
         deadline_s=config.deadline_s,
         most_tokens=config.max_tokens,
@@ -263,7 +263,7 @@ def _share_of_draft(engine: Engine, draft: Engine) -> float:
 
 
 def _admission(config: Config, engine: Engine, store: KvStore, largest_slice: int) -> Admission | None:
-    if not config.planning:
+    if config.memory_margin is None:
         return None
     return open_admission(
         lambda: engine.footprint,
@@ -449,10 +449,12 @@ def placing_of(config: Config) -> Placing:
     """Where weights of the hf engine may be."""
     from emberkeep.engine.hf.residency import Placing
 
+    mode, _, kept = config.residency.partition(":")
+    first, last = map(int, kept.split(",")) if kept else (None, None)
     return Placing(
-        Residency(config.residency),
-        config.keep_first,
-        config.keep_last,
+        Residency(mode),
+        first,
+        last,
         config.gpu_memory,
         spill=config.data_dir,
         promised_ram=config.ram_budget,
@@ -507,8 +509,9 @@ def engine_cells(config: Config, bytes_per_token: int, context: int, most: int |
 
 def _lineages(config: Config, engine: Engine) -> Lineages:
     shape = engine.capabilities
-    wanted = None if config.approximate == OFF else Approximation(Repair(config.approximate))
-    lineages = Lineages(config.kv_bits, shape.packs, wanted, shape.can_blend, config.exact, shape.can_shift)
+    wanted = None if config.approximate in (OFF, NEVER) else Approximation(Repair(config.approximate))
+    is_exact = config.approximate == NEVER
+    lineages = Lineages(config.kv_bits, shape.packs, wanted, shape.can_blend, is_exact, shape.can_shift)
     try:
         lineages.check()
     except ConfigError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from emberkeep.config.settings import Config, memory_file
+from emberkeep.config.settings import Config, TooLong, memory_file
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Policy, Sessions, about_tokens
@@ -41,5 +41,6 @@ def open_sessions(
 ) -> Sessions:
     """`count`: of a text's tokens."""
     recall_tokens = min(context // 8, _RECALL_TOKENS)
-    policy = Policy(context, config.evict, recall=Recall(config.recall), recall_tokens=recall_tokens)
+    evicts = config.too_long == TooLong.EVICT
+    policy = Policy(context, evicts, recall=Recall(config.recall), recall_tokens=recall_tokens)
     return Sessions(memory, policy, count)

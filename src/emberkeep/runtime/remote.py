@@ -10,7 +10,7 @@ from dataclasses import replace
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.choices import Permits
 from emberkeep.backend.server_tools import HostTools
-from emberkeep.config.settings import Config
+from emberkeep.config.settings import OFF, Config
 from emberkeep.memory.memory import Memory
 from emberkeep.runtime.memory import open_sessions
 from emberkeep.runtime.parts import OwnParts, Parts
@@ -69,7 +69,7 @@ def open_remote(
             tool_rounds=config.tool_turns + 1,
             deadline_s=config.deadline_s,
             reasoning=ReasoningFormat(config.reasoning),
-            no_tools=config.notools,
+            no_tools=config.tools == OFF,
             close_memory=parts.close_memory,
         ),
         tools=open_tools(config, memory),

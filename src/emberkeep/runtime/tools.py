@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from emberkeep.config.settings import Config
+from emberkeep.config.settings import ASK, OFF, Config
 from emberkeep.memory.memory import Memory
 
 if TYPE_CHECKING:
@@ -30,13 +30,14 @@ def open_toolbox(config: Config, *, memory: Memory | None, asks: bool, whole: bo
 
 def server_tools(config: Config, memory: Memory | None) -> HostToolBox | None:
     """Those that a server runs by itself, where it may. Raises ConfigError."""
-    if not config.server_tools:
+    if config.server_tools == OFF:
         return None
     from emberkeep.tools.host_tools import HostToolBox
     from emberkeep.tools.toolbox import ToolPolicy
 
     policy = ToolPolicy(config.enable_tools, config.disable_tools)
-    return HostToolBox(open_toolbox(config, memory=memory, asks=False), policy, asks=config.ask_permission)
+    box = open_toolbox(config, memory=memory, asks=False)
+    return HostToolBox(box, policy, asks=config.server_tools == ASK)
 
 
 def _sources(config: Config) -> list[ToolSource]:

@@ -245,7 +245,7 @@ def open_admission(
 def _too_large(refusal: Refusal, prompt_tokens: int) -> TooLarge:
     way_out = "free some memory, or load the model with a smaller ctx or parallel."
     if refusal.suggested_max_tokens:
-        way_out = f"send at most {refusal.suggested_max_tokens:,} tokens, or start with --auto-truncate."
+        way_out = f"send at most {refusal.suggested_max_tokens:,} tokens, or start with --too-long truncate."
     return TooLarge(
         f"A prompt of {prompt_tokens:,} tokens needs {readable_size(refusal.needed)} and there are "
         f"{readable_size(refusal.available)} ({refusal.place}): {way_out}",

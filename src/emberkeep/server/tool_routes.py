@@ -9,6 +9,7 @@ from typing import Literal
 from emberkeep.api.body import Body
 from emberkeep.backend.models import Models
 from emberkeep.backend.server_tools import ToolDesk
+from emberkeep.config.settings import OFF
 from emberkeep.errors import NoSuchEntry
 from emberkeep.server.routes import Routes, Served
 from emberkeep.types.events import Decision
@@ -25,7 +26,7 @@ def routes(served: Served) -> Routes:
 
     @routes.get("/v1/tools")
     async def tools() -> Json:
-        return tools_json(_tools_of(models), is_enabled=served.config.server_tools)
+        return tools_json(_tools_of(models), is_enabled=served.config.server_tools != OFF)
 
     @routes.post("/v1/tools/decisions", example={"id": "question", "decision": "once"})
     async def decide(body: DecisionBody) -> Json:

@@ -536,14 +536,16 @@ class Lineages:
     can_move: bool = False
     """The engine can move state."""
     exact: bool = False
-    """Nothing is approximate, whatever a request asks for."""
+    """Nothing is approximate, and who asks for it is refused."""
     can_splice: bool = False
     """The engine can splice its state."""
 
     def check(self) -> None:
         """Raises ConfigError unless the engine can do the default."""
-        if self.exact:
-            return
+        if self.exact and self.default_bits != EXACT_BITS:
+            raise ConfigError(
+                f"approximate = never wants exact state, and kv_bits = {self.default_bits} is not: leave one out."
+            )
         if self.approximation_by_default is not None and not self.can_move:
             raise ConfigError(f"approximate = {self.approximation_by_default.repair} {_CANNOT_MOVE}")
         if self.default_bits not in self.packs:
@@ -554,12 +556,20 @@ class Lineages:
         if request.execution.lineage is not None:
             return request.execution.lineage
         if self.exact:
+            self._check_exact(request)
             return Lineage(request.namespace)
         if request.kv_bits is not None and request.kv_bits not in self.packs:
             raise InvalidField("kv_bits", f"this model cannot do {request.kv_bits}: {_possible(self.packs)}.")
         bits = self.default_bits if request.kv_bits is None else request.kv_bits
         approximation = self.approximation(request)
         return Lineage(request.namespace, bits, approximation.repair if approximation else None)
+
+    def _check_exact(self, request: Request) -> None:
+        """Raises InvalidField for a request that wants anything else."""
+        wanted = {"approximate": bool(request.approximate), "kv_bits": request.kv_bits not in (None, EXACT_BITS)}
+        for name, is_wanted in wanted.items():
+            if is_wanted:
+                raise InvalidField(name, "this server answers exactly only (approximate = never): leave it out.")
 
     def approximation(self, request: Request) -> Approximation | None:
         """How state from other places may be reused for `request`. None: it may not.

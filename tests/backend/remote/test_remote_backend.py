@@ -398,7 +398,7 @@ def test_with_notools_services_are_told_of_none() -> None:
     for choice in (ToolChoice(), allowed):
         read_events(backend, replace(HELLO, tools=(Tool("ferry"),), tool_choice=choice))
     assert [request.tools for request in provider.asked] == [(), ()]
-    with pytest.raises(InvalidField, match="--notools"):
+    with pytest.raises(InvalidField, match="--tools off"):
         read_events(backend, replace(HELLO, tools=(Tool("ferry"),), tool_choice=ToolChoice("required")))
 
 

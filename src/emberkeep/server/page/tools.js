@@ -29,10 +29,10 @@ export function View() {
 
 function HowToBegin() {
   return html`<p>
-      This server runs no tools by itself: clients bring their own. Start it with <code>--server-tools</code>, and models may read files below${" "}
+      This server runs no tools by itself: clients bring their own. Start it with <code>--server-tools safe</code>, and models may read files below${" "}
       <code>--tools-root</code>, fetch pages, search the memory and ask other models, also in this page’s chat.
     </p>
-    <p>With <code>--ask-permission</code> they get the dangerous ones, too, such as writing files and running commands: each call waits until you allow it here.</p>`;
+    <p>With <code>--server-tools ask</code> they get the dangerous ones, too, such as writing files and running commands: each call waits until you allow it here.</p>`;
 }
 
 function groupsOf(tools) {
