@@ -45,7 +45,7 @@ check: $(DEVELOPING) ## formatting, lint, types, layers
 	$(BIN)/mypy --num-workers auto
 	$(BIN)/lint-imports
 
-bench: $(RUNNING) ## measure: make bench ARGS=all
+bench: $(RUNNING) ## measure: make bench ARGS=all; without ARGS it lists what there is
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 # ── llama.cpp, compiled here ──

@@ -1,134 +1,78 @@
-"""`python -m benchmarks`: every benchmark, those of `emberkeep bench` and those of single parts."""
+"""`python -m benchmarks NAME... [flags]`: measures; `python -m benchmarks` lists what there is."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+import ast
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from importlib import import_module
+from itertools import takewhile
+from pathlib import Path
+from typing import get_type_hints
 
-from typer import Option
-
-from emberkeep.cli.bench import BENCHMARKS as USERS
-from emberkeep.cli.bench import Benchmark, Flags, Needs, make_app, require_traces
-from emberkeep.cli.flags import setting
+from benchmarks.arguments import add_flags, given
+from emberkeep.cli.bench import KINDS, Benchmark, run_all
+from emberkeep.cli.flags import load_config
 from emberkeep.cli.main import run
-from emberkeep.engine.extras import require_hf
 
-
-@dataclass(frozen=True, slots=True)
-class PartsFlags(Flags):
-    chunks: Annotated[int | None, Option("--chunks", min=100, help="Chunks in the store.")] = None
-    turns: Annotated[int | None, Option("--turns", min=100, help="Archived turns.")] = None
-    searches: Annotated[int | None, Option("--searches", min=4, help="Searches that are timed.")] = None
-    writes: Annotated[int | None, Option("--writes", min=1, help="Archived turns that are timed.")] = None
-    device: Annotated[str | None, setting("device")] = None
-    layers: Annotated[int | None, Option("--layers", min=1, help="Layers of the random model.")] = None
-    hidden: Annotated[int | None, Option("--hidden", min=8, help="Width of its layers.")] = None
-    ctx: Annotated[int | None, Option("--ctx", min=128, help="Tokens of the context.")] = None
-    times: Annotated[int | None, Option("--times", min=1, help="How many contexts the conversation fills.")] = None
-    facts: Annotated[int | None, Option("--facts", min=1, max=100, help="Facts told and asked for.")] = None
-    through: Annotated[
-        Literal["http", "library"] | None, Option("--through", help="How to talk (default: http).")
-    ] = None
-
-
-def _require_hf(_: Flags) -> None:
-    require_hf()
-
-
-PARTS = (
-    Benchmark(
-        "miss", "What looking up and storing cost when nothing is reusable.", "benchmarks.miss", ("repeat",)
-    ),
-    Benchmark(
-        "swap",
-        "Two models in turns with memory for one: the first token after a swap, ours and a llama-server's.",
-        "benchmarks.swap",
-        ("peer", "sizes", "repeat"),
-    ),
-    Benchmark("doors", "A new prompt through every API: what each costs.", "benchmarks.doors", ("repeat",)),
-    Benchmark(
-        "bits",
-        "State in 16, 8 and 4 bits: its size, its speed, and what is left of an answer.",
-        "benchmarks.bits",
-        ("prompts",),
-    ),
-    Benchmark(
-        "store",
-        "A store with a hundred thousand chunks: opening it, and looking up a prompt.",
-        "benchmarks.store",
-        ("repeat", "chunks"),
-        Needs.FOLDER,
-    ),
-    Benchmark(
-        "memory",
-        "A million archived turns: searching them, and archiving one more.",
-        "benchmarks.memory",
-        ("turns", "searches", "writes"),
-        Needs.FOLDER,
-    ),
-    Benchmark(
-        "crowd",
-        "A hundred conversations over a budget that holds twenty: does it hold, and who is still there?",
-        "benchmarks.crowd",
-        needs=Needs.FOLDER,
-    ),
-    Benchmark(
-        "trace",
-        "Recorded requests over a store that holds a few percent of them: how much is found, by us, LRU and "
-        "Belady.",
-        "benchmarks.trace",
-        ("files",),
-        Needs.FOLDER,
-        require_traces,
-    ),
-    Benchmark(
-        "endless",
-        "A conversation twenty times as long as the context: what eviction costs, and what is found again.",
-        "benchmarks.endless",
-        ("ctx", "times", "facts", "through"),
-    ),
-    Benchmark(
-        "agents",
-        "Sessions of coding agents (--data FOLDER): tokens evaluated for what is unique, and by a llama-server "
-        "(--peer PATH).",
-        "benchmarks.agents",
-        ("peer", "data", "ctx"),
-        Needs.MODEL,
-    ),
-    Benchmark(
-        "hf-turns",
-        "Eight turns in the Hugging Face engine, against transformers.generate, which keeps nothing between them.",
-        "benchmarks.hf_turns",
-        ("repeat",),
-        Needs.MODEL,
-        _require_hf,
-    ),
-    Benchmark(
-        "rag",
-        "Passages seen before, in another order: moved and repaired, against a full prefill; time, work, answers.",
-        "benchmarks.rag",
-        ("questions", "sizes", "prompts"),
-        Needs.MODEL,
-        _require_hf,
-    ),
-    Benchmark(
-        "gpu",
-        "An engine with random weights, against eager transformers and the device's own limits.",
-        "benchmarks.gpu",
-        ("engine", "device", "layers", "hidden", "sizes", "repeat"),
-        Needs.FOLDER,
-        _require_hf,
-    ),
+_HERE = Path(__file__).parent
+OURS = (
+    *("accuracy", "agents", "bits", "busy", "cluster", "crowd", "decoding", "doors", "endless", "gpu", "hf_turns"),
+    *("hosts", "limit", "memory", "miss", "rag", "replay", "shared", "speculation", "store", "swap", "trace"),
+    "watched",
+)
+ALL = (
+    "restart",
+    "turns",
+    "load",
+    "limit",
+    "decoding",
+    "shared",
+    "miss",
+    "bits",
+    "store",
+    "memory",
+    "crowd",
+    "endless",
 )
 
-ALL = ("restart", "turns", "shared", "miss", "load", "bits", "store", "memory", "crowd", "endless")
 
-app = make_app(
-    "Measure this machine: restarts, turns, sharing, load, bits, stores, memory. Leave it alone meanwhile.",
-    (*USERS, *PARTS),
-    ALL,
-    PartsFlags,
-)
+def main(arguments: Sequence[str]) -> None:
+    """Raises EmberkeepError, OSError."""
+    asked = list(takewhile(lambda argument: not argument.startswith("-"), arguments))
+    names = [name for one in asked for name in (ALL if one == "all" else (one.replace("-", "_"),))]
+    unknown = [name for name in names if name not in {*KINDS, *OURS}]
+    if unknown or not names:
+        print(_listing(), file=sys.stderr)
+        sys.exit(f"There is no {unknown[0]}." if unknown else 2)
+    modules = {name: f"{'emberkeep.bench' if name in KINDS else 'benchmarks'}.{name}" for name in names}
+    plans = [get_type_hints(import_module(module).run)["plan"] for module in modules.values()]
+    parser = ArgumentParser(prog=f"python -m benchmarks {' '.join(asked)}", allow_abbrev=False)
+    parser.add_argument("--model", help="an installed name, a .gguf file, or a folder of safetensors")
+    parser.add_argument("--data-dir", type=Path, help="a folder on the disk to measure (default: temporary)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="every sample, the machine and the versions")
+    parser.add_argument("--quick", action="store_true", help="does it run? The numbers mean little")
+    add_flags(parser, *plans)
+    found = parser.parse_args(arguments[len(asked) :])
+    flags = given(found, *plans)
+    benchmarks = [Benchmark.load(name, module, flags, quick=found.quick) for name, module in modules.items()]
+    run_all(benchmarks, load_config(model=found.model), found.data_dir, found.json)
+
+
+def _listing() -> str:
+    lines = [f"{name:<13}{about}" for name, about in KINDS.items()]
+    lines += [f"{name:<13}{_first_sentence(name)}" for name in OURS]
+    return "\n".join([*lines, f"{'all':<13}{', '.join(ALL)}", "python -m benchmarks NAME --help lists its flags."])
+
+
+def _first_sentence(name: str) -> str:
+    """Of a module that is not imported for that."""
+    file = _HERE / f"{name}.py"
+    source = (file if file.exists() else _HERE / name / "__init__.py").read_text(encoding="utf-8")
+    about = (ast.get_docstring(ast.parse(source)) or "").partition("\n\n")[0]
+    return " ".join(about.partition(": ")[2].split())
+
 
 if __name__ == "__main__":
-    run(app)
+    run(lambda: main(sys.argv[1:]))

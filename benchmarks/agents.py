@@ -14,12 +14,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
-from emberkeep.bench.http_client import Client
+from benchmarks.recorded_sessions import Session, read_sessions
+from emberkeep.bench.http_client import BenchClient
 from emberkeep.bench.report import BenchResult, Row, Table
-from emberkeep.bench.server_process import peer_version
-from emberkeep.bench.sessions import Session, read_sessions
-from emberkeep.bench.sides import OURS, PEER, OwnSide, PeerSide, Side
-from emberkeep.bench.stage import ModelPlace
+from emberkeep.bench.servers import OURS, PEER, ComparedServer, OwnServer, PeerServer, peer_version
+from emberkeep.bench.workspace import Workspace
 from emberkeep.types.request import Json
 
 _BUNDLED = Path(__file__).parent / "sessions"
@@ -36,7 +35,7 @@ _SHIFTED = f"{PEER} that shifts"
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class AgentsPlan:
     peer: Path | None = None
     data: Path | None = None
     answer_tokens: int = 48
@@ -45,7 +44,7 @@ class Workload:
     """Of a session, at most; it ends earlier where the context is nearly full."""
     summary_every: int = 4
 
-    def quick(self) -> Workload:
+    def quick(self) -> AgentsPlan:
         return replace(self, answer_tokens=8, turns=4, summary_every=2)
 
 
@@ -92,7 +91,7 @@ class Played:
 class Player:
     """One session with one server."""
 
-    def __init__(self, client: Client, session: Session, plan: Workload) -> None:
+    def __init__(self, client: BenchClient, session: Session, plan: AgentsPlan) -> None:
         self._client, self._session, self._plan = client, session, plan
         self._random = Random(session.name)
         self._messages: list[Json] = []
@@ -183,32 +182,34 @@ def _rewritten(arguments: str) -> str:
 # ── the comparison ──
 
 
-async def run(place: ModelPlace, plan: Workload) -> BenchResult:
+async def run(workspace: Workspace, plan: AgentsPlan) -> BenchResult:
     sessions = read_sessions(plan.data or _BUNDLED)
     results: dict[str, list[Played]] = {}
     notes = [
         "unique: tokens of all prompts and answers in one radix tree, without the header.",
         "ratio: evaluated / unique.",
     ]
-    with OwnSide(place, parallel=1, ctx=plan.ctx) as ours:
-        results[OURS] = await _play_all(place, ours, sessions, plan)
+    with OwnServer(workspace, parallel=1, ctx=plan.ctx) as ours:
+        results[OURS] = await _play_all(workspace, ours, sessions, plan)
     if plan.peer is not None:
         notes.append(
             f"{PEER}: {peer_version(plan.peer)}. The one that shifts has --cache-reuse 256: it moves state"
         )
         notes.append("to other positions, which is approximate; the other one reuses prefixes only, as we do.")
         for name, more in ((PEER, ("--cache-reuse", "0")), (_SHIFTED, ())):
-            with PeerSide(place, plan.peer, parallel=1, ctx=plan.ctx, more=("--jinja", *more)) as peer:
-                results[name] = await _play_all(place, peer, sessions, plan)
+            with PeerServer(workspace, plan.peer, parallel=1, ctx=plan.ctx, more=("--jinja", *more)) as peer:
+                results[name] = await _play_all(workspace, peer, sessions, plan)
     rules = sorted(set[str]().union(*(played.rules for played in results[OURS])))
     notes.append(f"hygiene of ours: {', '.join(rules) or 'none'}.")
     return BenchResult("agents", (Table(_title(sessions, plan), tuple(rows(sessions, results))),), tuple(notes))
 
 
-async def _play_all(place: ModelPlace, side: Side, sessions: Sequence[Session], plan: Workload) -> list[Played]:
+async def _play_all(
+    workspace: Workspace, side: ComparedServer, sessions: Sequence[Session], plan: AgentsPlan
+) -> list[Played]:
     played = []
     for session in sessions:
-        place.say(f"{side.name}: {session.name}")
+        workspace.say(f"{side.name}: {session.name}")
         before = await _evaluated(side)
         played.append(await Player(side.client, session, plan).play())
         if before is not None:
@@ -216,14 +217,14 @@ async def _play_all(place: ModelPlace, side: Side, sessions: Sequence[Session], 
     return played
 
 
-async def _evaluated(side: Side) -> int | None:
+async def _evaluated(side: ComparedServer) -> int | None:
     """By the engine's own count: also what is evaluated after an answer, for the next turn. None: it has none."""
-    if not isinstance(side, OwnSide):
+    if not isinstance(side, OwnServer):
         return None
     return int((await side.client.wait_until_settled())["scheduler"]["evaluated_tokens"])
 
 
-def _title(sessions: Sequence[Session], plan: Workload) -> str:
+def _title(sessions: Sequence[Session], plan: AgentsPlan) -> str:
     return f"{len(sessions)} sessions, answers of {plan.answer_tokens} tokens"
 
 

@@ -17,10 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.listener import Listener
-from emberkeep.bench.bare import Tokens
-from emberkeep.bench.figures import Series, series
-from emberkeep.bench.report import BenchResult, Row, Table, Value
-from emberkeep.bench.stage import Stage
+from emberkeep.bench.report import BenchResult, Row, Series, Table, Value, series
+from emberkeep.bench.workspace import Workspace
 from emberkeep.chat.prompt import prompt_of_ids
 from emberkeep.config.settings import PREFILL_SLICE, Config
 from emberkeep.engine.base import Exported, Outcome, Payload
@@ -34,6 +32,7 @@ from emberkeep.sched.parts import SchedulerSettings
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence as Sequence_
+from emberkeep.token_arrays import TokenArray
 from emberkeep.types.events import TokenLogprob
 from emberkeep.types.request import EXACT, EXACT_BITS, Execution, Lineage, Request, Sampling, private_namespace
 
@@ -45,7 +44,7 @@ _OPENING = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class BitsPlan:
     prompts: int = 50
     chunks: int = 4
     """Of one prompt."""
@@ -60,7 +59,7 @@ class Workload:
     def context(self) -> int:
         return self.tokens + self.answer + 1
 
-    def quick(self) -> Workload:
+    def quick(self) -> BitsPlan:
         return replace(self, prompts=3, chunks=2, answer=8)
 
 
@@ -69,11 +68,11 @@ class _Meter:
     """What went out of an engine and into it."""
 
     exported: int = 0
-    """Tokens."""
+    """TokenArray."""
     bytes: int = 0
     export_s: float = 0.0
     imported: int = 0
-    """Tokens."""
+    """TokenArray."""
     import_s: float = 0.0
 
     @property
@@ -147,21 +146,21 @@ class _Findings:
 class _Bench:
     """A loop over a store and a real engine."""
 
-    def __init__(self, engine: _Metered, config: Config, thread: EngineThread, plan: Workload) -> None:
+    def __init__(self, engine: _Metered, config: Config, thread: EngineThread, plan: BitsPlan) -> None:
         self._engine = engine
         self._plan = plan
         self._ends = engine.vocab.eog | engine.vocab.controls
         self._store = open_store(config, engine.fingerprint, {"model": "benchmark"})
         self._loop = Scheduler(engine, self._store, SchedulerSettings(1, PREFILL_SLICE), thread=thread)
 
-    async def own_text(self, opening: Sequence[int], seed: int) -> Tokens:
+    async def own_text(self, opening: Sequence[int], seed: int) -> TokenArray:
         """What the model writes after `opening`."""
         ends = dict.fromkeys(self._ends, -100.0)
         sampler = Sampler(Sampling(seed=seed, logit_bias=ends))
         tokens = await self._run(opening, sampler, self._plan.tokens - len(opening), EXACT, is_kept=False)
         return np.array([*opening, *tokens], np.int32)
 
-    async def compare(self, prompt: Tokens, salt: str, findings: dict[int, _Findings]) -> None:
+    async def compare(self, prompt: TokenArray, salt: str, findings: dict[int, _Findings]) -> None:
         """Prompts with different salts share nothing, so that the chunks of each begin at its first token."""
         exact = _Script(self._ends)
         answer: list[int] = []
@@ -180,14 +179,20 @@ class _Bench:
             found.divergence += [kl(a, b) for a, b in zip(exact.seen, forced.seen, strict=True)]
 
     async def _answer(
-        self, prompt: Tokens, sampler: Sampler, lineage: Lineage, *, from_store: bool = False, is_kept: bool = True
+        self,
+        prompt: TokenArray,
+        sampler: Sampler,
+        lineage: Lineage,
+        *,
+        from_store: bool = False,
+        is_kept: bool = True,
     ) -> list[int]:
         length = self._plan.answer
         return await self._run(prompt, sampler, length, lineage, from_store=from_store, is_kept=is_kept)
 
     async def _run(
         self,
-        prompt: Sequence[int] | Tokens,
+        prompt: Sequence[int] | TokenArray,
         sampler: Sampler,
         length: int,
         lineage: Lineage,
@@ -207,26 +212,27 @@ class _Bench:
         self._store.close()
 
 
-async def run(stage: Stage, plan: Workload) -> BenchResult:
-    config = Config(model=str(stage.model), data_dir=stage.new_data_dir(), parallel=1)
+async def run(workspace: Workspace, plan: BitsPlan) -> BenchResult:
+    workspace.require_context(plan.context)
+    config = Config(model=str(workspace.model), data_dir=workspace.new_data_dir(), parallel=1)
     settings = LlamaSettings(context=plan.context, cells=2 * plan.context, sequences=2, batch=PREFILL_SLICE)
     thread = EngineThread()
-    engine = thread.submit(lambda: _open(stage, settings)).result()
+    engine = thread.submit(lambda: _open(workspace, settings)).result()
     findings = {bits: _Findings() for bits in _BITS if bits in engine.capabilities.packs}
     bench = _Bench(engine, config, thread, plan)
     try:
         for number in range(plan.prompts):
-            stage.say(f"prompt {number + 1} of {plan.prompts}")
-            opening = engine.vocab.tokenize(stage.words.text(_OPENING, number))
+            workspace.say(f"prompt {number + 1} of {plan.prompts}")
+            opening = engine.vocab.tokenize(workspace.words.text(_OPENING, number))
             await bench.compare(await bench.own_text(opening, number), str(number), findings)
     finally:
         await asyncio.to_thread(bench.close)
     return _result(plan, findings)
 
 
-def _open(stage: Stage, settings: LlamaSettings) -> _Metered:
+def _open(workspace: Workspace, settings: LlamaSettings) -> _Metered:
     with one_core_each():
-        return _Metered(LlamaModel(stage.model), settings, weights_digest="benchmark")
+        return _Metered(LlamaModel(workspace.model), settings, weights_digest="benchmark")
 
 
 def before_difference(tokens: Sequence[int], others: Sequence[int]) -> int:
@@ -254,7 +260,7 @@ def _one(value: float, unit: str) -> Series:
     return series([value], unit)
 
 
-def _result(plan: Workload, findings: dict[int, _Findings]) -> BenchResult:
+def _result(plan: BitsPlan, findings: dict[int, _Findings]) -> BenchResult:
     exact = findings[EXACT_BITS].meter
     title = f"{plan.prompts} texts of {plan.tokens:,} tokens, stored, loaded and continued by {plan.answer}"
     return BenchResult(

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.listener import Listener
 from emberkeep.bench.report import BenchResult, Row, Table
-from emberkeep.bench.stage import Folder
+from emberkeep.bench.workspace import Workspace
 from emberkeep.chat.prompt import prompt_of_ids
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError
@@ -36,7 +36,7 @@ _PLENTY = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class CrowdPlan:
     conversations: int = 100
     holds: int = 20
     """How many of them the budgets hold when they are complete."""
@@ -51,8 +51,8 @@ class Workload:
     skew: float = 1.0
     """How much more some conversations are asked than others (Zipf)."""
 
-    def quick(self) -> Workload:
-        return Workload(conversations=12, holds=3, requests=60)
+    def quick(self) -> CrowdPlan:
+        return CrowdPlan(conversations=12, holds=3, requests=60)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +65,12 @@ class Outcome:
     failures: int
 
 
-async def run(folder: Folder, plan: Workload) -> BenchResult:
-    budget = plan.holds * _bytes_of_a_conversation(folder.new_data_dir(), plan)
+async def run(workspace: Workspace, plan: CrowdPlan) -> BenchResult:
+    budget = plan.holds * _bytes_of_a_conversation(workspace.new_data_dir(), plan)
     rows = []
     for label, policy in (("by value", worth), ("least recently used", _least_recently_used)):
-        folder.say(f"{plan.requests:,} requests, evicting {label}")
-        rows.append(Row(label, _values(_served(folder.new_data_dir(), plan, budget, policy), budget)))
+        workspace.say(f"{plan.requests:,} requests, evicting {label}")
+        rows.append(Row(label, _values(_served(workspace.new_data_dir(), plan, budget, policy), budget)))
     title = f"{plan.conversations} conversations over budgets of {budget:,} bytes, which hold {plan.holds} of them"
     return BenchResult("crowd", (Table(title, tuple(rows)),))
 
@@ -98,7 +98,7 @@ class _Conversation:
 class _Crowd:
     """Who says what next: the same for every policy."""
 
-    def __init__(self, plan: Workload) -> None:
+    def __init__(self, plan: CrowdPlan) -> None:
         self._plan = plan
         self._random = np.random.default_rng(5)
         self._prefix = self._some(plan.prefix)
@@ -165,7 +165,7 @@ class _Unmeasured(Rate):
         pass
 
 
-def _served(folder: Path, plan: Workload, budget: int, policy: Worth) -> Outcome:
+def _served(folder: Path, plan: CrowdPlan, budget: int, policy: Worth) -> Outcome:
     house = _House(folder, budget, policy)
     asked = reused = most_warm = most_cold = failures = 0
     try:
@@ -184,7 +184,7 @@ def _served(folder: Path, plan: Workload, budget: int, policy: Worth) -> Outcome
     return Outcome(asked, reused, most_warm, most_cold, failures)
 
 
-def _bytes_of_a_conversation(folder: Path, plan: Workload) -> int:
+def _bytes_of_a_conversation(folder: Path, plan: CrowdPlan) -> int:
     """What one that is complete takes on disk."""
     house, crowd = _House(folder, _PLENTY, worth), _Crowd(plan)
     try:

@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from emberkeep.bench.figures import series
-from emberkeep.bench.http_client import Client
-from emberkeep.bench.report import BenchResult, Row, Table
-from emberkeep.bench.server_process import ServerProcess
-from emberkeep.bench.stage import Stage
+from emberkeep.bench.http_client import BenchClient
+from emberkeep.bench.report import BenchResult, Row, Table, series
+from emberkeep.bench.servers import OwnServer
+from emberkeep.bench.workspace import Workspace
 from emberkeep.errors import EmberkeepError
 from emberkeep.types.request import Json
 
@@ -26,7 +25,7 @@ _SPARE = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class DoorsPlan:
     prompt_tokens: int = 512
     answer_tokens: int = 16
     repeat: int = 24
@@ -35,7 +34,7 @@ class Workload:
     def context(self) -> int:
         return self.prompt_tokens + self.answer_tokens + _SPARE
 
-    def quick(self) -> Workload:
+    def quick(self) -> DoorsPlan:
         return replace(self, prompt_tokens=64, answer_tokens=4, repeat=2)
 
 
@@ -91,11 +90,12 @@ DOORS = (
 )
 
 
-async def run(stage: Stage, plan: Workload) -> BenchResult:
+async def run(workspace: Workspace, plan: DoorsPlan) -> BenchResult:
+    workspace.require_context(plan.context)
     tables = []
     for way in ("streamed", "whole"):
-        with ServerProcess(stage.model, stage.new_data_dir(), parallel=1) as server:
-            taken = await _rounds(stage, plan, Client(server.port), stream=way == "streamed")
+        with OwnServer(workspace, parallel=1) as server:
+            taken = await _rounds(workspace, plan, server.client, stream=way == "streamed")
         rows = tuple(_row(path, taken[path], taken[REFERENCE]) for path in taken)
         tables.append(Table(f"{plan.prompt_tokens} new tokens, {plan.answer_tokens} of the answer, {way}", rows))
     return BenchResult("doors", tuple(tables), ("more: than /v1/chat/completions in the same round, the median.",))
@@ -128,20 +128,22 @@ def _row(path: str, taken: Sequence[Taken], reference: Sequence[Taken]) -> Row:
     )
 
 
-async def _rounds(stage: Stage, plan: Workload, client: Client, *, stream: bool) -> dict[str, list[Taken]]:
+async def _rounds(
+    workspace: Workspace, plan: DoorsPlan, client: BenchClient, *, stream: bool
+) -> dict[str, list[Taken]]:
     taken: dict[str, list[Taken]] = {door.path: [] for door in DOORS}
     order = Random(0)
     for number in range(-1, plan.repeat):
-        stage.say("warm-up" if number < 0 else f"round {number + 1} of {plan.repeat}")
+        workspace.say("warm-up" if number < 0 else f"round {number + 1} of {plan.repeat}")
         for door in order.sample(DOORS, len(DOORS)):
-            text = stage.words.text(plan.prompt_tokens, (door.path, number, stream))
+            text = workspace.words.text(plan.prompt_tokens, (door.path, number, stream))
             one = await _ask(client, door, text, plan.answer_tokens, stream=stream)
             if number >= 0:
                 taken[door.path].append(one)
     return taken
 
 
-async def _ask(client: Client, door: Door, text: str, tokens: int, *, stream: bool) -> Taken:
+async def _ask(client: BenchClient, door: Door, text: str, tokens: int, *, stream: bool) -> Taken:
     """Until the end of the answer. Nothing else runs meanwhile, nor does anything wait to be written."""
     exchange = await client.post(door.path, {**door.body(text, tokens), "stream": stream})
     body = exchange.body()

@@ -12,10 +12,8 @@ from itertools import count, pairwise
 from random import Random
 
 from benchmarks.talkers import WAYS, Said, Talker
-from emberkeep.bench.figures import percentile, series
-from emberkeep.bench.report import BenchResult, Row, Table, Value
-from emberkeep.bench.stage import Stage
-from emberkeep.bench.words import Words
+from emberkeep.bench.report import BenchResult, Row, Table, Value, percentile, series
+from emberkeep.bench.workspace import Words, Workspace
 from emberkeep.errors import EmberkeepError
 
 _SYSTEM = "You are a friendly companion on a long walk. Answer in one or two short sentences."
@@ -33,7 +31,7 @@ _NOUNS = ("badger", "comet", "falcon", "glacier", "heron", "lantern", "meadow", 
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class EndlessPlan:
     ctx: int = 1024
     times: int = 20
     """How many contexts the conversation fills, without the questions at its end."""
@@ -49,7 +47,7 @@ class Workload:
     def context(self) -> int:
         return self.ctx
 
-    def quick(self) -> Workload:
+    def quick(self) -> EndlessPlan:
         return replace(self, ctx=512, times=3, exact_times=2, facts=4, answer_tokens=16)
 
 
@@ -111,9 +109,10 @@ class Talk:
         return [turn for turn in self.turns if turn.asks]
 
 
-async def run(stage: Stage, plan: Workload) -> BenchResult:
+async def run(workspace: Workspace, plan: EndlessPlan) -> BenchResult:
+    workspace.require_context(plan.context)
     shorter = replace(plan, is_exact=True, times=plan.exact_times, facts=min(plan.facts, _FACTS_PER_MESSAGE))
-    talks = {"": await _talk(stage, plan), "exact, ": await _talk(stage, shorter)}
+    talks = {"": await _talk(workspace, plan), "exact, ": await _talk(workspace, shorter)}
     evicting = {label: talk for label, talk in talks.items() if talk.evicting}
     title = f"{plan.times} times a context of {plan.ctx:,} tokens, {plan.through}"
     return BenchResult(
@@ -141,23 +140,23 @@ def _doubts(talk: Talk) -> Iterator[str]:
 # ── the conversation ──
 
 
-async def _talk(stage: Stage, plan: Workload) -> Talk:
+async def _talk(workspace: Workspace, plan: EndlessPlan) -> Talk:
     facts, talk = made_up_facts(plan.facts), Talk()
     total, told = plan.times * plan.ctx, 0
-    async with WAYS[plan.through](stage, plan.ctx) as talker:
-        for number, text in enumerate(_tell(facts, stage.words, plan)):
+    async with WAYS[plan.through](workspace, plan.ctx) as talker:
+        for number, text in enumerate(_tell(facts, workspace.words, plan)):
             if told >= total:
                 break
             if number % 20 == 0:
-                stage.say(f"{'exact, ' * plan.is_exact}{told:,} of {total:,} tokens")
+                workspace.say(f"{'exact, ' * plan.is_exact}{told:,} of {total:,} tokens")
             told += await _say(talk, talker, plan, text)
-        stage.say(f"asking for {len(facts)} facts")
+        workspace.say(f"asking for {len(facts)} facts")
         for fact in facts:
             await _say(talk, talker, plan, fact.question, fact)
     return talk
 
 
-def _tell(facts: Sequence[Fact], words: Words, plan: Workload) -> Iterator[str]:
+def _tell(facts: Sequence[Fact], words: Words, plan: EndlessPlan) -> Iterator[str]:
     """Facts, with a little else after every second message, and then anything, without end."""
     numbers = count()
     for begin in range(0, len(facts), _FACTS_PER_MESSAGE):
@@ -167,11 +166,11 @@ def _tell(facts: Sequence[Fact], words: Words, plan: Workload) -> Iterator[str]:
     yield from (_small_talk(words, plan, number) for number in numbers)
 
 
-def _small_talk(words: Words, plan: Workload, number: int) -> str:
+def _small_talk(words: Words, plan: EndlessPlan, number: int) -> str:
     return f"Let us talk about {words.text(plan.user_tokens - 4, number)}."
 
 
-async def _say(talk: Talk, talker: Talker, plan: Workload, text: str, asks: Fact | None = None) -> int:
+async def _say(talk: Talk, talker: Talker, plan: EndlessPlan, text: str, asks: Fact | None = None) -> int:
     """About how many tokens the conversation has become longer. A turn that fails is left out of it."""
     messages = [*talk.messages, {"role": "user", "content": text}]
     try:

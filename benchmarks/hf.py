@@ -11,10 +11,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from benchmarks.model_under_test import ModelUnderTest, open_under_test
 from emberkeep.backend.local import LocalBackend
-from emberkeep.bench.model_under_test import ModelUnderTest, open_under_test
-from emberkeep.bench.stage import ModelPlace
-from emberkeep.bench.words import Words
+from emberkeep.bench.workspace import Words, Workspace
 from emberkeep.config.settings import Config
 from emberkeep.engine.hf.baseline import PlainModel
 from emberkeep.engine.hf.model_loader import HfSource
@@ -60,17 +59,19 @@ class HfModelUnderTest(ModelUnderTest):
 
 
 @asynccontextmanager
-async def open_model(place: ModelPlace, context: int) -> AsyncIterator[HfModelUnderTest]:
+async def open_model(workspace: Workspace, context: int) -> AsyncIterator[HfModelUnderTest]:
     """Raises EngineError, ModelError, and EmberkeepError for a model whose context is shorter than that."""
-    config = Config(model=str(place.model), data_dir=place.new_data_dir(), engine="hf", parallel=1, ctx=context)
+    config = Config(
+        model=str(workspace.model), data_dir=workspace.new_data_dir(), engine="hf", parallel=1, ctx=context
+    )
     async with open_under_test(config) as model:
         yield HfModelUnderTest(model.backend)
 
 
-def open_plain(model: HfModelUnderTest, place: ModelPlace) -> PlainModel:
+def open_plain(model: HfModelUnderTest, workspace: Workspace) -> PlainModel:
     """The same file in transformers alone, on the same device. On the engine's thread. Raises ModelBroken."""
     details = model.backend.card.details or {}
-    path = place.model
+    path = workspace.model
     source = HfSource(path) if path.is_dir() else HfSource(path.parent, path.name)
     return PlainModel.load(source, device=details["device"], dtype=details["dtype"])
 

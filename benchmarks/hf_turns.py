@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.hf import HfModelUnderTest, open_model, open_plain, plain_ttft_ms
-from emberkeep.bench.figures import Series, ratios, series
-from emberkeep.bench.model_under_test import Reply
-from emberkeep.bench.report import BenchResult, Row, Table
-from emberkeep.bench.stage import ModelPlace
-from emberkeep.bench.turns import Workload
+from benchmarks.model_under_test import Reply
+from emberkeep.bench.report import BenchResult, Row, Series, Table, ratios, series
+from emberkeep.bench.turns import TurnsPlan
+from emberkeep.bench.workspace import Workspace
 from emberkeep.engine.hf.baseline import PlainModel
 from emberkeep.types.request import Message, Request, Sampling
 
@@ -36,20 +35,20 @@ class _Turn:
         return self.reply.result.usage.cached_tokens / self.state_before if self.state_before else 0.0
 
 
-async def run(place: ModelPlace, plan: Workload) -> BenchResult:
-    async with open_model(place, plan.context + _ROOM) as model:
-        plain = await model.beside(lambda: open_plain(model, place))
-        place.say("a conversation that is not counted")
+async def run(workspace: Workspace, plan: TurnsPlan) -> BenchResult:
+    async with open_model(workspace, plan.context + _ROOM) as model:
+        plain = await model.beside(lambda: open_plain(model, workspace))
+        workspace.say("a conversation that is not counted")
         await _talk(model, plain, plan, -1)
         talks = []
         for number in range(plan.repeat):
-            place.say(f"conversation {number + 1} of {plan.repeat}")
+            workspace.say(f"conversation {number + 1} of {plan.repeat}")
             talks.append(await _talk(model, plain, plan, number))
     rows = [_row(number, turns) for number, turns in enumerate(zip(*talks, strict=True), 1)]
     return BenchResult("hf-turns", (Table(_title(plan), (*rows, _summary(plan, talks))),), tuple(_notes(talks)))
 
 
-async def _talk(model: HfModelUnderTest, plain: PlainModel, plan: Workload, number: int) -> list[_Turn]:
+async def _talk(model: HfModelUnderTest, plain: PlainModel, plan: TurnsPlan, number: int) -> list[_Turn]:
     question = Message("user", model.words.text(plan.user_tokens, "question"))
     messages = [Message("system", model.words.text(plan.system_tokens, number))]
     turns, state = list[_Turn](), 0
@@ -65,11 +64,11 @@ async def _talk(model: HfModelUnderTest, plain: PlainModel, plan: Workload, numb
     return turns
 
 
-def _request(messages: list[Message], plan: Workload) -> Request:
+def _request(messages: list[Message], plan: TurnsPlan) -> Request:
     return Request(messages=tuple(messages), max_tokens=plan.answer_tokens, sampling=Sampling(temperature=0))
 
 
-def _title(plan: Workload) -> str:
+def _title(plan: TurnsPlan) -> str:
     return f"{plan.repeat} conversations, equal new text in every turn"
 
 
@@ -87,7 +86,7 @@ def _row(number: int, turns: tuple[_Turn, ...]) -> Row:
     )
 
 
-def _summary(plan: Workload, talks: list[list[_Turn]]) -> Row:
+def _summary(plan: TurnsPlan, talks: list[list[_Turn]]) -> Row:
     lasts, seconds = [talk[-1] for talk in talks], [talk[1] for talk in talks]
     return Row(
         f"turn {plan.turns} / turn 2",

@@ -10,10 +10,8 @@ from time import perf_counter
 
 import numpy as np
 
-from emberkeep.bench.figures import percentile, series
-from emberkeep.bench.report import BenchResult, Row, Table, Value
-from emberkeep.bench.stage import Folder
-from emberkeep.bench.words import COMMON
+from emberkeep.bench.report import BenchResult, Row, Table, Value, percentile, series
+from emberkeep.bench.workspace import COMMON, Workspace
 from emberkeep.memory.memory import Memory
 from emberkeep.types.memory import Turn
 
@@ -32,21 +30,21 @@ _FIRST = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class MemoryPlan:
     turns: int = 1_000_000
     searches: int = 500
     writes: int = 500
 
-    def quick(self) -> Workload:
-        return Workload(turns=4_000, searches=50, writes=50)
+    def quick(self) -> MemoryPlan:
+        return MemoryPlan(turns=4_000, searches=50, writes=50)
 
 
-async def run(folder: Folder, plan: Workload) -> BenchResult:
-    path = folder.new_data_dir() / "memory.sqlite"
+async def run(workspace: Workspace, plan: MemoryPlan) -> BenchResult:
+    path = workspace.new_data_dir() / "memory.sqlite"
     memory = Memory(path, limit_bytes=_PLENTY)
     try:
-        seconds = fill(memory, plan.turns, folder)
-        folder.say("searching")
+        seconds = fill(memory, plan.turns, workspace)
+        workspace.say("searching")
         rows = [*measure_searches(memory, plan), measure_writes(memory, plan)]
         size = int(memory.stats()["bytes"])
     finally:
@@ -63,7 +61,7 @@ async def run(folder: Folder, plan: Workload) -> BenchResult:
     )
 
 
-def fill(memory: Memory, turns: int, folder: Folder) -> float:
+def fill(memory: Memory, turns: int, workspace: Workspace) -> float:
     """In how many seconds."""
     begin = perf_counter()
     tenth = max(turns // 10, 1)
@@ -71,7 +69,7 @@ def fill(memory: Memory, turns: int, folder: Folder) -> float:
     for i, turn in enumerate(made_up_turns(turns, begin=0), 1):
         batch.append(turn)
         if i % tenth == 0:
-            folder.say(f"archived {i:,} of {turns:,} turns")
+            workspace.say(f"archived {i:,} of {turns:,} turns")
         if len(batch) == _BATCH or i == turns:
             memory.archive(_OWNER, batch)
             batch = []
@@ -93,7 +91,7 @@ def made_up_turns(count: int, begin: int) -> Iterator[Turn]:
             yield Turn(i.to_bytes(16), f"talk {i // _PER_CONVERSATION}", 1e9 + i * _EVERY_S, user, assistant)
 
 
-def measure_searches(memory: Memory, plan: Workload) -> Iterator[Row]:
+def measure_searches(memory: Memory, plan: MemoryPlan) -> Iterator[Row]:
     everything: list[float] = []
     for kind, write in _KINDS.items():
         times, found = [], 0
@@ -107,7 +105,7 @@ def measure_searches(memory: Memory, plan: Workload) -> Iterator[Row]:
     yield _row("search, all of them", everything)
 
 
-def measure_writes(memory: Memory, plan: Workload) -> Row:
+def measure_writes(memory: Memory, plan: MemoryPlan) -> Row:
     times = []
     for turn in made_up_turns(plan.writes, begin=plan.turns):
         begin = perf_counter()
@@ -121,7 +119,7 @@ def _row(label: str, times: list[float], found: str = "") -> Row:
     return Row(label, {"time": series(times, "ms"), "p95": p95, "found": found})
 
 
-def _questions(write: _Writer, plan: Workload) -> Iterator[tuple[Turn, str]]:
+def _questions(write: _Writer, plan: MemoryPlan) -> Iterator[tuple[Turn, str]]:
     """Turns from all of the time, each with a question about it."""
     random = Random(plan.searches)
     rank_of = {word: rank for rank, word in enumerate(_vocabulary())}

@@ -15,19 +15,19 @@ from time import perf_counter, process_time
 
 import numpy as np
 
+from benchmarks.bare import parts_of_engine, prefill
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.local import LocalBackend
-from emberkeep.bench.bare import Tokens, open_engine, parts_of_engine, prefill
-from emberkeep.bench.figures import Series, overhead, series
 from emberkeep.bench.http_client import is_settled
-from emberkeep.bench.report import BenchResult, Row, Table
-from emberkeep.bench.stage import Stage
+from emberkeep.bench.report import BenchResult, Row, Series, Table, ratios, series
+from emberkeep.bench.workspace import Workspace
 from emberkeep.config.settings import PREFILL_SLICE, Config
 from emberkeep.engine.base import Engine, Outcome, Rows
 from emberkeep.engine.llamacpp.context import LlamaSettings, one_core_each
 from emberkeep.engine.llamacpp.engine import LlamaEngine
 from emberkeep.runtime.local_model import assemble
 from emberkeep.sched.engine_thread import EngineThread
+from emberkeep.token_arrays import TokenArray
 from emberkeep.types.request import Request, Sampling
 
 _POLL_S = 0.002
@@ -37,7 +37,7 @@ _TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class MissPlan:
     tokens: int = 2048
     repeat: int = 7
 
@@ -45,7 +45,7 @@ class Workload:
     def context(self) -> int:
         return self.tokens + _ROOM
 
-    def quick(self) -> Workload:
+    def quick(self) -> MissPlan:
         return replace(self, tokens=512, repeat=2)
 
 
@@ -84,16 +84,17 @@ class _Recorder(LlamaEngine):
         return super().evaluate(batch)
 
 
-async def run(stage: Stage, plan: Workload) -> BenchResult:
-    config = Config(model=str(stage.model), data_dir=stage.new_data_dir(), parallel=1)
+async def run(workspace: Workspace, plan: MissPlan) -> BenchResult:
+    workspace.require_context(plan.context)
+    config = Config(model=str(workspace.model), data_dir=workspace.new_data_dir(), parallel=1)
     settings = LlamaSettings(context=plan.context, cells=plan.context, sequences=1, batch=PREFILL_SLICE)
     thread = EngineThread()
-    engine, bare = thread.submit(lambda: _open_both(stage.model, settings)).result()
+    engine, bare = thread.submit(lambda: _open_both(workspace.model, settings)).result()
     backend = assemble(config, engine, _TEMPLATE, ModelCard("benchmark", 0, settings.context), thread)
     try:
         rounds = []
         for number in range(plan.repeat):
-            stage.say(f"round {number + 1} of {plan.repeat}")
+            workspace.say(f"round {number + 1} of {plan.repeat}")
             prompt = _prompt(plan.tokens, number, bare.vocab.size)
             rounds.append(await _round(backend, engine, bare, prompt))
     finally:
@@ -104,10 +105,10 @@ async def run(stage: Stage, plan: Workload) -> BenchResult:
 
 def _open_both(model: Path, settings: LlamaSettings) -> tuple[_Recorder, LlamaEngine]:
     with one_core_each():
-        return _Recorder(model, settings), open_engine(model, settings)
+        return _Recorder(model, settings), LlamaEngine(*parts_of_engine(model, settings))
 
 
-async def _round(backend: LocalBackend, engine: _Recorder, bare: Engine, prompt: Tokens) -> _Round:
+async def _round(backend: LocalBackend, engine: _Recorder, bare: Engine, prompt: TokenArray) -> _Round:
     async def alone(slices: Sequence[int]) -> _Cost:
         return await asyncio.wrap_future(backend.scheduler.call(lambda: _bare(bare, prompt, slices)))
 
@@ -132,18 +133,18 @@ def largest_slices(tokens: int, batch: int) -> list[int]:
     return [*[batch] * full, *([rest] if rest else ()), 1]
 
 
-def _bare(engine: Engine, prompt: Tokens, slices: Sequence[int]) -> _Cost:
+def _bare(engine: Engine, prompt: TokenArray, slices: Sequence[int]) -> _Cost:
     begin = _now()
     prefill(engine, prompt, slices)
     return _Cost.since(begin)
 
 
-def _prompt(tokens: int, seed: int, vocab_size: int) -> Tokens:
+def _prompt(tokens: int, seed: int, vocab_size: int) -> TokenArray:
     """Random tokens: nothing of one prompt is a prefix of another."""
     return np.random.default_rng(seed).integers(0, vocab_size, tokens, np.int32)
 
 
-async def _through_product(backend: LocalBackend, prompt: Tokens) -> tuple[_Cost, _Cost]:
+async def _through_product(backend: LocalBackend, prompt: TokenArray) -> tuple[_Cost, _Cost]:
     request = Request(prompt=tuple(int(token) for token in prompt), max_tokens=1, sampling=Sampling(temperature=0))
     begin = _now()
     async for _ in backend.generate(request):
@@ -158,7 +159,7 @@ def _now() -> _Cost:
     return _Cost(perf_counter(), process_time())
 
 
-def _result(plan: Workload, rounds: list[_Round]) -> BenchResult:
+def _result(plan: MissPlan, rounds: list[_Round]) -> BenchResult:
     rows = (
         Row("bare engine", {"time": _series(rounds, "bare", "wall"), "CPU": _series(rounds, "bare", "cpu")}),
         _row("to the first token", rounds, "answered"),
@@ -183,6 +184,11 @@ def _row(label: str, rounds: list[_Round], name: str) -> Row:
             "CPU overhead": overhead(cpu, _series(rounds, "bare", "cpu")),
         },
     )
+
+
+def overhead(product: Series, bare: Series) -> Series:
+    """What the product adds to the bare work, in percent, pair by pair."""
+    return series((100 * (ratio - 1) for ratio in ratios(product, bare).samples), "%")
 
 
 def _series(rounds: list[_Round], name: str, clock: str) -> Series:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
-from emberkeep.bench.words import Words
+from emberkeep.bench.workspace import Words
 from emberkeep.errors import EmberkeepError
 
 _NAMES = ("Adara", "Belmin", "Corvo", "Dagny", "Elswin", "Farren", "Gisela", "Hollis", "Ivarin", "Kerrin", "Lomax")

@@ -7,16 +7,16 @@ these answers is kept, so that each finds the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 
 from benchmarks.hf import HfModelUnderTest, open_model
+from benchmarks.model_under_test import Reply
 from benchmarks.questions import Question, made_up_questions, read_questions
-from emberkeep.bench.figures import ratios, series, standard_error
-from emberkeep.bench.model_under_test import Reply
-from emberkeep.bench.report import BenchResult, Row, Table, Value
-from emberkeep.bench.stage import ModelPlace
+from emberkeep.bench.report import BenchResult, Row, Table, Value, ratios, series
+from emberkeep.bench.workspace import Workspace
 from emberkeep.library.verify_report import CANDIDATES, f1, kl
 from emberkeep.types.request import Approximation, Message, Repair, Request, Sampling
 
@@ -33,10 +33,10 @@ _INSTRUCTION = "You answer questions from the passages that you are given. You a
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class RagPlan:
     questions: Path | None = None
     """None: they are made up."""
-    sizes: tuple[int, ...] = (1536,)
+    tokens: tuple[int, ...] = (1536,)
     """Tokens of a prompt."""
     passages: int = 8
     prompts: int = 40
@@ -45,10 +45,10 @@ class Workload:
 
     @property
     def context(self) -> int:
-        return max(self.sizes) + self.answer_tokens + 1
+        return max(self.tokens) + self.answer_tokens + 1
 
-    def quick(self) -> Workload:
-        return replace(self, sizes=(400,), passages=4, prompts=2, answer_tokens=4)
+    def quick(self) -> RagPlan:
+        return replace(self, tokens=(400,), passages=4, prompts=2, answer_tokens=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,9 @@ _Asked = dict[str, _Answer]
 """One question, asked in every way."""
 
 
-async def run(place: ModelPlace, plan: Workload) -> BenchResult:
-    async with open_model(place, plan.context) as model:
-        tables = [await _table(place, plan, model, size) for size in plan.sizes]
+async def run(workspace: Workspace, plan: RagPlan) -> BenchResult:
+    async with open_model(workspace, plan.context) as model:
+        tables = [await _table(workspace, plan, model, size) for size in plan.tokens]
     return BenchResult("rag", tuple(tables), _NOTES)
 
 
@@ -79,17 +79,17 @@ _NOTES = (
 )
 
 
-async def _table(place: ModelPlace, plan: Workload, model: HfModelUnderTest, size: int) -> Table:
+async def _table(workspace: Workspace, plan: RagPlan, model: HfModelUnderTest, size: int) -> Table:
     questions = _questions(plan, model, size)
     asked = []
     for number, question in enumerate(questions):
-        place.say(f"question {number + 1} of {len(questions)}")
+        workspace.say(f"question {number + 1} of {len(questions)}")
         asked.append(await _ask_in_every_way(plan, model, _shorten(model, question, plan, size), number))
     rows = tuple(_row(way, asked) for way in _WAYS)
     return Table(f"{len(asked)} questions of about {size:,} tokens, {plan.passages} shuffled passages each", rows)
 
 
-def _questions(plan: Workload, model: HfModelUnderTest, size: int) -> list[Question]:
+def _questions(plan: RagPlan, model: HfModelUnderTest, size: int) -> list[Question]:
     if plan.questions is None:
         return made_up_questions(model.words, plan.prompts, plan.passages, size // plan.passages)
     return read_questions(plan.questions)[: plan.prompts]
@@ -98,7 +98,7 @@ def _questions(plan: Workload, model: HfModelUnderTest, size: int) -> list[Quest
 # ── prompts ──
 
 
-def _shorten(model: HfModelUnderTest, question: Question, plan: Workload, size: int) -> Question:
+def _shorten(model: HfModelUnderTest, question: Question, plan: RagPlan, size: int) -> Question:
     """As many passages as wanted, those with an answer first, so short that the prompt has at most `size`."""
     chosen = sorted(question.passages, key=question.holds_answer, reverse=True)[: plan.passages]
     bare = (replace(question, text=text, passages=()) for text in (question.text, _BEFORE))
@@ -115,7 +115,7 @@ def _messages(question: Question) -> tuple[Message, ...]:
 # ── asking ──
 
 
-async def _ask_in_every_way(plan: Workload, model: HfModelUnderTest, question: Question, number: int) -> _Asked:
+async def _ask_in_every_way(plan: RagPlan, model: HfModelUnderTest, question: Question, number: int) -> _Asked:
     await model.ask(Request(messages=_messages(replace(question, text=_BEFORE)), max_tokens=0))
     shuffled = question.shuffle(number)
     ways = list(_WAYS)
@@ -124,7 +124,7 @@ async def _ask_in_every_way(plan: Workload, model: HfModelUnderTest, question: Q
     return {way: answers[way] for way in ways}
 
 
-async def _ask(plan: Workload, model: HfModelUnderTest, question: Question, way: Request) -> _Answer:
+async def _ask(plan: RagPlan, model: HfModelUnderTest, question: Question, way: Request) -> _Answer:
     before = model.blended
     reply = await model.ask(
         replace(
@@ -173,7 +173,12 @@ def _compare(answers: list[_Answer], full: list[_Answer]) -> dict[str, Value]:
     same = mean(ours.token_id == exact.token_id for ours, exact in both) if both else 0.0
     differences = [answer.score - exact.score for answer, exact in pairs]
     return {
-        "ΔF1": f"{mean(differences):+.3f} ± {standard_error(differences):.3f}",
+        "ΔF1": f"{mean(differences):+.3f} ± {_standard_error(differences):.3f}",
         "first token": f"{100 * same:.0f} %",
         "KL": f"{mean(kl(exact, ours) for ours, exact in both):.3f}" if both else "-",
     }
+
+
+def _standard_error(samples: Sequence[float]) -> float:
+    """The one of their mean; 0 for a single one."""
+    return stdev(samples) / len(samples) ** 0.5 if len(samples) > 1 else 0.0

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
 
-from emberkeep.bench.server_process import ServerUnderTest
-from emberkeep.config.sources import ENV_PREFIX
+from emberkeep.bench.servers import ServerUnderTest
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -69,8 +68,8 @@ def served(folder: Path, model: str) -> Iterator[str]:
     tools = ["--server-tools", "ask", "--enable-tools", "read_file,write_file"]
     tools += ["--tools-root", str(folder / "root")]
     command = [sys.executable, "-m", "emberkeep"]
-    serve = [*command, "serve", "--port", "0", "--ctx", "4096", *chosen, *data, *tools]
-    with ServerUnderTest(serve, folder / "serve.log", ENV_PREFIX) as server:
+    serve = [*command, "serve", "--ctx", "4096", *chosen, *data, *tools]
+    with ServerUnderTest(serve, folder / "serve.log") as server:
         yield f"http://127.0.0.1:{server.port}"
 
 

@@ -11,9 +11,8 @@ from time import perf_counter
 
 import numpy as np
 
-from emberkeep.bench.figures import Series, series
-from emberkeep.bench.report import BenchResult, Row, Table
-from emberkeep.bench.stage import Folder
+from emberkeep.bench.report import BenchResult, Row, Series, Table, series
+from emberkeep.bench.workspace import Workspace
 from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.disk.chunkfile import Description
 from emberkeep.kv.store import CHUNK_TOKENS, Budgets, KvStore
@@ -30,7 +29,7 @@ _PLENTY = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class StorePlan:
     chunks: int = 100_000
     per_conversation: int = 40
     tokens: int = 4_000
@@ -38,15 +37,15 @@ class Workload:
     lookups: int = 50
     repeat: int = 5
 
-    def quick(self) -> Workload:
-        return Workload(chunks=2_000, lookups=10, repeat=2)
+    def quick(self) -> StorePlan:
+        return StorePlan(chunks=2_000, lookups=10, repeat=2)
 
 
-async def run(folder: Folder, plan: Workload) -> BenchResult:
-    root = folder.new_data_dir()
-    folder.say(f"writing {plan.chunks:,} chunks")
+async def run(workspace: Workspace, plan: StorePlan) -> BenchResult:
+    root = workspace.new_data_dir()
+    workspace.say(f"writing {plan.chunks:,} chunks")
     prompts = _fill(root, plan)
-    folder.say("opening")
+    workspace.say("opening")
     opened = series([_seconds_to_open(root) for _ in range(plan.repeat)], "s")
     store = _open(root)
     try:
@@ -60,7 +59,7 @@ async def run(folder: Folder, plan: Workload) -> BenchResult:
     )
 
 
-def _lookups(store: KvStore, prompts: list[TokenArray], plan: Workload) -> Iterator[Row]:
+def _lookups(store: KvStore, prompts: list[TokenArray], plan: StorePlan) -> Iterator[Row]:
     random = np.random.default_rng(1)
     edited = [_edit(prompt, random) for prompt in prompts]
     unknown = [random.integers(0, _VOCABULARY, plan.tokens, dtype=np.int32) for _ in prompts]
@@ -102,7 +101,7 @@ def _open(root: Path) -> KvStore:
     return KvStore(_FINGERPRINT, Budgets(_PLENTY, _PLENTY), ChunkFiles(root, _FINGERPRINT))
 
 
-def _fill(root: Path, plan: Workload) -> list[TokenArray]:
+def _fill(root: Path, plan: StorePlan) -> list[TokenArray]:
     """Write the chunks; returns the beginnings of some conversations as prompts."""
     random = np.random.default_rng(0)
     prompts: list[TokenArray] = []

@@ -6,21 +6,16 @@ turns with the other, and each time the other model has to go. What each server 
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from emberkeep.bench.figures import ratios, series
-from emberkeep.bench.http_client import Client, Reply, chat_body, parse_stream
-from emberkeep.bench.report import BenchResult, Row, Table
-from emberkeep.bench.server_process import ServerUnderTest, peer_version
-from emberkeep.bench.sides import OURS, PEER
-from emberkeep.bench.stage import Stage
-from emberkeep.config.sources import ENV_PREFIX
+from emberkeep.bench.http_client import BenchClient, Reply, chat_body, parse_stream
+from emberkeep.bench.report import BenchResult, Row, Table, ratios, series
+from emberkeep.bench.servers import OURS, PEER, OwnServer, ServerUnderTest, peer_version
+from emberkeep.bench.workspace import Workspace
 from emberkeep.engine.llamacpp.context import available_cores
 
 _NAMES = ("left", "right")
@@ -31,37 +26,38 @@ _EVALUATED, _SWAPPED, _NEW = "evaluated, its model loaded", "after a swap, known
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class SwapPlan:
     peer: Path | None = None
-    sizes: tuple[int, ...] = (2000,)
+    tokens: tuple[int, ...] = (2000,)
     repeat: int = 3
 
     @property
     def context(self) -> int:
-        return max(self.sizes) + _SPARE
+        return max(self.tokens) + _SPARE
 
-    def quick(self) -> Workload:
-        return replace(self, sizes=(300,), repeat=1)
+    def quick(self) -> SwapPlan:
+        return replace(self, tokens=(300,), repeat=1)
 
 
 Waits = dict[str, dict[str, list[Reply]]]
 """By row, then by side, in the order they were taken."""
 
 
-async def run(stage: Stage, plan: Workload) -> BenchResult:
+async def run(workspace: Workspace, plan: SwapPlan) -> BenchResult:
+    workspace.require_context(plan.context)
     tables = []
-    for tokens in plan.sizes:
+    for tokens in plan.tokens:
         waits: Waits = {}
         with ExitStack() as servers:
-            sides = {OURS: Client(servers.enter_context(_ours(stage, plan.context)).port)}
+            sides = {OURS: servers.enter_context(_ours(workspace, plan.context)).client}
             if plan.peer is not None:
-                sides[PEER] = Client(servers.enter_context(_router(stage, plan.peer, plan.context)).port)
+                sides[PEER] = servers.enter_context(_router(workspace, plan.peer, plan.context)).client
             for client in sides.values():
                 for name in _NAMES:  # what is done once only, at the first loading
                     await _ask(client, name, "Hello")
             for number in range(plan.repeat):
-                stage.say(f"{tokens:,} tokens, round {number + 1} of {plan.repeat}")
-                await _round(stage, sides, tokens, number, waits)
+                workspace.say(f"{tokens:,} tokens, round {number + 1} of {plan.repeat}")
+                await _round(workspace, sides, tokens, number, waits)
         tables.append(Table(f"time to first token, prompts of {tokens:,} tokens", rows(waits)))
     notes = [
         "known: the prompt was asked for before, and its model unloaded since. reused: of the prompt's tokens."
@@ -71,11 +67,13 @@ async def run(stage: Stage, plan: Workload) -> BenchResult:
     return BenchResult("swap", tuple(tables), tuple(notes))
 
 
-async def _round(stage: Stage, sides: Mapping[str, Client], tokens: int, number: int, waits: Waits) -> None:
+async def _round(
+    workspace: Workspace, sides: Mapping[str, BenchClient], tokens: int, number: int, waits: Waits
+) -> None:
     """The second name was asked for last. Every row on one side, then on the other: the machine changes with
     time."""
     left, right = _NAMES
-    texts = {name: stage.words.text(tokens, (name, number)) for name in (*_NAMES, "alone")}
+    texts = {name: workspace.words.text(tokens, (name, number)) for name in (*_NAMES, "alone")}
     for row, name, text in (
         (_EVALUATED, right, texts["alone"]),
         (_NEW, left, texts[left]),
@@ -87,49 +85,31 @@ async def _round(stage: Stage, sides: Mapping[str, Client], tokens: int, number:
             waits.setdefault(row, {}).setdefault(side, []).append(await _ask(client, name, text))
 
 
-async def _ask(client: Client, model: str, text: str) -> Reply:
+async def _ask(client: BenchClient, model: str, text: str) -> Reply:
     messages = [{"role": "system", "content": text}, {"role": "user", "content": "Which word is the first?"}]
     body = chat_body(messages, _ANSWER) | {"model": model}
     return parse_stream(await client.post("/v1/chat/completions", body))
 
 
-def _linked(stage: Stage) -> Path:
+def _linked(workspace: Workspace) -> Path:
     """A folder with the model under both names."""
-    folder = stage.new_data_dir()
+    folder = workspace.new_data_dir()
     for name in _NAMES:
-        (folder / f"{name}.gguf").symlink_to(stage.model)
+        (folder / f"{name}.gguf").symlink_to(workspace.model)
     return folder
 
 
-@contextmanager
-def _ours(stage: Stage, context: int) -> Iterator[ServerUnderTest]:
-    files, data_dir = _linked(stage), stage.new_data_dir()
-    left, right = (str(files / f"{name}.gguf") for name in _NAMES)
-    settings = {
-        "model": left,
-        "models": [right],
-        "model_memory": 1,  # which one alone may exceed
-        "data_dir": str(data_dir),
-        "port": 0,
-        "parallel": 1,
-        "ctx": context,
-        "log_level": "warning",
-    }
-    file = data_dir / "serve.json"
-    file.write_text(json.dumps(settings))
-    command = [sys.executable, "-m", "emberkeep", "serve", "--config", str(file)]
-    with ServerUnderTest(command, data_dir / "serve.log", ENV_PREFIX) as server:
-        yield server
+def _ours(workspace: Workspace, context: int) -> OwnServer:
+    left, right = (str(_linked(workspace) / f"{name}.gguf") for name in _NAMES)
+    settings = {"model": left, "models": [right], "model_memory": 1}  # which one alone may exceed
+    return OwnServer(workspace, parallel=1, ctx=context, more=settings)
 
 
-@contextmanager
-def _router(stage: Stage, program: Path, context: int) -> Iterator[ServerUnderTest]:
-    folder = stage.new_data_dir()
+def _router(workspace: Workspace, program: Path, context: int) -> ServerUnderTest:
     sizes = {"--threads": available_cores(), "--parallel": 1, "--ctx-size": context, "--models-max": 1}
     numbers = [text for name, size in sizes.items() for text in (name, str(size))]
-    places = ["--models-dir", str(_linked(stage)), "--host", "127.0.0.1", "--port", "0"]
-    with ServerUnderTest([str(program), *places, *numbers], folder / "router.log", "LLAMA_") as server:
-        yield server
+    places = ["--models-dir", str(_linked(workspace)), "--host", "127.0.0.1"]
+    return ServerUnderTest([str(program), *places, *numbers], workspace.new_data_dir() / "router.log")
 
 
 def rows(waits: Waits) -> tuple[Row, ...]:

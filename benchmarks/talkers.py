@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlencode
 
-from emberkeep.bench.http_client import Client, Messages, chat_body, is_settled, parse_stream
-from emberkeep.bench.server_process import ServerProcess
-from emberkeep.bench.stage import Stage
+from emberkeep.bench.http_client import BenchClient, Messages, chat_body, is_settled, parse_stream
+from emberkeep.bench.servers import OwnServer
+from emberkeep.bench.workspace import Workspace
 from emberkeep.config.settings import Config
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.types.cache import EntryKind
@@ -66,7 +66,7 @@ class Talker(Protocol):
 
 class OverHttp:
     def __init__(self, port: int) -> None:
-        self._client = Client(port)
+        self._client = BenchClient(port)
 
     async def ask(self, messages: Messages, max_tokens: int, *, exact: bool) -> Said:
         body = chat_body(messages, max_tokens) | ({"approximate": False} if exact else {})
@@ -131,15 +131,15 @@ class ThroughLibrary:
 
 
 @asynccontextmanager
-async def _over_http(stage: Stage, ctx: int) -> AsyncIterator[Talker]:
-    with ServerProcess(stage.model, stage.new_data_dir(), parallel=1, ctx=ctx) as server:
+async def _over_http(workspace: Workspace, ctx: int) -> AsyncIterator[Talker]:
+    with OwnServer(workspace, parallel=1, ctx=ctx) as server:
         yield OverHttp(server.port)
 
 
 @asynccontextmanager
-async def _through_library(stage: Stage, ctx: int) -> AsyncIterator[Talker]:
+async def _through_library(workspace: Workspace, ctx: int) -> AsyncIterator[Talker]:
     """As `emberkeep chat` does it."""
-    config = Config(model=str(stage.model), data_dir=stage.new_data_dir(), parallel=1, ctx=ctx)
+    config = Config(model=str(workspace.model), data_dir=workspace.new_data_dir(), parallel=1, ctx=ctx)
     with Emberkeep.open(config) as llm:
         yield ThroughLibrary(llm)
 

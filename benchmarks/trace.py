@@ -14,10 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from emberkeep.bench.figures import ratios, series
-from emberkeep.bench.report import BenchResult, Row, Table
-from emberkeep.bench.stage import Folder
-from emberkeep.bench.trace_file import BLOCK, Visit, read_trace
+from benchmarks.trace_file import BLOCK, Visit, read_trace
+from emberkeep.bench.report import BenchResult, Row, Table, ratios, series
+from emberkeep.bench.workspace import Workspace
 from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.policy import LOW_WATER
 from emberkeep.kv.tree import Chunk, ChunkKey, path_to
@@ -27,22 +26,22 @@ _NEVER = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    files: tuple[Path, ...] = ()
+class TracePlan:
+    trace: tuple[Path, ...]
     percents: tuple[int, ...] = (1, 3, 10, 30)
     """Of the blocks that are different, how many the store holds."""
     requests: int | None = None
     """From the beginning; None: all of them."""
 
-    def quick(self) -> Workload:
+    def quick(self) -> TracePlan:
         return replace(self, percents=(3,), requests=500)
 
 
-async def run(folder: Folder, plan: Workload) -> BenchResult:
-    traces = [(path.stem, read_trace(path)[: plan.requests]) for path in plan.files]
+async def run(workspace: Workspace, plan: TracePlan) -> BenchResult:
+    traces = [(path.stem, read_trace(path)[: plan.requests]) for path in plan.trace]
     return BenchResult(
         "trace",
-        tuple(_table(folder, plan, name, visits) for name, visits in traces),
+        tuple(_table(workspace, plan, name, visits) for name, visits in traces),
         (
             "Share of all prompt tokens that is found again; the store's size is a share of the different blocks.",
             "LRU: the better of two, by block and by leaf of the prefix tree. Belady: knows what comes.",
@@ -50,11 +49,11 @@ async def run(folder: Folder, plan: Workload) -> BenchResult:
     )
 
 
-def _table(folder: Folder, plan: Workload, name: str, visits: Sequence[Visit]) -> Table:
+def _table(workspace: Workspace, plan: TracePlan, name: str, visits: Sequence[Visit]) -> Table:
     different = len({block for visit in visits for block in visit.blocks})
     rows = []
     for percent in plan.percents:
-        folder.say(f"{name}, {percent}% of {different:,} blocks")
+        workspace.say(f"{name}, {percent}% of {different:,} blocks")
         rows.append(_row(percent, visits, max(different * percent // 100, 1)))
     return Table(name, tuple(rows))
 

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator
 
 from benchmarks.gpu import decode, memory, speculation, streaming, transfer, ttft
 from benchmarks.gpu.rig import Rig, open_rig
-from benchmarks.gpu.workload import Workload
+from benchmarks.gpu.workload import GpuPlan
 from emberkeep.bench.report import BenchResult, Table
-from emberkeep.bench.stage import Folder
+from emberkeep.bench.workspace import Workspace
 
-__all__ = ["Workload", "measure", "run"]
+__all__ = ["GpuPlan", "measure", "run"]
 
 _NOTES = (
     "prefill alone: nothing is looked up and nothing stored. from RAM: nothing of it was in the engine any more.",
@@ -32,7 +32,7 @@ _NOTES = (
     "weights read once: their bytes / the bytes per second that a copy within the device reads and writes.",
 )
 
-_PARTS: dict[str, Callable[[Rig, Workload], Iterator[Table]]] = {
+_PARTS: dict[str, Callable[[Rig, GpuPlan], Iterator[Table]]] = {
     "memory": memory.measure,
     "prompts": ttft.measure_prompts,
     "transfer": transfer.measure,
@@ -42,19 +42,19 @@ _PARTS: dict[str, Callable[[Rig, Workload], Iterator[Table]]] = {
 }
 """Memory first, and transformers, which has weights of its own, last: nothing else is on the device then."""
 
-_ALONE: dict[str, Callable[[Workload], Iterator[Table]]] = {
+_ALONE: dict[str, Callable[[GpuPlan], Iterator[Table]]] = {
     "streaming": streaming.measure,
     "streamed_drafts": streaming.measure_drafts,
 }
 """With engines of their own, and nothing else on the device."""
 
 
-async def run(place: Folder, plan: Workload) -> BenchResult:
-    *_, last = measure(plan, place.say)
+async def run(workspace: Workspace, plan: GpuPlan) -> BenchResult:
+    *_, last = measure(plan, workspace.say)
     return last
 
 
-def measure(plan: Workload, say: Callable[[str], None]) -> Iterator[BenchResult]:
+def measure(plan: GpuPlan, say: Callable[[str], None]) -> Iterator[BenchResult]:
     """Everything that is known, again after every table. Blocks. Raises EngineError."""
     tables: list[Table] = []
     with_rig = [name for name in plan.parts if name in _PARTS]

@@ -7,29 +7,21 @@ import sys
 from argparse import ArgumentParser
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from benchmarks.gpu import Workload, measure
-from benchmarks.gpu.workload import PARTS
+from benchmarks.arguments import add_flags, given
+from benchmarks.gpu import GpuPlan, measure
 
 
 def main() -> None:
-    parser = ArgumentParser(prog="python -m benchmarks.gpu")
-    parser.add_argument("parts", nargs="*", choices=[[], *PARTS])
-    parser.add_argument("--engine", choices=["hf", "llamacpp"])
-    parser.add_argument("--device")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--hidden", type=int)
-    parser.add_argument("--tokens", type=int, nargs="+", dest="sizes")
-    parser.add_argument("--repeat", type=int)
+    parser = ArgumentParser(prog="python -m benchmarks.gpu", allow_abbrev=False)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, default=Path("/dev/stdout"))
-    given = vars(parser.parse_args())
-    report, quick = given.pop("json"), given.pop("quick")
-    chosen: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if v}
-    plan = replace(Workload().quick() if quick else Workload(), **chosen)
+    add_flags(parser, GpuPlan)
+    found = parser.parse_args()
+    flags = given(found, GpuPlan)
+    plan = replace(GpuPlan().quick(), **flags) if found.quick else GpuPlan(**flags)
     for result in measure(plan, lambda what: print(f"… {what}", file=sys.stderr, flush=True)):
-        report.write_text(json.dumps(result.json(), indent=2) + "\n")
+        found.json.write_text(json.dumps(result.json(), indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ from statistics import median
 from time import perf_counter
 
 from benchmarks.gpu.rig import Rig, decode, fill
-from benchmarks.gpu.workload import Workload
-from emberkeep.bench.figures import Series, ratios, series
-from emberkeep.bench.report import Row, Table
+from benchmarks.gpu.workload import GpuPlan
+from emberkeep.bench.report import Row, Series, Table, ratios, series
 from emberkeep.engine.base import Engine
 from emberkeep.engine.hf.baseline import PlainModel
 from emberkeep.token_arrays import TokenArray
@@ -18,13 +17,13 @@ _UNTIMED = 4
 """The first steps of a shape are captured or tuned."""
 
 
-def measure(rig: Rig, plan: Workload) -> Iterator[Table]:
+def measure(rig: Rig, plan: GpuPlan) -> Iterator[Table]:
     plain = rig.alone(lambda _: PlainModel.random(rig.shape, plan.device))
     rows = [_row(rig, plan, plain, batch) for batch in plan.batches]
     yield Table(f"a decode step after {plan.decoded_after:,} tokens", tuple(rows))
 
 
-def _row(rig: Rig, plan: Workload, plain: PlainModel, batch: int) -> Row:
+def _row(rig: Rig, plan: GpuPlan, plain: PlainModel, batch: int) -> Row:
     prompts = [rig.prompt(plan.decoded_after) for _ in range(batch)]
     steps, theirs, ours, once = _UNTIMED + plan.steps, [], [], []
     for _ in range(plan.repeat):
@@ -51,7 +50,7 @@ def _middle(seconds: list[float]) -> float:
     return 1e3 * median(seconds[_UNTIMED:])
 
 
-def _step_seconds(engine: Engine, plan: Workload, prompts: list[TokenArray], steps: int) -> list[float]:
+def _step_seconds(engine: Engine, plan: GpuPlan, prompts: list[TokenArray], steps: int) -> list[float]:
     """Of our engine, by the same clock as transformers: from the chosen tokens to the next ones."""
     chosen = [fill(engine, sequence, prompt, plan.slice) for sequence, prompt in enumerate(prompts)]
     seconds = []

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.gpu.rig import Rig, decode, fill
-from benchmarks.gpu.workload import Workload
-from emberkeep.bench.figures import percentile, ratios, series
-from emberkeep.bench.report import Row, Table
+from benchmarks.gpu.workload import GpuPlan
+from emberkeep.bench.report import Row, Table, percentile, ratios, series
 from emberkeep.engine.base import Engine
 from emberkeep.errors import TooLarge
 from emberkeep.kv.store import CHUNK_TOKENS
@@ -31,7 +30,7 @@ class _Ran:
     """The most bytes of the device that were allocated while it ran."""
 
 
-def measure(rig: Rig, plan: Workload) -> Iterator[Table]:
+def measure(rig: Rig, plan: GpuPlan) -> Iterator[Table]:
     engine = rig.engine
     admission = open_admission(
         lambda: engine.footprint, engine.capabilities, largest_slice=plan.slice, margin=0.0, store_room=lambda: 0
@@ -43,13 +42,13 @@ def measure(rig: Rig, plan: Workload) -> Iterator[Table]:
     yield Table(f"memory of {len(ran)} requests", (_figures(ran), _refusal(rig, plan, admission)))
 
 
-def _lengths(plan: Workload) -> list[int]:
+def _lengths(plan: GpuPlan) -> list[int]:
     """From short to long, evenly in proportion, in random order."""
     lengths = np.geomspace(_SHORTEST, plan.longest - plan.answer_tokens, plan.requests).astype(int)
     return [int(length) for length in np.random.default_rng(0).permutation(lengths)]
 
 
-def _run(rig: Rig, plan: Workload, admission: Admission, length: int) -> _Ran:
+def _run(rig: Rig, plan: GpuPlan, admission: Admission, length: int) -> _Ran:
     admitted, prompt = admission.admit(length, plan.answer_tokens), rig.prompt(length)
 
     def used(engine: Engine) -> int:
@@ -93,7 +92,7 @@ def _figures(ran: list[_Ran]) -> Row:
     )
 
 
-def _refusal(rig: Rig, plan: Workload, admission: Admission) -> Row:
+def _refusal(rig: Rig, plan: GpuPlan, admission: Admission) -> Row:
     """The first prompt, of lengths that double, that is refused; and what was allocated to find that out."""
     tokens = plan.longest
     rig.alone(lambda _: _peak(rig))

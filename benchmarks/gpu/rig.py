@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from benchmarks.gpu.workload import Workload
+from benchmarks.gpu.workload import GpuPlan
 from benchmarks.listener import Listener
 from emberkeep.chat.prompt import prompt_of_ids
 from emberkeep.engine.base import Engine, Outcome, Rows
@@ -89,7 +89,7 @@ class Rig:
 
 
 @contextmanager
-def open_rig(plan: Workload) -> Iterator[Rig]:
+def open_rig(plan: GpuPlan) -> Iterator[Rig]:
     """Raises EngineError."""
     shape = Shape(plan.layers, plan.hidden, plan.longest)
     thread = EngineThread()
@@ -106,7 +106,7 @@ def open_rig(plan: Workload) -> Iterator[Rig]:
         store.close()
 
 
-def _open_hf(plan: Workload, shape: Shape) -> tuple[Engine, int]:
+def _open_hf(plan: GpuPlan, shape: Shape) -> tuple[Engine, int]:
     settings = HfSettings(plan.longest, _CONTEXTS * plan.longest, _SEQUENCES, max(plan.slice, _SEQUENCES))
     model = random_model(shape, plan.device)
     return improved(HfEngine(model, settings, "random")), model.weights_bytes
@@ -118,7 +118,7 @@ def improved(engine: HfEngine) -> HfEngine:
     return engine
 
 
-def _open_llamacpp(plan: Workload, shape: Shape) -> tuple[Engine, int]:
+def _open_llamacpp(plan: GpuPlan, shape: Shape) -> tuple[Engine, int]:
     """Everything on the GPU, if there is one."""
     from benchmarks.gpu.random_gguf import write_random_gguf
     from emberkeep.engine.llamacpp.context import LlamaSettings

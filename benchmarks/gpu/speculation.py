@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from benchmarks.gpu.rig import Rig, improved
-from benchmarks.gpu.workload import Workload
+from benchmarks.gpu.workload import GpuPlan
 from benchmarks.listener import Listener
-from emberkeep.bench.figures import ratios, series
-from emberkeep.bench.report import Row, Table
+from emberkeep.bench.report import Row, Table, ratios, series
 from emberkeep.chat.prompt import prompt_of_ids
 from emberkeep.engine.hf.baseline import Shape, random_pair
 from emberkeep.engine.hf.engine import HfEngine
@@ -31,7 +30,7 @@ _NEVER_TWICE = Sampling(temperature=0, frequency_penalty=1000.0)
 """Greedy random weights repeat themselves: that would be drafted without a model."""
 
 
-def measure(rig: Rig, plan: Workload) -> Iterator[Table]:
+def measure(rig: Rig, plan: GpuPlan) -> Iterator[Table]:
     rows: list[Row] = []
     for agrees in (True, False):
         with _pair(plan, agrees=agrees) as loop:
@@ -43,7 +42,7 @@ def measure(rig: Rig, plan: Workload) -> Iterator[Table]:
     yield Table(title, tuple(rows))
 
 
-def _row(rig: Rig, loop: Scheduler, plan: Workload, batch: int, *, agrees: bool) -> Row:
+def _row(rig: Rig, loop: Scheduler, plan: GpuPlan, batch: int, *, agrees: bool) -> Row:
     plain, drafted, per_step = [], [], []
     for _ in range(1 + plan.repeat):
         prompts = [rig.prompt(plan.decoded_after) for _ in range(batch)]
@@ -79,7 +78,7 @@ def tokens_per_second(endings: list[Ending]) -> float:
 
 
 @contextmanager
-def _pair(plan: Workload, *, agrees: bool) -> Iterator[Scheduler]:
+def _pair(plan: GpuPlan, *, agrees: bool) -> Iterator[Scheduler]:
     """Raises EngineError."""
     context = plan.decoded_after + plan.drafted_for + 64
     shape = Shape(plan.layers, plan.hidden, context)

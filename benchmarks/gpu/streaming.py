@@ -14,9 +14,8 @@ import numpy as np
 
 from benchmarks.gpu.rig import decode, fill, improved
 from benchmarks.gpu.speculation import answers, tokens_per_second
-from benchmarks.gpu.workload import Workload
-from emberkeep.bench.figures import ratios, series
-from emberkeep.bench.report import Row, Table
+from benchmarks.gpu.workload import GpuPlan
+from emberkeep.bench.report import Row, Table, ratios, series
 from emberkeep.engine.base import Engine, Logits
 from emberkeep.engine.hf.baseline import Shape, random_int4_model
 from emberkeep.engine.hf.device import DeviceLimits
@@ -38,7 +37,7 @@ _LINK = 1 << 28
 _STORED = 1 << 30
 
 
-def measure(plan: Workload) -> Iterator[Table]:
+def measure(plan: GpuPlan) -> Iterator[Table]:
     """Blocks. Raises EngineError."""
     budget = Placing(gpu_memory=plan.streamed_memory)
     placings = {
@@ -52,7 +51,7 @@ def measure(plan: Workload) -> Iterator[Table]:
     yield Table(title, tuple(_row(plan, label, placing) for label, placing in placings.items()))
 
 
-def measure_drafts(plan: Workload) -> Iterator[Table]:
+def measure_drafts(plan: GpuPlan) -> Iterator[Table]:
     """Blocks. Raises EngineError."""
     shape = f"{plan.streamed_layers} layers of {plan.streamed_hidden:,} in four bits"
     title = f"{shape}: {plan.streamed_tokens} tokens with drafts by {plan.draft_layers} layers"
@@ -63,7 +62,7 @@ def measure_drafts(plan: Workload) -> Iterator[Table]:
         yield Table(title, tuple(_drafted(loop, draft, plan, plain, right) for right in plan.draft_right))
 
 
-def _row(plan: Workload, label: str, placing: Placing) -> Row:
+def _row(plan: GpuPlan, label: str, placing: Placing) -> Row:
     limits = DeviceLimits(plan.device)
     link = limits.load_speed(_LINK)
     limits.forget_peak()
@@ -87,14 +86,14 @@ def _row(plan: Workload, label: str, placing: Placing) -> Row:
     return Row(f"{label} ({about})", figures)
 
 
-def _open(plan: Workload, placing: Placing) -> tuple[HfEngine, str]:
+def _open(plan: GpuPlan, placing: Placing) -> tuple[HfEngine, str]:
     model = random_int4_model(_shape(plan, plan.streamed_layers), plan.device, placing, plan.draft_layers)
     stream = model.stream
     kept = plan.streamed_layers - (len(stream.plan.streamed) if stream else 0)
     return improved(HfEngine(model, _settings(placing), "random")), f"{kept} of {plan.streamed_layers} layers stay"
 
 
-def _shape(plan: Workload, layers: int) -> Shape:
+def _shape(plan: GpuPlan, layers: int) -> Shape:
     return Shape(layers, plan.streamed_hidden, _CONTEXT, is_tied=False)
 
 
@@ -102,7 +101,7 @@ def _settings(placing: Placing) -> HfSettings:
     return HfSettings(_CONTEXT, None, _SEQUENCES, _SLICE, gpu_memory=placing.gpu_memory)
 
 
-def _step_seconds(engine: Engine, plan: Workload) -> list[float]:
+def _step_seconds(engine: Engine, plan: GpuPlan) -> list[float]:
     chosen, seconds = [fill(engine, 0, _prompt(0), _SLICE)], []
     for done in range(_UNTIMED + plan.streamed_steps):
         begin = perf_counter()
@@ -140,7 +139,7 @@ class SometimesRight:
         return given if self._random.random() < self.right else np.roll(given, 1)
 
 
-def _drafted(loop: Scheduler, draft: SometimesRight, plan: Workload, plain: list[float], right: float) -> Row:
+def _drafted(loop: Scheduler, draft: SometimesRight, plan: GpuPlan, plain: list[float], right: float) -> Row:
     draft.right = right
     _answer(loop, plan, 0, speculation=True)  # what is worth drafting now
     speeds, shares, per_step = zip(
@@ -159,7 +158,7 @@ def _drafted(loop: Scheduler, draft: SometimesRight, plan: Workload, plain: list
     )
 
 
-def _answer(loop: Scheduler, plan: Workload, seed: int, *, speculation: bool) -> tuple[float, float, float]:
+def _answer(loop: Scheduler, plan: GpuPlan, seed: int, *, speculation: bool) -> tuple[float, float, float]:
     """Tokens per second, the share of drafted tokens that was accepted, tokens per step."""
     (ending,) = endings = answers(loop, plan.streamed_tokens, [_prompt(10 + seed)], speculation=speculation)
     tokens, accepted = ending.sampled_tokens, ending.accepted_tokens
@@ -167,7 +166,7 @@ def _answer(loop: Scheduler, plan: Workload, seed: int, *, speculation: bool) ->
 
 
 @contextmanager
-def _pair(plan: Workload) -> Iterator[tuple[Scheduler, SometimesRight]]:
+def _pair(plan: GpuPlan) -> Iterator[tuple[Scheduler, SometimesRight]]:
     """The draft model is on the device before the other, which has what is left. Raises EngineError."""
     thread, placing = EngineThread(), Placing(gpu_memory=plan.streamed_memory)
 

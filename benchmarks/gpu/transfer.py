@@ -8,21 +8,20 @@ from time import perf_counter
 import numpy as np
 
 from benchmarks.gpu.rig import Rig, fill, step
-from benchmarks.gpu.workload import Workload
-from emberkeep.bench.figures import ratios, series
-from emberkeep.bench.report import Row, Table
+from benchmarks.gpu.workload import GpuPlan
+from emberkeep.bench.report import Row, Table, ratios, series
 from emberkeep.engine.base import Engine, Payload, Rows
 from emberkeep.kv.store import CHUNK_TOKENS
 
 _GB = 1e9
 
 
-def measure(rig: Rig, plan: Workload) -> Iterator[Table]:
-    for size in plan.sizes:
+def measure(rig: Rig, plan: GpuPlan) -> Iterator[Table]:
+    for size in plan.tokens:
         yield _transfers(rig, plan, size)
 
 
-def _transfers(rig: Rig, plan: Workload, size: int) -> Table:
+def _transfers(rig: Rig, plan: GpuPlan, size: int) -> Table:
     prompt, borders = rig.prompt(size), [*range(0, size, CHUNK_TOKENS), size]
 
     def transfers(engine: Engine) -> list[tuple[float, float, float]]:

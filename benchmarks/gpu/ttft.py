@@ -7,18 +7,17 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from benchmarks.gpu.rig import Answer, Rig
-from benchmarks.gpu.workload import Workload
-from emberkeep.bench.figures import Series, ratios, series
-from emberkeep.bench.report import Row, Table
+from benchmarks.gpu.workload import GpuPlan
+from emberkeep.bench.report import Row, Series, Table, ratios, series
 
 
-def measure_prompts(rig: Rig, plan: Workload) -> Iterator[Table]:
+def measure_prompts(rig: Rig, plan: GpuPlan) -> Iterator[Table]:
     """One prompt after the other: evaluated alone, evaluated and stored, from the engine, from RAM."""
-    for size in plan.sizes:
+    for size in plan.tokens:
         yield _prompts(rig, plan, size)
 
 
-def _prompts(rig: Rig, plan: Workload, size: int) -> Table:
+def _prompts(rig: Rig, plan: GpuPlan, size: int) -> Table:
     rounds = [_four_ways(rig, size) for _ in range(1 + plan.repeat)][1:]  # the first one is not counted
     labels = ("prefill alone", "prefill, stored", "from the engine", "from RAM")
     alone, *others = (list(answers) for answers in zip(*rounds, strict=True))
@@ -45,7 +44,7 @@ def _against(prefill: Series, label: str, answers: list[Answer]) -> Row:
     )
 
 
-def measure_turns(rig: Rig, plan: Workload) -> Iterator[Table]:
+def measure_turns(rig: Rig, plan: GpuPlan) -> Iterator[Table]:
     """A conversation that goes on, and afterwards each of its turns evaluated afresh."""
     talks = [_talk(rig, plan) for _ in range(1 + plan.repeat)][1:]
     rows = [_turn_row(number, list(turns)) for number, turns in enumerate(zip(*talks, strict=True), 1)]
@@ -53,7 +52,7 @@ def measure_turns(rig: Rig, plan: Workload) -> Iterator[Table]:
     yield Table(title, tuple(rows))
 
 
-def _talk(rig: Rig, plan: Workload) -> list[tuple[Answer, Answer]]:
+def _talk(rig: Rig, plan: GpuPlan) -> list[tuple[Answer, Answer]]:
     """(with what is stored, afresh) of every turn."""
     history, prompts, answers = rig.prompt(plan.first_tokens), [], []
     for _ in range(plan.turns):

@@ -8,14 +8,14 @@ PARTS = ("memory", "prompts", "transfer", "turns", "decode", "speculation", "str
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class GpuPlan:
     parts: tuple[str, ...] = PARTS
     engine: str = "hf"
     """`hf` or `llamacpp`."""
     device: str = "auto"
     layers: int = 36
     hidden: int = 2048
-    sizes: tuple[int, ...] = (16_384,)
+    tokens: tuple[int, ...] = (16_384,)
     """Prompts of which everything is stored."""
     batches: tuple[int, ...] = (1, 8)
     decoded_after: int = 1024
@@ -47,14 +47,14 @@ class Workload:
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         talk = self.first_tokens + self.turns * (self.turn_tokens + self.answer_tokens)
-        return max(*self.sizes, talk, self.decoded_after + self.steps) + self.answer_tokens
+        return max(*self.tokens, talk, self.decoded_after + self.steps) + self.answer_tokens
 
-    def quick(self) -> Workload:
+    def quick(self) -> GpuPlan:
         return replace(
             self,
             layers=4,
             hidden=64,
-            sizes=(512,),
+            tokens=(512,),
             decoded_after=64,
             steps=4,
             draft_layers=1,

@@ -2,17 +2,11 @@ from __future__ import annotations
 
 import json
 from io import StringIO
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from emberkeep.bench.figures import series
-from emberkeep.bench.report import BenchResult, Row, Table, readable_series, render, report_json
-from emberkeep.bench.surroundings import surroundings
-from emberkeep.errors import EngineError
-
-pytestmark = pytest.mark.slow
+from emberkeep.bench.report import BenchResult, Row, Table, percentile, ratios, render, series, speedup
 
 RESULT = BenchResult(
     "restart",
@@ -29,26 +23,16 @@ RESULT = BenchResult(
 )
 
 
-def printed(result: BenchResult) -> list[str]:
+def test_a_result_is_printed_as_markdown() -> None:
     output = StringIO()
-    console = Console(file=output, width=200)
-    for part in render(result):
-        console.print(part)
-    return [line.rstrip() for line in output.getvalue().splitlines()]
-
-
-def test_a_table_has_every_column_that_any_row_has() -> None:
-    assert RESULT.tables[0].columns == ["TTFT", "reused", "from"]
-
-
-def test_a_result_prints_as_plain_aligned_text() -> None:
-    title, head, cold, disk, note = printed(RESULT)
-    assert title == "restart: time to first token"
-    assert head.split() == ["TTFT", "reused", "from"]
-    assert cold.split() == ["cold", "7,000", "ms", "(6,900–7,100)"]
-    assert disk.split() == ["disk", "41.2", "ms", "2,796", "cold"]
-    assert note.strip() == "Loading the model is in neither."
-    assert "\x1b" not in "".join(printed(RESULT))
+    Console(file=output, width=200).print(*render(RESULT), sep="\n")
+    title, head, rule, cold, disk, note = [line.strip() for line in output.getvalue().splitlines() if line.strip()]
+    assert title == "## restart: time to first token"
+    assert [cell.strip() for cell in head.split("|")] == ["", "", "TTFT", "reused", "from", ""]
+    assert set(rule) == {"|", "-"}
+    assert [cell.strip() for cell in cold.split("|")] == ["", "cold", "7,000 ms (6,900–7,100)", "", "", ""]
+    assert [cell.strip() for cell in disk.split("|")] == ["", "disk", "41.2 ms", "2,796", "cold", ""]
+    assert note == "- Loading the model is in neither."
 
 
 @pytest.mark.parametrize(
@@ -59,27 +43,36 @@ def test_a_result_prints_as_plain_aligned_text() -> None:
         ([-0.5, 3.25], "%", "1.375 % (-0.500–3.25)"),
         ([12345.6], "MB/s", "12,346 MB/s"),
         ([5.0, 5.0], "ms", "5.00 ms"),
+        ([7.0], "", "7.00"),
     ],
 )
 def test_a_series_reads_as_median_and_spread(samples: list[float], unit: str, expected: str) -> None:
-    assert readable_series(series(samples, unit)) == expected
+    assert str(series(samples, unit)) == expected
 
 
-def test_the_json_report_has_the_surroundings_and_the_raw_samples() -> None:
-    report = json.loads(json.dumps(report_json([RESULT], {"machine": {"cores": 2}})))
-    assert report["machine"] == {"cores": 2}
-    (result,) = report["results"]
+def test_the_json_keeps_every_sample_in_order() -> None:
+    result = json.loads(json.dumps(RESULT.json()))
     cold, disk = result["tables"][0]["rows"]
-    assert cold["label"] == "cold"
-    assert cold["TTFT"]["samples"] == [7000.4, 7100.0, 6900.0]
-    assert disk["reused"] == 2796
-    assert result["notes"] == ["Loading the model is in neither."]
+    assert cold["TTFT"] == {
+        "median": 7000.4,
+        "low": 6900.0,
+        "high": 7100.0,
+        "unit": "ms",
+        "samples": [7000.4, 7100.0, 6900.0],
+    }
+    assert (disk["label"], disk["reused"], disk["from"]) == ("disk", 2796, "cold")
 
 
-def test_a_machine_without_llama_cpp_is_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> str:
-        raise EngineError("llama.cpp (auto) is not installed.")
+def test_ratios_are_taken_pair_by_pair() -> None:
+    assert ratios(series([10, 40], "ms"), series([5, 10], "ms")).samples == (2, 4)
+    with pytest.raises(ValueError, match="shorter"):
+        ratios(series([1, 2], "ms"), series([1], "ms"))
 
-    monkeypatch.setattr("emberkeep.bench.surroundings.version", missing)
-    machine = surroundings(None, tmp_path)["machine"]
-    assert isinstance(machine, dict) and machine["llama.cpp"] == "not installed"
+
+def test_a_speedup_compares_every_sample_with_the_median_of_the_reference() -> None:
+    assert speedup(series([90, 100, 300], "ms"), series([10, 20], "ms")).samples == (10, 5)
+
+
+@pytest.mark.parametrize(("percent", "expected"), [(95, 19), (100, 20), (50, 10), (1, 1), (0, 1)])
+def test_a_percentile_is_one_of_the_samples(percent: float, expected: float) -> None:
+    assert percentile([float(n) for n in range(20, 0, -1)], percent) == expected

@@ -6,6 +6,6 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _results_are_kept_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _data_is_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Than in the data of whoever runs the tests."""
-    monkeypatch.setenv("EMBERKEEP_DATA_DIR", str(tmp_path / "kept"))
+    monkeypatch.setenv("EMBERKEEP_DATA_DIR", str(tmp_path / "own"))

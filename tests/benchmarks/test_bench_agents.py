@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.agents import Played, Player, Workload, rows, sent_back
-from emberkeep.bench.http_client import Client
-from emberkeep.bench.sessions import Session, read_sessions
+from benchmarks.agents import AgentsPlan, Played, Player, rows, sent_back
+from benchmarks.recorded_sessions import Session, read_sessions
+from emberkeep.bench.http_client import BenchClient
 from emberkeep.errors import EmberkeepError
 
 SESSION = Session("talk", "You are an agent.", ("Begin.", "result one", "result two"), ({"a": 1}, {"b": 2}))
 
 
-class Exchange:
+class TimedExchange:
     def __init__(self, answer: Any) -> None:
         self._answer = answer
 
@@ -23,7 +23,7 @@ class Exchange:
         return json.dumps(self._answer).encode()
 
 
-class ScriptedClient(Client):
+class ScriptedClient(BenchClient):
     """Tokens are characters; half of every prompt is reused, and every second answer is a call."""
 
     def __init__(self) -> None:
@@ -32,14 +32,14 @@ class ScriptedClient(Client):
 
     async def post(self, path: str, body: Any) -> Any:
         if path == "/apply-template":
-            return Exchange({"prompt": json.dumps(body["messages"])})
+            return TimedExchange({"prompt": json.dumps(body["messages"])})
         self.asked.append(body)
         call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": 2}'}}
         calls = {"content": None, "tool_calls": [call]} if len(self.asked) % 2 else {"content": "fine"}
         usage = {"prompt_tokens": 100, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 50}}
         message = {"role": "assistant", "reasoning_content": "hm", **calls}
         detail = {"hygiene": ["billing-header"]}
-        return Exchange({"choices": [{"message": message}], "usage": usage, "emberkeep": detail})
+        return TimedExchange({"choices": [{"message": message}], "usage": usage, "emberkeep": detail})
 
     async def tokenize(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]
@@ -47,7 +47,7 @@ class ScriptedClient(Client):
 
 def test_a_session_is_played_as_clients_do_it() -> None:
     client = ScriptedClient()
-    played = asyncio.run(Player(client, SESSION, Workload(summary_every=2)).play())
+    played = asyncio.run(Player(client, SESSION, AgentsPlan(summary_every=2)).play())
     title, first, second, summary, third = client.asked
     assert "tools" not in title and "title" in title["messages"][0]["content"]
     assert "Summarise" in summary["messages"][0]["content"]
@@ -62,7 +62,7 @@ def test_a_session_is_played_as_clients_do_it() -> None:
 def test_results_of_calls_name_them_and_arguments_are_written_anew() -> None:
     client = ScriptedClient()
     client.asked.append(None)  # so that the first turn is answered with a call
-    asyncio.run(Player(client, SESSION, Workload()).play())
+    asyncio.run(Player(client, SESSION, AgentsPlan()).play())
     call, result = client.asked[-2]["messages"][-2:]
     assert call["tool_calls"][0]["function"]["arguments"] == '{"a":2,"b":1}'
     assert (result["role"], result["tool_call_id"]) == ("tool", "c1")
@@ -71,7 +71,7 @@ def test_results_of_calls_name_them_and_arguments_are_written_anew() -> None:
 def test_a_session_ends_before_the_context_is_full() -> None:
     client = ScriptedClient()
     long = Session("long", "You are an agent.", ("x" * 1000,) * 10)
-    asyncio.run(Player(client, long, Workload(ctx=2048)).play())
+    asyncio.run(Player(client, long, AgentsPlan(ctx=2048)).play())
     assert 1 < len(client.asked) < 6
 
 

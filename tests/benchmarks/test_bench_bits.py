@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.bits import Workload, before_difference, kl, run
-from emberkeep.bench.stage import open_stage
+from benchmarks.bits import BitsPlan, before_difference, kl, run
 from emberkeep.engine.llamacpp.engine import LlamaEngine
 from helpers import tiny_gguf
+from helpers.benchmarks import ScriptedWorkspace
 
 pytestmark = pytest.mark.slow
 
@@ -29,8 +29,8 @@ def test_equal_distributions_do_not_diverge_and_others_do() -> None:
 @pytest.fixture
 def rows(tmp_path: Path) -> dict[str, dict]:
     model = tiny_gguf.dense(tmp_path / "tiny.gguf")
-    with open_stage(model, tmp_path / "data", lambda what: None) as stage:
-        result = asyncio.run(run(stage, Workload(prompts=2, chunks=2, answer=6))).json()
+    workspace = ScriptedWorkspace(tmp_path, model=str(model))
+    result = asyncio.run(run(workspace, BitsPlan(prompts=2, chunks=2, answer=6))).json()
     (table,) = result["tables"]
     return {row["label"]: {key: v["median"] for key, v in row.items() if key != "label"} for row in table["rows"]}
 
@@ -54,6 +54,6 @@ def test_what_is_continued_was_loaded_and_not_evaluated(tmp_path: Path, monkeypa
         return real(self, sequence, start, end, *rest)
 
     monkeypatch.setattr(LlamaEngine, "import_kv", counted)
-    with open_stage(tiny_gguf.dense(tmp_path / "tiny.gguf"), tmp_path / "data", lambda what: None) as stage:
-        asyncio.run(run(stage, Workload(prompts=1, chunks=2, answer=4)))
+    workspace = ScriptedWorkspace(tmp_path, model=str(tiny_gguf.dense(tmp_path / "tiny.gguf")))
+    asyncio.run(run(workspace, BitsPlan(prompts=1, chunks=2, answer=4)))
     assert loaded == [(0, 256)] * 6  # both chunks at once, twice per number of bits

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from benchmarks.__main__ import PARTS, USERS, PartsFlags
 from benchmarks.doors import DOORS, Door, model_ms
 from emberkeep.backend.models import Models
-from emberkeep.cli.bench import Needs
 from emberkeep.config.settings import Config
 from emberkeep.server.app import create_app
 from helpers.fake_backend import fake_backend
@@ -34,10 +32,3 @@ def test_every_door_answers(http: TestClient, door: Door, stream: bool) -> None:
     assert answer.status_code == 200
     assert b'"error": {' not in answer.content
     assert model_ms(answer.content) > 0
-
-
-def test_every_benchmark_with_prompts_tells_how_long_they_are() -> None:
-    """A model whose context is shorter is refused before anything is measured."""
-    with_prompts = [benchmark for benchmark in (*USERS, *PARTS) if benchmark.needs is Needs.WORDS]
-    assert with_prompts
-    assert all(benchmark.plan(PartsFlags()).context > 0 for benchmark in with_prompts)

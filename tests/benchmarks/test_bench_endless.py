@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -11,16 +10,15 @@ from typing import Any
 import pytest
 
 from benchmarks import talkers
-from benchmarks.endless import Talk, Turn, Workload, made_up_facts, run
+from benchmarks.endless import EndlessPlan, Talk, Turn, made_up_facts, run
 from benchmarks.talkers import Left, Said
 from emberkeep.bench.http_client import Messages
 from emberkeep.bench.report import BenchResult
-from emberkeep.bench.stage import Stage
-from emberkeep.bench.words import COMMON, Words
+from emberkeep.bench.workspace import COMMON, Words, Workspace
 from emberkeep.errors import EmberkeepError
 from emberkeep.types.events import Eviction
 from helpers import tiny_gguf
-from helpers.commands import run_module
+from helpers.benchmarks import ScriptedWorkspace, measure
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +32,7 @@ SAID = Said(
     is_approximate=False,
 )
 EVICTION = Eviction(messages=4, tokens=50, out=4, plan_ms=1.0, archive_ms=2.0, engine_ms=30.0)
-PLAN = Workload(ctx=200, times=3, exact_times=1, facts=5, user_tokens=20, answer_tokens=10, through="script")
+PLAN = EndlessPlan(ctx=200, times=3, exact_times=1, facts=5, user_tokens=20, answer_tokens=10, through="script")
 
 
 def turn(*, evicts: bool = False, **fields: Any) -> Turn:
@@ -80,7 +78,7 @@ class Script:
         self._reads = reads
         self._fails_at = fails_at
 
-    def __call__(self, stage: Stage, ctx: int) -> AbstractAsyncContextManager[Script]:
+    def __call__(self, workspace: Workspace, ctx: int) -> AbstractAsyncContextManager[Script]:
         @asynccontextmanager
         async def opened() -> Any:
             yield self
@@ -106,8 +104,8 @@ class Script:
 
 def endless(script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **changes: Any) -> BenchResult:
     monkeypatch.setitem(talkers.WAYS, "script", script)
-    stage = Stage(tmp_path, lambda text: None, tmp_path / "none.gguf", Words(dict.fromkeys(COMMON, 1)))
-    return asyncio.run(run(stage, replace(PLAN, **changes)))
+    workspace = ScriptedWorkspace(tmp_path, Words(dict.fromkeys(COMMON, 1)))
+    return asyncio.run(run(workspace, replace(PLAN, **changes)))
 
 
 def held(result: BenchResult, row: int = 0) -> dict[str, Any]:
@@ -163,10 +161,7 @@ def test_the_pause_of_an_eviction_is_without_the_engine(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("through", ["http", "library"])
 def test_the_benchmark_runs_and_reports(through: str, tmp_path: Path) -> None:
     model = tiny_gguf.dense(tmp_path / "tiny.gguf")
-    options = ("--quick", "--model", str(model), "--through", through, "--json", "report.json")
-    done = run_module("benchmarks", "endless", *options, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    (result,) = json.loads((tmp_path / "report.json").read_text())["results"]
+    result = measure(tmp_path, "endless", "--quick", "--model", str(model), "--through", through)
     _, evictions, prompts = result["tables"]
     assert [row["not archived"] for row in evictions["rows"]] == [0, 0]
     for row in prompts["rows"]:

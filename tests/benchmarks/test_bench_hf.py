@@ -10,23 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
-from emberkeep.bench.stage import open_place
+from helpers.benchmarks import measure
 
 pytestmark = pytest.mark.slow
-
-
-def bench(cwd: Path, *arguments: str) -> dict[str, Any]:
-    """The only result of a quick run, in this process: torch takes half of such a test to import."""
-    report = cwd / "report.json"
-    env: dict[str, str | None] = {key: None for key in os.environ if key.startswith("EMBERKEEP_")}
-    env |= {"XDG_CONFIG_HOME": str(cwd), "XDG_DATA_HOME": str(cwd)}
-    done = CliRunner().invoke(app, [*arguments, "--quick", "--json", str(report)], env=env)
-    assert done.exit_code == 0, done.stderr
-    (result,) = json.loads(report.read_text())["results"]
-    return dict(result)
 
 
 def rows(table: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -41,13 +28,8 @@ def folder(tmp_path: Path) -> Path:
     return tiny_hf.write(tmp_path / "tiny")
 
 
-def test_a_place_knows_its_model_without_loading_it(tmp_path: Path) -> None:
-    with open_place(tmp_path / "any", tmp_path, print) as place:
-        assert place.model == (tmp_path / "any").resolve()
-
-
 def test_turns_reuse_what_the_turn_before_left(folder: Path, tmp_path: Path) -> None:
-    first, *later, summary = bench(tmp_path, "hf-turns", "--model", str(folder))["tables"][0]["rows"]
+    first, *later, summary = measure(tmp_path, "hf-turns", "--quick", "--model", str(folder))["tables"][0]["rows"]
     assert "reuse" not in first
     # Answers of this model are bytes that are no text, and a client that sends text back loses them.
     assert all(90 < row["reuse"]["median"] <= 100 for row in later)
@@ -55,7 +37,7 @@ def test_turns_reuse_what_the_turn_before_left(folder: Path, tmp_path: Path) -> 
 
 
 def test_passages_are_moved_in_every_way_but_the_full_prefill(folder: Path, tmp_path: Path) -> None:
-    found = rows(bench(tmp_path, "rag", "--model", str(folder))["tables"][0])
+    found = rows(measure(tmp_path, "rag", "--quick", "--model", str(folder))["tables"][0])
     assert list(found) == ["full prefill", "none", "selective", "cacheblend"]
     moved = {way: row["moved"]["median"] for way, row in found.items()}
     repaired = {way: row["repaired"]["median"] for way, row in found.items()}
@@ -69,12 +51,14 @@ def test_questions_of_a_file_are_asked(folder: Path, tmp_path: Path) -> None:
     passages = [{"text": f"{word} " * 60} for word in ("alpha", "beta", "gamma", "delta")]
     asked = {"question": "Which?", "answers": ["beta"], "ctxs": passages}
     (tmp_path / "questions.json").write_text(json.dumps([asked]))
-    result = bench(tmp_path, "rag", "--model", str(folder), "--questions", str(tmp_path / "questions.json"))
+    result = measure(
+        tmp_path, "rag", "--quick", "--model", str(folder), "--questions", str(tmp_path / "questions.json")
+    )
     assert result["tables"][0]["title"].startswith("1 questions of about 400 tokens")
 
 
 def test_every_part_of_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
-    tables = bench(tmp_path, "gpu", "--device", "cpu")["tables"]
+    tables = measure(tmp_path, "gpu", "--quick", "--device", "cpu")["tables"]
     streamed, drafted, memory, prompt, state, turns, decode, *_ = tables
     assert [row["label"].split(":")[0] for row in streamed["rows"]][1:3] == ["auto", "ffn"]
     assert list(drafted["rows"][0])[1:3] == ["plain", "with drafts"]
@@ -95,6 +79,7 @@ def test_the_gpu_benchmark_runs_without_the_command_line(tmp_path: Path) -> None
         "importtime",
         "-m",
         "benchmarks.gpu",
+        "--parts",
         "decode",
         "--quick",
         "--device",

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
 from benchmarks.memory import made_up_turns
+from helpers.benchmarks import measure
 
 pytestmark = pytest.mark.slow
 
@@ -20,12 +18,8 @@ def test_made_up_turns_are_the_same_wherever_one_begins() -> None:
 
 
 def test_the_benchmark_finds_what_it_asks_for_and_reports_the_file(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
     sizes = ["--turns", "2500", "--searches", "20", "--writes", "10"]
-    done = CliRunner().invoke(app, ["memory", *sizes, "--data-dir", str(tmp_path / "data"), "--json", str(report)])
-    assert done.exit_code == 0, done.output
-    (result,) = json.loads(report.read_text())["results"]
-    searches, file = result["tables"]
+    searches, file = measure(tmp_path, "memory", *sizes, "--data-dir", str(tmp_path / "data"))["tables"]
     rows = {row["label"]: row for row in searches["rows"]}
     assert rows["search, rare words"]["found"] == rows["search, a whole message"]["found"] == "100%"
     assert len(rows["search, all of them"]["time"]["samples"]) == 20

@@ -5,8 +5,8 @@ import threading
 import numpy as np
 import pytest
 
+from benchmarks.bare import decode_seconds, prefill
 from benchmarks.miss import largest_slices, leading
-from emberkeep.bench.bare import prefill
 from emberkeep.chat.prompt import prompt_of_ids
 from emberkeep.errors import EmberkeepError
 from emberkeep.kv.store import Budgets, KvStore
@@ -69,3 +69,13 @@ def test_the_steps_of_a_prompt_end_where_its_answer_begins() -> None:
 )
 def test_the_largest_slices_leave_the_last_token_alone(tokens: int, slices: list[int]) -> None:
     assert largest_slices(tokens, 16) == slices
+
+
+def test_the_bare_decode_gives_every_sequence_its_length_and_then_forgets_it() -> None:
+    engine = RecordingEngine()
+    prompts = [np.arange(40, 45, dtype=np.int32), np.arange(50, 53, dtype=np.int32)]
+    decode_seconds(engine, prompts, [4, 2])
+    first, *steps = engine.shapes
+    assert first == [(0, 0, 5, True), (1, 0, 3, True)]
+    assert steps == [[(0, 5, 1, True), (1, 3, 1, True)], [(0, 6, 1, True)], [(0, 7, 1, True)]]
+    decode_seconds(engine, prompts, [1, 1])  # would not start at 0 if anything were left

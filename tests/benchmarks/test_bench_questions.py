@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.questions import Question, made_up_questions, read_questions
-from emberkeep.bench.words import Words
+from emberkeep.bench.workspace import Words
 from emberkeep.errors import EmberkeepError
 
 pytestmark = pytest.mark.slow

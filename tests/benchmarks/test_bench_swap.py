@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from benchmarks.swap import rows
-from emberkeep.bench.figures import Series
-from emberkeep.bench.http_client import Reply
-from emberkeep.bench.sides import OURS, PEER
+from emberkeep.bench.report import Series
+from emberkeep.bench.servers import OURS, PEER
+from helpers.benchmarks import reply
 
-
-def reply(ttft_ms: float, cached: int) -> Reply:
-    return Reply(ttft_ms, "a", 100, 4, cached, "-", 0.0, 0.0, 1.0)
+FAST, SLOW = reply(ttft_ms=10, cached=99), reply(ttft_ms=20, cached=99)
+PEERS = reply(ttft_ms=40)
 
 
 def test_rows_compare_both_servers_and_tell_what_each_reused() -> None:
-    (row,) = rows({"after a swap": {OURS: [reply(10, 99), reply(20, 99)], PEER: [reply(40, 0)] * 2}})
+    (row,) = rows({"after a swap": {OURS: [FAST, SLOW], PEER: [PEERS, PEERS]}})
     ratio = row.values["ratio"]
     assert isinstance(ratio, Series)
     assert ratio.samples == (4.0, 2.0)
@@ -21,5 +20,5 @@ def test_rows_compare_both_servers_and_tell_what_each_reused() -> None:
 
 
 def test_our_server_is_measured_alone_too() -> None:
-    (row,) = rows({"after a swap": {OURS: [reply(10, 99)]}})
+    (row,) = rows({"after a swap": {OURS: [FAST]}})
     assert list(row.values) == [OURS, f"reused by {OURS}"]

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
 from benchmarks.trace import found_by_belady, found_by_lru, found_by_the_store
-from emberkeep.bench.trace_file import BLOCK, Visit
+from benchmarks.trace_file import BLOCK, Visit
+from helpers.benchmarks import measure
 
 pytestmark = pytest.mark.slow
 
@@ -102,20 +101,9 @@ def test_no_policy_finds_more_than_belady(visits, capacity):
 
 
 def test_the_command_compares_the_store_with_lru_and_belady(tmp_path):
-    path = written(tmp_path / "talk.jsonl", CONVERSATION)
-    done = CliRunner().invoke(
-        app, ["trace", "--trace", str(path), "--trace", str(path), "--json", f"{tmp_path}/report.json"]
-    )
-    assert done.exit_code == 0, done.output
-    first, second = json.loads((tmp_path / "report.json").read_text())["results"][0]["tables"]
+    path = str(written(tmp_path / "talk.jsonl", CONVERSATION))
+    first, second = measure(tmp_path, "trace", "--trace", path, path)["tables"]
     assert first == second
     assert first["title"] == "talk"
     assert [row["label"] for row in first["rows"]] == ["1%", "3%", "10%", "30%"]
     assert all(row["ours"]["median"] <= row["Belady"]["median"] for row in first["rows"])
-    assert "talk" in done.stdout
-
-
-def test_the_command_needs_a_trace():
-    done = CliRunner().invoke(app, ["trace"])
-    assert done.exit_code == 2
-    assert "--trace FILE" in done.stderr

@@ -18,8 +18,8 @@ import httpx
 import openai
 import pytest
 
-from emberkeep.bench.cluster_model import Machine, Outcome, RemoteSettings, simulate
-from emberkeep.bench.trace_file import BLOCK, Visit
+from benchmarks.cluster_model import Machine, Outcome, RemoteSettings, simulate
+from benchmarks.trace_file import BLOCK, Visit
 from emberkeep.cli.cache_stores import closed_folders, open_stores
 from emberkeep.config.settings import Config
 from emberkeep.kv.remote.link import RemoteLink

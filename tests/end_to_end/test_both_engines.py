@@ -26,7 +26,7 @@ from emberkeep.types.events import FinishReason, MissReason, Progress
 from emberkeep.types.request import Execution, JsonFormat, Message, Request, Sampling, private_namespace
 from helpers import tiny_gguf
 from helpers.serve_command import assistant, serve, system, user
-from helpers.server_process import ServerProcess
+from helpers.server_process import OwnServer
 
 pytestmark = pytest.mark.slow
 
@@ -382,7 +382,7 @@ def test_what_is_stored_agrees_with_a_fresh_evaluation(open_model: Open, kind: K
 # ── served ──
 
 
-def served(kind: Kind, data: Path) -> ServerProcess:
+def served(kind: Kind, data: Path) -> OwnServer:
     return serve(kind.model, data, "--engine", kind.engine)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -50,6 +51,9 @@ class Handler(BaseHTTPRequestHandler):
     memory = Memory()
     folder = Path()
     drafts = False
+
+    def do_GET(self) -> None:
+        self._json({"status": "ok"})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -112,8 +116,7 @@ def main(arguments: list[str]) -> None:
         return
     if "ngram-cache" in arguments:
         sys.exit("error: unknown speculative type ngram-cache")
-    Handler.folder = Path(arguments[arguments.index("--slot-save-path") + 1])
-    Handler.drafts = "--spec-type" in arguments
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    print(f"main: server is listening on http://127.0.0.1:{server.server_port} - go", flush=True)
-    server.serve_forever()
+    flags = dict(pairwise(arguments))
+    Handler.folder = Path(flags.get("--slot-save-path", "."))
+    Handler.drafts = "--spec-type" in flags
+    ThreadingHTTPServer(("127.0.0.1", int(flags["--port"])), Handler).serve_forever()

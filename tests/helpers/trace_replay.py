@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import httpx
 import numpy as np
 
-from emberkeep.bench.trace_file import Visit
+from benchmarks.trace_file import Visit
 
 BLOCK_IDS = 128
 """A block of a trace stands for 512 tokens; here it is one chunk of a store, so that shares are the same."""

@@ -11,7 +11,6 @@ import json
 import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
 from time import perf_counter
 
 from emberkeep.errors import EmberkeepError
@@ -21,13 +20,13 @@ from emberkeep.values import dataclass
 Messages = Sequence[Mapping[str, str]]
 
 _FIRST_TOKEN = re.compile(rb'"(?:content|text)": ?"[^"]')
-_TEXT_KEYS = ("content", "text")
+"""An event that carries text; a role or a report of progress is none."""
 _POLL_S = 0.01
 _READ_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class TimedExchange:
     """One request and everything that came back. Times are on the performance counter, in seconds."""
 
     sent: float
@@ -52,27 +51,36 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a generation said and cost."""
+    """A generation: its text, and what the server says of it."""
 
     ttft_ms: float
     text: str
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    tier: str
-    """Where most of what was reused came from: `hot`, `warm`, `cold` or `-`."""
-    prepare_ms: float
-    """Template, tokens, queue: until loading began, by the server's own clock."""
-    load_ms: float
-    decode_step_ms: float
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    """Of the drafted ones: they cost no step of their own."""
-    detail: Mapping[str, Json] = field(default_factory=dict)
-    """What the server tells about it: the `emberkeep` object, which other servers do not send."""
+    usage: Mapping[str, Json]
+    timings: Mapping[str, Json]
+    detail: Mapping[str, Json]
+    """The `emberkeep` object, which other servers do not send."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return int(self.usage["prompt_tokens"])
+
+    @property
+    def completion_tokens(self) -> int:
+        return int(self.usage["completion_tokens"])
+
+    @property
+    def cached_tokens(self) -> int:
+        return int(self.usage["prompt_tokens_details"]["cached_tokens"])
+
+    @property
+    def tier(self) -> str:
+        """Where most of what was reused came from: `hot`, `warm`, `cold`, `remote` or `-`."""
+        reused = self.detail.get("reused", {})
+        most = max(reused, key=lambda tier: reused[tier], default="-")
+        return most if reused.get(most) else "-"
 
 
-class Client:
+class BenchClient:
     """Every request opens a connection before its clock starts. Raises EmberkeepError for failed requests."""
 
     def __init__(self, port: int) -> None:
@@ -101,10 +109,10 @@ class Client:
     async def get(self, path: str) -> Json:
         return json.loads((await self._exchange("GET", path, b"")).body())
 
-    async def post(self, path: str, body: Json) -> Exchange:
+    async def post(self, path: str, body: Json) -> TimedExchange:
         return await self._exchange("POST", path, json.dumps(body).encode())
 
-    async def _exchange(self, method: str, path: str, body: bytes) -> Exchange:
+    async def _exchange(self, method: str, path: str, body: bytes) -> TimedExchange:
         head = (
             f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1:{self._port}\r\nConnection: close\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -119,59 +127,42 @@ class Client:
 
 
 def chat_body(messages: Messages, max_tokens: int) -> dict[str, Json]:
-    return {"messages": messages, **greedy(max_tokens, stream=True)}
+    return {"messages": messages, **greedy(max_tokens)}
 
 
-def completion_body(prompt: Sequence[int], max_tokens: int, *, stream: bool) -> dict[str, Json]:
-    return {"prompt": list(prompt), **greedy(max_tokens, stream=stream)}
+def completion_body(prompt: Sequence[int], max_tokens: int) -> dict[str, Json]:
+    return {"prompt": list(prompt), **greedy(max_tokens)}
 
 
-def greedy(max_tokens: int, *, stream: bool) -> dict[str, Json]:
-    extra = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-    return {"max_tokens": max_tokens, "temperature": 0, **extra}
+def greedy(max_tokens: int) -> dict[str, Json]:
+    usage = {"stream_options": {"include_usage": True}}
+    return {"max_tokens": max_tokens, "temperature": 0, "stream": True, **usage}
 
 
-def parse_stream(exchange: Exchange) -> Reply:
-    """Of our server or of a llama-server. Raises EmberkeepError when the stream ended with an error."""
+def parse_stream(exchange: TimedExchange) -> Reply:
+    """An answer of our server or of a llama-server. Raises EmberkeepError when the stream ended with an error."""
     frames = list(_frames(exchange.body()))
     failed = [frame["error"]["message"] for frame in frames if "error" in frame]
     if failed:
         raise EmberkeepError(f"The server under test failed in the middle of an answer: {failed[0]}")
     if not frames:
         raise EmberkeepError(f"The server under test answered without a frame: {exchange.body()[:200]!r}")
-    timings, usage = frames[-1]["timings"], frames[-1]["usage"]
-    detail: Json = next(
-        (frame["emberkeep"] for frame in frames if "timings" in frame and "emberkeep" in frame), {}
-    )
+    details = (frame["emberkeep"] for frame in frames if "timings" in frame and "emberkeep" in frame)
     return Reply(
         ttft_ms=exchange.ttft_ms,
         text="".join(_text(frame) for frame in frames),
-        prompt_tokens=usage["prompt_tokens"],
-        completion_tokens=usage["completion_tokens"],
-        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
-        tier=_tier(detail.get("reused", {})),
-        prepare_ms=detail.get("queue_ms", 0.0),
-        load_ms=detail.get("load_ms", 0.0),
-        decode_step_ms=timings["predicted_ms"] / max(usage["completion_tokens"] - 1, 1),
-        **_drafts(timings, usage.get("completion_tokens_details") or {}),
-        detail=detail,
+        usage=frames[-1]["usage"],
+        timings=frames[-1]["timings"],
+        detail=next(details, {}),
     )
 
 
-def _drafts(timings: Mapping[str, Json], details: Mapping[str, Json]) -> dict[str, int]:
-    """By llama-server's words, or else by OpenAI's. A server that does not speculate says neither."""
-    accepted = details.get("accepted_prediction_tokens", 0)
-    told = accepted + details.get("rejected_prediction_tokens", 0)
-    return {
-        "drafted_tokens": timings.get("draft_n", told),
-        "accepted_tokens": timings.get("draft_n_accepted", accepted),
-    }
-
-
-def completion_tokens(exchange: Exchange, *, stream: bool) -> int:
-    """How many tokens a streamed or a plain answer has."""
-    last = list(_frames(exchange.body()))[-1] if stream else json.loads(exchange.body())
-    return int(last["usage"]["completion_tokens"])
+async def burst(client: BenchClient, requests: Sequence[tuple[str, Json]]) -> float:
+    """Posts these bodies to these paths at once. Returns tokens per second, from the first request to the last
+    byte."""
+    exchanges = await asyncio.gather(*(client.post(path, body) for path, body in requests))
+    seconds = max(e.ended for e in exchanges) - min(e.sent for e in exchanges)
+    return sum(parse_stream(exchange).completion_tokens for exchange in exchanges) / seconds
 
 
 def is_settled(stats: Mapping[str, Json]) -> bool:
@@ -182,22 +173,17 @@ def is_settled(stats: Mapping[str, Json]) -> bool:
     return bool(at_work == 0 and through >= store["inserted_chunks"])
 
 
-def has_text(raw: bytes | bytearray) -> bool:
-    """Whether an event that carries text is among what has arrived; a role or a progress report is none."""
-    return _FIRST_TOKEN.search(raw) is not None
-
-
-async def _read(reader: asyncio.StreamReader, connection: socket.socket, sent: float) -> Exchange:
+async def _read(reader: asyncio.StreamReader, connection: socket.socket, sent: float) -> TimedExchange:
     raw, first = bytearray(), 0.0
     while data := await reader.read(_READ_BYTES):
         now = perf_counter()
         raw += data
-        if not first and has_text(raw):
+        if not first and _FIRST_TOKEN.search(raw):
             first = now
             # Woken for every token, a client would take the server's cores from it.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _READ_BYTES // 2)
     ended = perf_counter()
-    return Exchange(sent, first or ended, ended, bytes(raw))
+    return TimedExchange(sent, first or ended, ended, bytes(raw))
 
 
 def _chunks(body: bytes) -> Iterator[bytes]:
@@ -211,16 +197,10 @@ def _chunks(body: bytes) -> Iterator[bytes]:
 def _frames(body: bytes) -> Iterator[dict[str, Json]]:
     for line in body.split(b"\n"):
         if line.startswith(b"data: {"):
-            yield json.loads(line.removeprefix(b"data: "))
+            yield json.loads(line[len("data: ") :])
 
 
 def _text(frame: Mapping[str, Json]) -> str:
-    """Of a chat or of a completion."""
-    return "".join(
-        choice.get("delta", choice).get(key) or "" for choice in frame.get("choices", ()) for key in _TEXT_KEYS
-    )
-
-
-def _tier(reused: Mapping[str, int]) -> str:
-    most = max(reused, key=lambda tier: reused[tier], default="-")
-    return most if reused.get(most) else "-"
+    """The text in a frame of a chat or of a completion."""
+    parts = [choice.get("delta", choice) for choice in frame.get("choices", ())]
+    return "".join(part.get("content") or part.get("text") or "" for part in parts)

@@ -5,46 +5,37 @@ Both get the same texts, threads and context. What each reused is read from its 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 from random import Random
 from statistics import median
+from typing import TypeVar
 
-from emberkeep.bench.figures import ratios, series
-from emberkeep.bench.http_client import Client, Messages, Reply, completion_body
-from emberkeep.bench.report import BenchResult, Row, Table
-from emberkeep.bench.server_process import peer_version
-from emberkeep.bench.sides import (
-    OURS,
-    PEER,
-    OwnSide,
-    PeerSide,
-    Rate,
-    Side,
-    alone,
-    burst,
-    busy_process,
-    standing_still,
-)
-from emberkeep.bench.stage import Stage
+from emberkeep.bench.http_client import BenchClient, Messages, Reply, burst, completion_body
+from emberkeep.bench.report import BenchResult, Row, Table, ratios, series
+from emberkeep.bench.servers import OURS, PEER, ComparedServer, OwnServer, PeerServer, alone, peer_version
+from emberkeep.bench.workspace import Workspace
 from emberkeep.values import dataclass
 
+T = TypeVar("T")
+
 _ANSWER = 16
-_WARM_UP = 48
+WARM_UP = 48
 """Tokens of the answers before those that are timed: the prompts are evaluated then, and a server has come to the
 state that it stays in, whatever it did before."""
 _STREAM_PROMPT = 48
 """Most tokens of a prompt whose continuation is timed."""
 _SPARE = 256
 """Tokens of the answers, the second question and what the template adds."""
+_FIRST_QUESTION = "Which of these words is the first?"
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    peer: Path = Path("llama-server")
-    sizes: tuple[int, ...] = (3400,)
+class PeersPlan:
+    peer: Path
+    tokens: tuple[int, ...] = (3400,)
+    """Prompt lengths."""
     turn_tokens: int = 45
     answer_tokens: int = 128
     clients: int = 8
@@ -52,228 +43,172 @@ class Workload:
 
     @property
     def context(self) -> int:
-        return max(*self.sizes, _STREAM_PROMPT + self.answer_tokens) + self.turn_tokens + _SPARE
+        return max(*self.tokens, _STREAM_PROMPT + self.answer_tokens) + self.turn_tokens + _SPARE
 
-    def quick(self) -> Workload:
-        return replace(self, sizes=(500,), answer_tokens=16, clients=2, repeat=2)
+    def quick(self) -> PeersPlan:
+        return replace(self, tokens=(500,), answer_tokens=16, clients=2, repeat=2)
 
 
-async def run(stage: Stage, plan: Workload) -> BenchResult:
+async def run(workspace: Workspace, plan: PeersPlan) -> BenchResult:
+    workspace.require_context(plan.context)
     version = peer_version(plan.peer)
-    with OwnSide(stage, parallel=plan.clients, ctx=plan.context) as ours:
-        around = await _template_tokens(ours.client)
-        with standing_still([ours]):
-            peer = PeerSide(stage, plan.peer, parallel=plan.clients, ctx=plan.context)
+    with OwnServer(workspace, parallel=plan.clients, ctx=plan.context) as ours:
+        with ours.pause():
+            peer = PeerServer(workspace, plan.peer, parallel=plan.clients, ctx=plan.context)
         with peer:
-            return await _compare(_Ring(stage, plan, around, (ours, peer)), f"{version}, {peer.flags}")
+            comparison = _Comparison(workspace, plan, (ours, peer))
+            await comparison.measure()
+    tables = (
+        Table("time to first token", tuple(_wait_row(*one) for one in comparison.waits.items())),
+        Table(
+            f"tokens/s, {plan.answer_tokens} tokens each",
+            tuple(rate_row(*one) for one in comparison.rates.items()),
+        ),
+    )
+    notes = (
+        f"{PEER}: {version}, {' '.join(peer.flags)}",
+        "ratio: above 1 means that ours is faster. reused: prompt tokens, by each server's own count.",
+        f"after a restart: ours from disk; {PEER} with the slot that its client saved, and restores.",
+    )
+    return BenchResult("peers", tables, notes)
+
+
+Samples = dict[str, dict[str, list[T]]]
+"""By row, then by server, in the order they were taken."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Ring:
-    stage: Stage
-    plan: Workload
-    around: int
-    """Tokens that the template adds to a turn."""
-    sides: tuple[Side, ...]
+class _Comparison:
+    workspace: Workspace
+    plan: PeersPlan
+    servers: tuple[ComparedServer, ComparedServer]
+    waits: Samples[Reply] = field(default_factory=dict)
+    rates: Samples[float] = field(default_factory=dict)
 
+    async def measure(self) -> None:
+        for server in self.servers:
+            with alone(server, self.servers):
+                await server.client.chat([_user("Hello")], 2)  # the first one is always slow
+                await server.settle()
+        for number in range(self.plan.repeat):
+            self.workspace.say(f"round {number + 1} of {self.plan.repeat}")
+            for tokens in self.plan.tokens:
+                await self._talks(tokens, number)
+            await self._streams(number)
 
-async def _compare(ring: _Ring, peer: str) -> BenchResult:
-    plan = ring.plan
-    waits: dict[int, Waits] = {tokens: {} for tokens in plan.sizes}
-    rates: Rates = {}
-    for side in ring.sides:
-        with alone(side, ring.sides):
-            await side.client.chat([{"role": "user", "content": "Hello"}], 2)  # the first one is always slow
-            await side.settle()
-    for number in range(plan.repeat):
-        for tokens in plan.sizes:
-            ring.stage.say(f"{tokens:,} tokens, round {number + 1} of {plan.repeat}")
-            await _talk_round(ring, tokens, number, waits[tokens])
-        ring.stage.say(f"streams, round {number + 1} of {plan.repeat}")
-        await _stream_round(ring, number, rates)
-    tables = [Table(f"time to first token at {n:,} tokens", wait_rows(waits[n])) for n in plan.sizes]
-    speeds = Table(f"tokens/s, {plan.answer_tokens} tokens each", rate_rows(rates))
-    notes = (
-        f"{PEER}: {peer}",
-        "ratio: above 1 means that ours is faster. reused: prompt tokens, by each server's own count.",
-        f"after a restart: ours from disk; {PEER} with the slot that its client saved, and restores.",
-        *(doubt for samples in waits.values() for doubt in wait_doubts(samples)),
-        *rate_doubts(rates, plan.answer_tokens),
-    )
-    return BenchResult("peers", (*tables, speeds), notes)
+    async def _talks(self, tokens: int, number: int) -> None:
+        """Every row with one server, then with the other, before the next row: the machine changes with time."""
+        talks = [_Talk(server, self, tokens, (tokens, number)) for server in self.servers]
+        for name, ask in _WAITS.items():
+            samples = self.waits.setdefault(f"{name}, {tokens:,} tokens", {})
+            for talk in talks:
+                with alone(talk.server, self.servers):
+                    samples.setdefault(talk.server.name, []).append(await ask(talk))
+
+    async def _streams(self, number: int) -> None:
+        for clients in dict.fromkeys((1, self.plan.clients)):
+            name = f"{clients} {'stream' if clients == 1 else 'clients'}"
+            texts = [counting((name, number, i)) for i in range(clients)]
+            samples = self.rates.setdefault(name, {})
+            for server in self.servers:
+                with alone(server, self.servers):
+                    await stream(server.client, texts, min(WARM_UP, self.plan.answer_tokens))
+                    tokens_per_s = await stream(server.client, texts, self.plan.answer_tokens)
+                    await server.settle()
+                samples.setdefault(server.name, []).append(tokens_per_s)
 
 
 # ── the time to the first token ──
 
-Waits = dict[str, dict[str, list[Reply]]]
-"""By row, then by side, in the order they were taken."""
-
 
 @dataclass(slots=True)
 class _Talk:
-    """One conversation with one side."""
+    """One conversation with one server."""
 
-    side: Side
-    ring: _Ring
+    server: ComparedServer
+    of: _Comparison
     tokens: int
     seed: object
     answer: str = field(default="", init=False)
 
-    def messages(self, question: str) -> list[Mapping[str, str]]:
-        text = self.ring.stage.words.text(self.tokens, (self.seed, "text"))
-        return [{"role": "system", "content": text}, {"role": "user", "content": question}]
+    def messages(self, question: str = _FIRST_QUESTION) -> list[Mapping[str, str]]:
+        return [{"role": "system", "content": self.words(self.tokens, "text")}, _user(question)]
 
     def words(self, tokens: int, seed: object) -> str:
-        return self.ring.stage.words.text(tokens, (self.seed, seed))
+        return self.of.workspace.words.text(tokens, (self.seed, seed))
 
     async def chat(self, messages: Messages) -> Reply:
-        reply = await self.side.client.chat(messages, _ANSWER)
-        await self.side.settle()
+        reply = await self.server.client.chat(messages, _ANSWER)
+        await self.server.settle()
+        return reply
+
+    async def cold(self) -> Reply:
+        reply = await self.chat(self.messages())
+        self.answer = reply.text
+        return reply
+
+    async def next_turn(self) -> Reply:
+        new = _user(self.words(self.of.plan.turn_tokens, "turn"))
+        return await self.chat([*self.messages(), {"role": "assistant", "content": self.answer}, new])
+
+    async def other_question(self) -> Reply:
+        return await self.chat(self.messages(self.words(self.of.plan.turn_tokens, "question")))
+
+    async def after_another(self) -> Reply:
+        await self.chat([_user(self.words(self.tokens // 4, "another"))])
+        return await self.chat(self.messages())
+
+    async def restarted(self) -> Reply:
+        reply = await self.server.resume(self.messages(), _ANSWER)
+        await self.server.settle()
         return reply
 
 
-async def _cold(talk: _Talk) -> Reply:
-    reply = await talk.chat(talk.messages("Which of these words is the first?"))
-    talk.answer = reply.text
-    return reply
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
 
 
-async def _turn(talk: _Talk) -> Reply:
-    plan = talk.ring.plan
-    new = talk.words(max(plan.turn_tokens - talk.ring.around, 1), "turn")
-    said = talk.messages("Which of these words is the first?")
-    return await talk.chat(
-        [*said, {"role": "assistant", "content": talk.answer}, {"role": "user", "content": new}]
-    )
-
-
-async def _other_question(talk: _Talk) -> Reply:
-    return await talk.chat(talk.messages(talk.words(talk.ring.plan.turn_tokens, "question")))
-
-
-async def _after_another(talk: _Talk) -> Reply:
-    await talk.chat([{"role": "user", "content": talk.words(talk.tokens // 4, "another")}])
-    return await talk.chat(talk.messages("Which of these words is the first?"))
-
-
-async def _restarted(talk: _Talk) -> Reply:
-    reply = await talk.side.resume(talk.messages("Which of these words is the first?"), _ANSWER)
-    await talk.side.settle()
-    return reply
-
-
-_COLD = "cold prompt"
 _WAITS: dict[str, Callable[[_Talk], Awaitable[Reply]]] = {
-    _COLD: _cold,
-    "next turn": _turn,
-    "another question, same prefix": _other_question,
-    "same prompt after another one": _after_another,
-    "same prompt after a restart": _restarted,
+    "cold prompt": _Talk.cold,
+    "next turn": _Talk.next_turn,
+    "another question, same prefix": _Talk.other_question,
+    "same prompt after another one": _Talk.after_another,
+    "same prompt after a restart": _Talk.restarted,
 }
-
-
-async def _talk_round(ring: _Ring, tokens: int, number: int, samples: Waits) -> None:
-    """Every row on one side, then on the other, before the next row: the machine changes with time."""
-    talks = [_Talk(side, ring, tokens, (tokens, number)) for side in ring.sides]
-    for name, ask in _WAITS.items():
-        for talk in talks:
-            with alone(talk.side, ring.sides):
-                reply = await ask(talk)
-            samples.setdefault(name, {}).setdefault(talk.side.name, []).append(reply)
-
-
-async def _template_tokens(client: Client) -> int:
-    """What a further turn costs besides its words, the answer before it included as a single token."""
-    first = [{"role": "user", "content": "a"}]
-    turns = [*first, {"role": "assistant", "content": "a"}, *first]
-    return len(await client.prompt_tokens(turns)) - len(await client.prompt_tokens(first)) - 1
-
-
-def wait_rows(samples: Waits) -> tuple[Row, ...]:
-    return tuple(_wait_row(name, by_side[OURS], by_side[PEER]) for name, by_side in samples.items())
-
-
-def _wait_row(name: str, ours: Sequence[Reply], peer: Sequence[Reply]) -> Row:
-    own, other = (series((reply.ttft_ms for reply in replies), "ms") for replies in (ours, peer))
-    return Row(
-        name,
-        {
-            OURS: own,
-            PEER: other,
-            "ratio": ratios(other, own),
-            "prompt tokens": _middle(reply.prompt_tokens for reply in ours),
-            "reused by us": _middle(reply.cached_tokens for reply in ours),
-            f"by {PEER}": _middle(reply.cached_tokens for reply in peer),
-        },
-    )
-
-
-def wait_doubts(samples: Waits) -> Iterable[str]:
-    """Rows that are not what they are called, by the servers' own counters."""
-    for name, by_side in samples.items():
-        for side, replies in by_side.items():
-            shares = [reply.cached_tokens / reply.prompt_tokens for reply in replies]
-            if name == _COLD and max(shares) > 0.05:
-                yield f"{name}: {side} reused a part of it, so it was not cold."
-            if name != _COLD and min(shares) < 0.5:
-                yield f"{name}: {side} found less than half of it in its cache at least once."
-        prompts = [{reply.prompt_tokens for reply in replies} for replies in by_side.values()]
-        if name == _COLD and prompts[0] != prompts[1]:
-            yield "The two servers' templates make prompts of different lengths."
-
-
-def _middle(counts: Iterable[int]) -> int:
-    return round(median(counts))
 
 
 # ── tokens per second ──
 
-
-Rates = dict[str, dict[str, list[Rate]]]
-"""By row, then by side, in the order they were taken."""
-
-
-async def _stream_round(ring: _Ring, number: int, samples: Rates) -> None:
-    for beside, context in (("", nullcontext), (" beside a busy process", busy_process)):
-        for clients in dict.fromkeys((1, ring.plan.clients)):
-            name = f"{clients} {'stream' if clients == 1 else 'clients'}{beside}"
-            texts = [_counting((name, number, i)) for i in range(clients)]
-            for side in ring.sides:
-                with alone(side, ring.sides):
-                    await _burst(side, texts, min(_WARM_UP, ring.plan.answer_tokens))
-                    with context():
-                        rate = await _burst(side, texts, ring.plan.answer_tokens)
-                    await side.settle()
-                samples.setdefault(name, {}).setdefault(side.name, []).append(rate)
+_STEPS_ONLY = {"ignore_eos": True, "speculation": False}
+"""Whole answers, token by token: a small model soon repeats itself, and drafts would hide what a step costs."""
 
 
-def _counting(seed: object) -> str:
+def counting(seed: object) -> str:
     """What every model goes on with: an answer that ends early would not be as long as the other server's."""
     start = Random(repr(seed)).randrange(1000, 9000)
     return ", ".join(str(number) for number in range(start, start + 6)) + ","
 
 
-_STEPS_ONLY = {"ignore_eos": True, "speculation": False}
-"""Of whole answers, token by token: a small model soon repeats itself, and drafts would hide what a step costs."""
+async def stream(client: BenchClient, texts: Sequence[str], answer_tokens: int) -> float:
+    prompts = [await client.tokenize(text) for text in texts]
+    bodies = [completion_body(prompt, answer_tokens) | _STEPS_ONLY for prompt in prompts]
+    return await burst(client, [("/v1/completions", body) for body in bodies])
 
 
-async def _burst(side: Side, texts: Sequence[str], answer_tokens: int) -> Rate:
-    prompts = [await side.client.tokenize(text) for text in texts]
-    bodies = [completion_body(prompt, answer_tokens, stream=True) | _STEPS_ONLY for prompt in prompts]
-    return await burst(side, [("/v1/completions", body) for body in bodies])
+# ── the report ──
 
 
-def rate_rows(samples: Rates) -> tuple[Row, ...]:
-    return tuple(_rate_row(name, by_side[OURS], by_side[PEER]) for name, by_side in samples.items())
+def _wait_row(name: str, replies: Mapping[str, Sequence[Reply]]) -> Row:
+    ours, peer = replies[OURS], replies[PEER]
+    own, other = (series((reply.ttft_ms for reply in side), "ms") for side in (ours, peer))
+    counts = {
+        "prompt tokens": round(median(reply.prompt_tokens for reply in ours)),
+        "reused by us": round(median(reply.cached_tokens for reply in ours)),
+        f"by {PEER}": round(median(reply.cached_tokens for reply in peer)),
+    }
+    return Row(name, {OURS: own, PEER: other, "ratio": ratios(other, own), **counts})
 
 
-def _rate_row(name: str, ours: Sequence[Rate], peer: Sequence[Rate]) -> Row:
-    own, other = (series((rate.tokens_per_s for rate in rates), "tokens/s") for rates in (ours, peer))
+def rate_row(name: str, rates: Mapping[str, Sequence[float]]) -> Row:
+    own, other = (series(rates[side], "tokens/s") for side in (OURS, PEER))
     return Row(name, {OURS: own, PEER: other, "ratio": ratios(own, other)})
-
-
-def rate_doubts(samples: Rates, wanted: int) -> Iterable[str]:
-    for name, by_side in samples.items():
-        for side, rates in by_side.items():
-            if any(length < wanted for rate in rates for length in rate.lengths):
-                yield f"{name}: some answers of {side} ended before {wanted} tokens."

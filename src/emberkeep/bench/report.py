@@ -1,18 +1,40 @@
-"""What a benchmark found: tables of rows, as values, as JSON and as text for people."""
+"""What a benchmark measured: numbers that were taken more than once, in tables, as JSON and as Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from math import isfinite
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import ceil
+from statistics import median
+from typing import TYPE_CHECKING
 
-from emberkeep.bench.figures import Series
 from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
-    from rich.table import Table as Grid
-    from rich.text import Text
+    from rich.console import RenderableType
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Samples of one quantity in the order they were taken; never empty."""
+
+    samples: tuple[float, ...]
+    unit: str
+
+    @property
+    def median(self) -> float:
+        return median(self.samples)
+
+    def json(self) -> dict[str, Json]:
+        low, high = min(self.samples), max(self.samples)
+        return {"median": self.median, "low": low, "high": high, "unit": self.unit, "samples": list(self.samples)}
+
+    def __str__(self) -> str:
+        """`41.2 ms (39.8–44.0)`: median, then the lowest and the highest sample."""
+        middle, low, high = map(_three_digits, (self.median, min(self.samples), max(self.samples)))
+        spread = f" ({low}–{high})" if low != high else ""
+        return f"{middle}{'' if self.unit in ('', '×') else ' '}{self.unit}{spread}"
+
 
 Value = Series | int | str
 """A measured quantity, a count, or a word."""
@@ -35,6 +57,9 @@ class Table:
         """Every column of every row, in the order of first appearance."""
         return list(dict.fromkeys(column for row in self.rows for column in row.values))
 
+    def json(self) -> dict[str, Json]:
+        return {"title": self.title, "rows": [_row_json(row) for row in self.rows]}
+
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
@@ -44,119 +69,58 @@ class BenchResult:
     """What a reader must know to believe the numbers."""
 
     def json(self) -> dict[str, Json]:
-        return {
-            "name": self.name,
-            "tables": [_table_json(table) for table in self.tables],
-            "notes": list(self.notes),
-        }
+        return {"name": self.name, "tables": [table.json() for table in self.tables], "notes": list(self.notes)}
 
 
-def read_report(report: Mapping[str, Any]) -> list[BenchResult]:
-    """What `report_json` has written. Raises KeyError, TypeError, ValueError or AttributeError otherwise."""
-    return [
-        BenchResult(
-            str(one["name"]), tuple(_read_table(table) for table in one["tables"]), tuple(map(str, one["notes"]))
-        )
-        for one in report["results"]
-    ]
+def _row_json(row: Row) -> dict[str, Json]:
+    values = {name: value.json() if isinstance(value, Series) else value for name, value in row.values.items()}
+    return {"label": row.label, **values}
 
 
-def _read_table(table: Mapping[str, Any]) -> Table:
-    rows = (
-        Row(str(row["label"]), {column: _read_value(value) for column, value in row.items() if column != "label"})
-        for row in table["rows"]
-    )
-    return Table(str(table["title"]), tuple(rows))
+def series(samples: Iterable[float], unit: str) -> Series:
+    return Series(tuple(samples), unit)
 
 
-def _read_value(value: Any) -> Value:
-    if isinstance(value, Mapping):
-        samples = tuple(float(sample) for sample in value["samples"])
-        if not samples or not all(map(isfinite, samples)):
-            raise ValueError("a quantity without a number")
-        return Series(samples, str(value["unit"]))
-    return value if isinstance(value, int) else str(value)
+def ratios(over: Series, under: Series, unit: str = "×") -> Series:
+    """Pair by pair, for samples that were taken side by side."""
+    return series((a / b for a, b in zip(over.samples, under.samples, strict=True)), unit)
 
 
-def report_json(results: Sequence[BenchResult], surroundings: Mapping[str, Json]) -> dict[str, Json]:
-    return {**surroundings, "results": [result.json() for result in results]}
+def speedup(reference: Series, faster: Series) -> Series:
+    """How many times faster each sample is than the reference's median: the two may differ in number."""
+    return series((reference.median / sample for sample in faster.samples), "×")
 
 
-def _table_json(table: Table) -> dict[str, Json]:
-    return {
-        "title": table.title,
-        "rows": [
-            {"label": row.label, **{column: _value_json(value) for column, value in row.values.items()}}
-            for row in table.rows
-        ],
-    }
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """The smallest sample that at least `percent` of them do not exceed."""
+    ordered = sorted(samples)
+    return ordered[max(ceil(len(ordered) * percent / 100), 1) - 1]
 
 
-def _value_json(value: Value) -> Json:
-    return value.json() if isinstance(value, Series) else value
-
-
-# ── as a document ──
-
-
-def markdown(result: BenchResult) -> str:
-    """Tables in the form that most readers of Markdown know, then the notes."""
-    parts = [f"## {result.name}: {table.title}\n\n{_markdown_table(table)}" for table in result.tables]
-    notes = "\n".join(f"- {note}" for note in result.notes)
-    return "\n\n".join([*parts, notes] if notes else parts) + "\n"
-
-
-def _markdown_table(table: Table) -> str:
-    rows = [["", *table.columns], ["---", *("---:" for _ in table.columns)]]
-    rows += [[row.label, *(readable_value(row.values.get(one)) for one in table.columns)] for row in table.rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
-
-
-# ── as text for people; rich is imported late: benchmarks of an engine alone run without it ──
-
-
-def render(result: BenchResult) -> Iterator[Grid | Text]:
-    """What to print, from top to bottom."""
+def render(result: BenchResult) -> Iterator[RenderableType]:
+    """What rich prints: tables of Markdown, folded only where a terminal is too narrow, and the notes."""
+    from rich import box
+    from rich.table import Table as Grid
     from rich.text import Text
 
     for table in result.tables:
-        yield _grid(result.name, table)
+        grid = Grid("", box=box.MARKDOWN)
+        for column in table.columns:
+            grid.add_column(Text(column), justify="right")
+        for row in table.rows:
+            grid.add_row(*(Text(cell) for cell in [row.label, *_cells(row, table.columns)]))
+        yield Text(f"\n## {result.name}: {table.title}")
+        yield grid
     for note in result.notes:
-        yield Text(f"  {note}")
+        yield Text(f"- {note}")
 
 
-def _grid(name: str, table: Table) -> Grid:
-    from rich.table import Table as Grid
-
-    grid = Grid(
-        title=f"{name}: {table.title}", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0)
-    )
-    grid.add_column("")
-    for column in table.columns:
-        grid.add_column(column, justify="right")
-    for row in table.rows:
-        grid.add_row(row.label, *(readable_value(row.values.get(column)) for column in table.columns))
-    return grid
+def _cells(row: Row, columns: Iterable[str]) -> Iterator[str]:
+    for value in map(row.values.get, columns):
+        yield "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def readable_value(value: Value | None) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, Series):
-        return readable_series(value)
-    return f"{value:,}" if isinstance(value, int) else value
-
-
-def readable_series(value: Series) -> str:
-    """`41.2 ms (39.8–44.0)`: median, then the lowest and the highest sample."""
-    middle, low, high = (readable_number(n) for n in (value.median, value.low, value.high))
-    spread = f" ({low}–{high})" if low != high else ""
-    unit = f" {value.unit}" if value.unit not in ("", "×") else value.unit
-    return f"{middle}{unit}{spread}"
-
-
-def readable_number(number: float) -> str:
-    """About three digits that mean something."""
+def _three_digits(number: float) -> str:
     size = abs(number)
     if size >= 100:
         return f"{number:,.0f}"

@@ -8,152 +8,117 @@ neither; tokenising, looking up, reading and importing are in both.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import field, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from emberkeep.bench.disk import chunk_files, drop_from_page_cache, read_bandwidth
-from emberkeep.bench.figures import Series, ratios, series, speedup
-from emberkeep.bench.http_client import Client, Messages, Reply
-from emberkeep.bench.report import BenchResult, Row, Table
-from emberkeep.bench.server_process import ServerProcess
-from emberkeep.bench.stage import Stage
+from emberkeep.bench.http_client import Messages, Reply
+from emberkeep.bench.report import BenchResult, Row, Series, Table, series, speedup
+from emberkeep.bench.servers import OwnServer, chunk_files, drop_from_page_cache
+from emberkeep.bench.workspace import Workspace
 from emberkeep.values import dataclass
 
-MIB = 1 << 20
-_ANSWER = 16
+ANSWER = 16
 _SPARE = 64
 _OTHER = 640
 """Tokens of the conversation in between. The context is so tight that only one of the two fits the engine."""
 
 
+_NOT_THE_SAME = (
+    "An answer may differ from the cold one where tokens are about equally likely: llama.cpp rounds differently "
+    "when the same state lies elsewhere in its memory. `Emberkeep.verify` compares them."
+)
+
+
 @dataclass(frozen=True, slots=True)
-class Workload:
-    sizes: tuple[int, ...] = (1000, 2800, 4000, 7900)
+class RestartPlan:
+    tokens: tuple[int, ...] = (1000, 2800, 4000, 7900)
+    """Prompt lengths."""
     repeat: int = 5
     cold_budget_s: float = 60.0
-    """Cold runs are repeated as long as they take no more than this in all, per size."""
+    """Cold runs are repeated as long as they take no more than this in all, per length."""
+
+    def quick(self) -> RestartPlan:
+        return replace(self, tokens=(500,), repeat=1)
+
+
+@dataclass(frozen=True, slots=True)
+class LongPrompt:
+    """A prompt of a given length, and servers with just enough context for it."""
+
+    workspace: Workspace
+    tokens: int
+    around: int = 0
+    """Tokens that the chat template, the system message and the question add to the words."""
 
     @property
     def context(self) -> int:
-        return _context(max(self.sizes))
-
-    def quick(self) -> Workload:
-        return replace(self, sizes=(500,), repeat=1)
-
-
-def _context(tokens: int) -> int:
-    return max(tokens, _OTHER) + _SPARE + 2 * _ANSWER
-
-
-@dataclass(frozen=True, slots=True)
-class _Case:
-    stage: Stage
-    tokens: int
-    around: int
+        return max(self.tokens, _OTHER) + _SPARE + 2 * ANSWER
 
     @property
     def main(self) -> Messages:
-        return _messages(self.stage.words.text(self.tokens - self.around, "main"))
+        return _messages(self.workspace.words.text(self.tokens - self.around, "main"))
 
     @property
     def other(self) -> Messages:
-        return _messages(self.stage.words.text(_OTHER - self.around, "other"))
+        return _messages(self.workspace.words.text(_OTHER - self.around, "other"))
 
-    def server(self, data_dir: Path) -> ServerProcess:
-        return ServerProcess(self.stage.model, data_dir, parallel=1, ctx=_context(self.tokens))
+    def server(self, data_dir: Path) -> OwnServer:
+        return OwnServer(self.workspace, data_dir, parallel=1, ctx=self.context)
 
-
-@dataclass(frozen=True, slots=True)
-class _Warm:
-    """One life of a server on a store that another one left behind."""
-
-    cold: Reply
-    """What the other one answered."""
-    disk: Reply
-    ram: Reply
-    hot: Reply
-    store_bytes: int
-    kernel_bytes: int | None
-    bandwidth: float
-
-    @property
-    def limit_ms(self) -> float:
-        return 1e3 * self.store_bytes / self.bandwidth + self.hot.decode_step_ms
+    async def evaluate(self, data_dir: Path) -> Reply:
+        """Answers it in a server that is killed once everything is on disk."""
+        with self.server(data_dir) as server:
+            reply = await server.client.chat(self.main, ANSWER)
+            await server.settle()
+            return reply
 
 
-@dataclass(frozen=True, slots=True)
-class _Size:
-    cold: list[Reply] = field(default_factory=list)
-    warm: list[_Warm] = field(default_factory=list)
+_Replies = dict[str, Reply]
+"""By where the prompt was: `cold`, which is the answer of the server whose store is used, `disk`, `RAM`, `hot`."""
 
 
-async def run(stage: Stage, plan: Workload) -> BenchResult:
-    around = await _tokens_around(stage)
-    sizes = [await _measure(_Case(stage, tokens, around), plan) for tokens in plan.sizes]
-    return BenchResult(
-        "restart",
-        (
-            Table("time to first token", tuple(row for size in sizes for row in _ttft_rows(size))),
-            Table("the limit of a resume from disk", tuple(_limit_row(size) for size in sizes)),
-        ),
-        (
-            "limit: KV bytes read / the best bandwidth of reading the same files + one decode step.",
-            *_doubts(sizes),
-        ),
-    )
+async def run(workspace: Workspace, plan: RestartPlan) -> BenchResult:
+    rows, rounds = list[Row](), list[_Replies]()
+    for prompt in await long_prompts(workspace, plan.tokens):
+        cold, warm = await _measure(prompt, plan)
+        rows += _rows(cold, warm)
+        rounds += warm
+    is_same = all(_is_same(one, state) for one in rounds for state in ("disk", "RAM", "hot"))
+    notes = () if is_same else (_NOT_THE_SAME,)
+    return BenchResult("restart", (Table("time to first token", tuple(rows)),), notes)
 
 
-async def _measure(case: _Case, plan: Workload) -> _Size:
+async def long_prompts(workspace: Workspace, lengths: Sequence[int]) -> list[LongPrompt]:
+    """Raises EmberkeepError for one that is too long for the model."""
+    workspace.require_context(max(LongPrompt(workspace, tokens).context for tokens in lengths))
+    with OwnServer(workspace, parallel=1) as server:
+        around = len(await server.client.prompt_tokens(_messages("")))
+    return [LongPrompt(workspace, tokens, around) for tokens in lengths]
+
+
+async def _measure(prompt: LongPrompt, plan: RestartPlan) -> tuple[list[Reply], list[_Replies]]:
     """Cold and warm in turns; warm goes on against the newest store when cold has used up its time."""
-    size, data_dir, spent = _Size(), Path(), 0.0
+    cold, warm, data_dir, spent_s = list[Reply](), list[_Replies](), Path(), 0.0
     for number in range(plan.repeat):
-        round_ = f"round {number + 1} of {plan.repeat}"
-        if number == 0 or spent + size.cold[-1].ttft_ms / 1e3 <= plan.cold_budget_s:
-            case.stage.say(f"{case.tokens:,} tokens: cold, {round_}")
-            data_dir = case.stage.new_data_dir()
-            size.cold.append(await _cold(case, data_dir))
-            spent += size.cold[-1].ttft_ms / 1e3
-        case.stage.say(f"{case.tokens:,} tokens: warm, {round_}")
-        size.warm.append(await _warm(case, data_dir, size.cold[-1]))
-    return size
+        prompt.workspace.say(f"{prompt.tokens:,} tokens, round {number + 1} of {plan.repeat}")
+        if not cold or spent_s + cold[-1].ttft_ms / 1e3 <= plan.cold_budget_s:
+            data_dir = prompt.workspace.new_data_dir()
+            cold.append(await prompt.evaluate(data_dir))
+            spent_s += cold[-1].ttft_ms / 1e3
+        warm.append({"cold": cold[-1], **await _resume(prompt, data_dir)})
+    return cold, warm
 
 
-async def _cold(case: _Case, data_dir: Path) -> Reply:
-    with case.server(data_dir) as server:
-        client = Client(server.port)
-        reply = await client.chat(case.main, _ANSWER)
-        await client.wait_until_settled()
-        return reply
-
-
-async def _warm(case: _Case, data_dir: Path, cold: Reply) -> _Warm:
+async def _resume(prompt: LongPrompt, data_dir: Path) -> _Replies:
     drop_from_page_cache(chunk_files(data_dir))
-    with case.server(data_dir) as server:
-        client = Client(server.port)
-        kernel_before = server.bytes_from_disk()
-        disk = await client.chat(case.main, _ANSWER)
-        kernel_after = server.bytes_from_disk()
-        stats = await client.wait_until_settled()
-        hot = await client.chat(case.main, _ANSWER)
-        await client.chat(case.other, _ANSWER)
-        await client.wait_until_settled()
-        ram = await client.chat(case.main, _ANSWER)
-    return _Warm(
-        cold=cold,
-        disk=disk,
-        ram=ram,
-        hot=hot,
-        store_bytes=stats["store"]["cold"]["read_bytes"],
-        kernel_bytes=None if kernel_before is None or kernel_after is None else kernel_after - kernel_before,
-        bandwidth=read_bandwidth(chunk_files(data_dir)),
-    )
-
-
-async def _tokens_around(stage: Stage) -> int:
-    """What the chat template, the system message and the question add to the words."""
-    with ServerProcess(stage.model, stage.new_data_dir(), parallel=1) as server:
-        return len(await Client(server.port).prompt_tokens(_messages("")))
+    with prompt.server(data_dir) as server:
+        disk = await server.client.chat(prompt.main, ANSWER)
+        await server.settle()
+        hot = await server.client.chat(prompt.main, ANSWER)
+        await server.client.chat(prompt.other, ANSWER)
+        await server.settle()
+        return {"disk": disk, "hot": hot, "RAM": await server.client.chat(prompt.main, ANSWER)}
 
 
 def _messages(text: str) -> Messages:
@@ -163,56 +128,21 @@ def _messages(text: str) -> Messages:
     )
 
 
-def _ttft_rows(size: _Size) -> Iterable[Row]:
-    cold, references = _ttft(size.cold), [warm.cold for warm in size.warm]
-    yield Row(_label(size, "cold"), {"TTFT": cold, "reused tokens": size.cold[-1].cached_tokens})
-    for name in ("disk", "ram", "hot"):
-        replies: list[Reply] = [getattr(warm, name) for warm in size.warm]
-        ttft = _ttft(replies)
+def _rows(cold: Sequence[Reply], warm: Sequence[_Replies]) -> Iterable[Row]:
+    tokens, reference = f"{cold[0].prompt_tokens:,} tokens", _ttft(cold)
+    yield Row(f"{tokens}, cold", {"TTFT": reference, "reused tokens": cold[-1].cached_tokens})
+    for state in ("disk", "RAM", "hot"):
+        replies = [one[state] for one in warm]
+        ttft, same = _ttft(replies), sum(_is_same(one, state) for one in warm)
         yield Row(
-            _label(size, "RAM" if name == "ram" else name),
+            f"{tokens}, {state}",
             {
                 "TTFT": ttft,
-                "faster than cold": speedup(cold, ttft),
+                "faster than cold": speedup(reference, ttft),
                 "reused tokens": int(median(reply.cached_tokens for reply in replies)),
                 "mostly from": " ".join(sorted({reply.tier for reply in replies})),
-                "same answer": f"{sum(map(_same, replies, references))} of {len(replies)}",
+                "same answer": f"{same} of {len(replies)}",
             },
-        )
-
-
-def _limit_row(size: _Size) -> Row:
-    limit = series((warm.limit_ms for warm in size.warm), "ms")
-    kernel = [warm.kernel_bytes / MIB for warm in size.warm if warm.kernel_bytes is not None]
-    return Row(
-        _label(size, "disk"),
-        {
-            "KV read": series((warm.store_bytes / MIB for warm in size.warm), "MiB"),
-            "read by the kernel": series(kernel, "MiB") if kernel else "unknown",
-            "disk": series((warm.bandwidth / MIB for warm in size.warm), "MiB/s"),
-            "decode step": series((warm.hot.decode_step_ms for warm in size.warm), "ms"),
-            "preparing": series((warm.disk.prepare_ms for warm in size.warm), "ms"),
-            "loading": series((warm.disk.load_ms for warm in size.warm), "ms"),
-            "limit": limit,
-            "TTFT / limit": ratios(_ttft([warm.disk for warm in size.warm]), limit),
-        },
-    )
-
-
-def _doubts(sizes: Sequence[_Size]) -> Iterable[str]:
-    warm = [warm for size in sizes for warm in size.warm]
-    if any(w.disk.cached_tokens < w.hot.cached_tokens for w in warm):
-        yield "Some restarts did not find all that had been stored: what is called disk was partly evaluated."
-    if any(w.kernel_bytes is not None and w.kernel_bytes < w.store_bytes / 2 for w in warm):
-        yield "Part of the store came from the page cache: choose a --data-dir that is on a disk."
-    if any(w.ram.tier != "warm" for w in warm):
-        yield "The RAM rows were not served from RAM: the RAM budget is too small for this model."
-    if not all(_same(w.disk, w.cold) for w in warm):
-        yield "Some answers after a restart are not the cold ones: compare them with `Emberkeep.verify`."
-    if not all(_same(reply, w.cold) for w in warm for reply in (w.ram, w.hot)):
-        yield (
-            "RAM and hot answers may differ from the cold one: llama.cpp rounds differently when the same state "
-            "lies elsewhere in its memory, which decides between tokens that are about equally likely."
         )
 
 
@@ -220,9 +150,6 @@ def _ttft(replies: Iterable[Reply]) -> Series:
     return series((reply.ttft_ms for reply in replies), "ms")
 
 
-def _same(one: Reply, other: Reply) -> bool:
-    return (one.text, one.completion_tokens) == (other.text, other.completion_tokens)
-
-
-def _label(size: _Size, state: str) -> str:
-    return f"{size.cold[0].prompt_tokens:,} tokens, {state}"
+def _is_same(replies: _Replies, state: str) -> bool:
+    one, cold = replies[state], replies["cold"]
+    return (one.text, one.completion_tokens) == (cold.text, cold.completion_tokens)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from emberkeep.bench.figures import Series, ratios, series
-from emberkeep.bench.http_client import Client, Reply
-from emberkeep.bench.report import BenchResult, Row, Table
-from emberkeep.bench.server_process import ServerProcess
-from emberkeep.bench.stage import Stage
+from emberkeep.bench.http_client import BenchClient, Reply
+from emberkeep.bench.report import BenchResult, Row, Series, Table, ratios, series
+from emberkeep.bench.servers import OwnServer
+from emberkeep.bench.workspace import Workspace
 from emberkeep.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class TurnsPlan:
     turns: int = 8
     system_tokens: int = 512
     user_tokens: int = 64
@@ -25,28 +24,18 @@ class Workload:
     def context(self) -> int:
         return self.system_tokens + self.turns * (self.user_tokens + self.answer_tokens)
 
-    def quick(self) -> Workload:
+    def quick(self) -> TurnsPlan:
         return replace(self, turns=3, system_tokens=128, answer_tokens=8, repeat=1)
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredTurn:
-    reply: Reply
-    state_before: int
-    """Tokens that the conversation already had in the engine."""
-
-    @property
-    def reuse(self) -> float:
-        return self.reply.cached_tokens / self.state_before if self.state_before else 0.0
-
-    @property
-    def new_tokens(self) -> int:
-        return self.reply.prompt_tokens - self.reply.cached_tokens
+MeasuredTurn = tuple[Reply, int]
+"""With how many tokens the conversation already had in the engine."""
 
 
-async def run(stage: Stage, plan: Workload) -> BenchResult:
-    with ServerProcess(stage.model, stage.new_data_dir(), parallel=1) as server:
-        talks = [await _talk(stage, plan, Client(server.port), number) for number in range(plan.repeat)]
+async def run(workspace: Workspace, plan: TurnsPlan) -> BenchResult:
+    workspace.require_context(plan.context)
+    with OwnServer(workspace, parallel=1) as server:
+        talks = [await _talk(workspace, plan, server.client, number) for number in range(plan.repeat)]
     rows = tuple(_row(number, turns) for number, turns in enumerate(zip(*talks, strict=True), 1))
     last, second = (_ttft(talk[index] for talk in talks) for index in (-1, 1))
     summary = Row(f"turn {plan.turns} / turn 2", {"TTFT": ratios(last, second)})
@@ -57,36 +46,37 @@ async def run(stage: Stage, plan: Workload) -> BenchResult:
     )
 
 
-async def _talk(stage: Stage, plan: Workload, client: Client, number: int) -> list[MeasuredTurn]:
-    stage.say(f"conversation {number + 1} of {plan.repeat}")
-    question = stage.words.text(plan.user_tokens, "question")
-    messages = [{"role": "system", "content": stage.words.text(plan.system_tokens, number)}]
+async def _talk(workspace: Workspace, plan: TurnsPlan, client: BenchClient, number: int) -> list[MeasuredTurn]:
+    workspace.say(f"conversation {number + 1} of {plan.repeat}")
+    question = workspace.words.text(plan.user_tokens, "question")
+    messages = [{"role": "system", "content": workspace.words.text(plan.system_tokens, number)}]
     turns: list[MeasuredTurn] = []
     state = 0
     for _ in range(plan.turns):
         messages.append({"role": "user", "content": question})
-        known = (await client.stats())["scheduler"]["evaluated_tokens"]
+        evaluated_before = (await client.stats())["scheduler"]["evaluated_tokens"]
         reply = await client.chat(messages, plan.answer_tokens)
         stats = await client.wait_until_settled()
-        turns.append(MeasuredTurn(reply, state))
+        turns.append((reply, state))
         # What was reused plus what was evaluated since is what the engine holds now.
-        state = reply.cached_tokens + stats["scheduler"]["evaluated_tokens"] - known
+        state = reply.cached_tokens + stats["scheduler"]["evaluated_tokens"] - evaluated_before
         messages.append({"role": "assistant", "content": reply.text})
     return turns
 
 
 def _row(number: int, turns: tuple[MeasuredTurn, ...]) -> Row:
-    reuse = {} if number == 1 else {"reuse": series((100 * turn.reuse for turn in turns), "%")}
+    known = {} if number == 1 else {"reuse": series((100 * r.cached_tokens / state for r, state in turns), "%")}
+    replies = [reply for reply, _ in turns]
     return Row(
         f"turn {number}",
         {
             "TTFT": _ttft(turns),
-            "prompt tokens": series((turn.reply.prompt_tokens for turn in turns), ""),
-            "new tokens": series((turn.new_tokens for turn in turns), ""),
-            **reuse,
+            "prompt tokens": series((reply.prompt_tokens for reply in replies), ""),
+            "new tokens": series((reply.prompt_tokens - reply.cached_tokens for reply in replies), ""),
+            **known,
         },
     )
 
 
 def _ttft(turns: Iterable[MeasuredTurn]) -> Series:
-    return series((turn.reply.ttft_ms for turn in turns), "ms")
+    return series((reply.ttft_ms for reply, _ in turns), "ms")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Annotated, NoReturn
 
 import typer
@@ -80,7 +81,7 @@ COMMANDS = {
     "bench": Home(
         "emberkeep.cli.bench",
         "app",
-        "Measure this machine: restarts, turns, sharing, load, drafts, another server. Leave it alone meanwhile.",
+        "Measure this machine. Leave it alone meanwhile.",
     ),
 }
 
@@ -118,7 +119,7 @@ def main() -> None:
     run(app)
 
 
-def run(app: typer.Typer) -> None:
+def run(app: Callable[[], object]) -> None:
     """Exit status: 0 done, 1 an error that has been explained, 2 wrong usage, 128 and a signal's number (130:
     interrupted)."""
     _leave_in_order()

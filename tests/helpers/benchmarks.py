@@ -1,0 +1,41 @@
+"""Benchmarks in this process, and a workspace without a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.__main__ import main
+from emberkeep.bench.http_client import Reply
+from emberkeep.bench.workspace import Words, Workspace
+
+
+def measure(folder: Path, *arguments: str) -> dict[str, Any]:
+    """The only result of `python -m benchmarks`."""
+    report = folder / "report.json"
+    main([*arguments, "--json", str(report)])
+    (result,) = json.loads(report.read_text())["results"]
+    return dict(result)
+
+
+class ScriptedWorkspace(Workspace):
+    """Whatever the model is, it has room for everything."""
+
+    def __init__(self, folder: Path, words: Words | None = None, model: str = "none.gguf") -> None:
+        super().__init__(folder, lambda _: None, lambda: folder / model)
+        if words is not None:
+            vars(self)["words"] = words
+
+    def require_context(self, tokens: int) -> None: ...
+
+
+def reply(
+    *, ttft_ms: float = 100.0, prompt: int = 100, completion: int = 10, cached: int = 0, **timings: float
+) -> Reply:
+    usage = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+    return Reply(ttft_ms, "", usage, timings, {})
