@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import replace
@@ -12,6 +11,8 @@ from typing import Any
 import pytest
 
 from emberkeep.backend import on_demand
+from emberkeep.backend.capabilities import tokenizer_of
+from emberkeep.backend.models import loaded
 from emberkeep.errors import DeadlineExceeded, EngineError, ModelError, Overloaded
 from emberkeep.types.events import Completed, Loading
 from emberkeep.types.models import ModelState
@@ -357,82 +358,16 @@ def test_requests_that_waited_for_two_models_alternate_without_losing_one() -> N
     run(story())
 
 
-def test_texts_are_tokenized_by_a_model_that_is_loaded_for_it() -> None:
+def test_what_only_a_loaded_model_can_do_loads_it_and_it_stays_meanwhile() -> None:
     async def story() -> None:
         model = Loadable("small", pool_of(1))
-        await model.backend.start()
-        tokenizer = model.backend.tokenizer
-        assert tokenizer is not None
-        tokens = await asyncio.to_thread(tokenizer.tokenize, "hi", add_special=False, parse_special=True)
-        assert tokens == [104, 105]
-        assert len(model.loaded) == 1
-        assert not model.backend.is_busy
-
-    run(story())
-
-
-def test_a_model_is_unloaded_only_when_it_is_not_used_in_another_thread() -> None:
-    async def story() -> None:
-        model = Loadable("small", pool_of(1))
-        await model.backend.start()
-        await model.backend.load()
-        with model.backend.used_in_thread():
+        async with loaded(model.backend) as real:
+            assert tokenizer_of(real).tokenize("hi", add_special=False, parse_special=True) == [104, 105]
             leaving = asyncio.create_task(model.backend.unload())
             await until(lambda: model.backend._leaving)
             assert not model.latest.closed
         await leaving
         assert model.latest.closed
-
-    run(story())
-
-
-def test_a_thread_that_comes_while_it_is_noted_as_unused_is_waited_for() -> None:
-    async def story() -> None:
-        model = Loadable("small", pool_of(1))
-        await model.backend.start()
-        await model.backend.load()
-        used, come = model.backend.used_in_thread(), asyncio.Event()
-
-        class Slow(asyncio.Event):
-            """Between the look at who uses it and the note, a thread comes."""
-
-            def set(self) -> None:
-                if not come.is_set():
-                    come.set()
-                    thread = threading.Thread(target=used.__enter__)
-                    thread.start()
-                    thread.join(0.1)
-                super().set()
-
-        model.backend._unused = Slow()
-        model.backend._note_unused()
-        await until(lambda: model.backend.is_busy)
-        leaving = asyncio.create_task(model.backend.unload())
-        await asyncio.sleep(0.02)
-        assert not model.latest.closed
-        used.__exit__(None, None, None)
-        await leaving
-        assert model.latest.closed
-
-    run(story())
-
-
-def test_one_that_is_about_to_leave_can_be_used_without_being_loaded_again() -> None:
-    async def story() -> None:
-        model = Loadable("small", pool_of(1))
-        await model.backend.start()
-        with model.backend.used_if_loaded() as backend:
-            assert backend is None
-        await model.backend.load()
-        with model.backend.used_in_thread():
-            leaving = asyncio.create_task(model.backend.unload())
-            await until(lambda: model.backend._leaving)
-            entered = model.backend.used_if_loaded()
-            assert entered.__enter__() is model.latest
-        await asyncio.sleep(0.01)
-        assert not model.latest.closed
-        entered.__exit__(None, None, None)
-        await leaving
         assert len(model.loaded) == 1
 
     run(story())

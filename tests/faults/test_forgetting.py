@@ -84,8 +84,8 @@ def test_what_hung_below_a_damaged_chunk_goes_with_its_user(tmp_path: Path, plac
 def test_what_another_process_has_in_ram_on_disk_and_in_its_queue_goes_too(tmp_path: Path) -> None:
     here, there = new_store(tmp_path), new_store(tmp_path)
     told: list[bool] = []
-    there.on_forget(
-        lambda namespaces: told.append(ANN.namespace in namespaces and BOB.namespace not in namespaces)
+    there.holders.join(
+        "all", there, lambda names: told.append(ANN.namespace in names and BOB.namespace not in names)
     )
     ANN.keep(there, 300)
     there.flush()

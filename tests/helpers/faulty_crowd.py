@@ -40,7 +40,6 @@ NOT_ASKED_BY_THE_LOOP: dict[type, set[str]] = {
             "close",
             "stats",
             "notice_forgotten",
-            "on_forget",
             "follow",
             "transact",
             "complete_load",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from emberkeep.backend.base import NO_ARGS, ModelCard, ModelTexts
 from emberkeep.errors import EmberkeepError
+from emberkeep.kv.holders import Holders
 from emberkeep.types.cache import Warmed
 from emberkeep.types.events import (
     Completed,
@@ -53,6 +54,7 @@ def answer(
 
 
 class ScriptedBackend:
+    holders = Holders()
     memory: Memory | None = None
     host_tools: ToolDesk | None = None
     cache = embedder = experts = attention = None

@@ -114,7 +114,7 @@ def test_a_host_that_was_away_reads_of_all_who_were_forgotten_before_it_writes(h
 def test_a_user_of_whom_only_a_request_runs_is_forgotten_too(hosts: Hosts) -> None:
     store, _ = hosts.new()
     told: list[bool] = []
-    store.on_forget(lambda owners: told.append(ALICE.owner in owners))
+    store.holders.join("all", store, lambda owners: told.append(ALICE.owner in owners))
     hosts.record("alice")
     bring_in(store, prompt(600, seed=9), BOB)
     assert eventually(lambda: told == [True])

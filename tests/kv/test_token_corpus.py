@@ -223,9 +223,9 @@ def test_a_listener_that_fails_lets_nothing_stay():
     def fail(owners: object) -> None:
         raise RuntimeError("the engine is gone")
 
-    store.on_forget(fail)
+    store.holders.join("engine", store, fail)
     with pytest.raises(RuntimeError):
-        store.catalogue.forget_user(ANN.user)
+        store.holders.forget(ANN.user)
     assert corpus.find(Lineage(ANN.namespace), ANN.tokens[100:140], 8) is None
     store.close()
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,12 +30,10 @@ class SlowDisk:
         self.begun, self.may_open = threading.Event(), threading.Event()
         patch.setattr(parts, "open_store", self._open)
 
-    def _open(
-        self, config: Config, fingerprint: bytes, about: Mapping[str, str], share: float, *, is_draft: bool
-    ) -> KvStore:
+    def _open(self, *args: Any, **named: Any) -> KvStore:
         self.begun.set()
         assert self.may_open.wait(WAIT_S)
-        return open_store(config, fingerprint, about, share, is_draft=is_draft)
+        return open_store(*args, **named)
 
 
 def test_who_asks_for_the_memory_does_not_wait_for_a_store(
@@ -71,7 +69,7 @@ def test_a_store_that_is_being_opened_is_not_missed_when_a_user_is_forgotten(
     with ThreadPoolExecutor() as pool:
         pool.submit(shared.store, ONE, {})
         assert disk.begun.wait(WAIT_S)
-        forgetting = pool.submit(shared.forget, "ann")
+        forgetting = pool.submit(shared.holders.forget, "ann")
         assert not wait([forgetting], timeout=0.05).done
         disk.may_open.set()
         forgetting.result()
@@ -98,7 +96,7 @@ def test_vectors_are_forgotten_though_no_model_that_embeds_is_loaded(
     vectors.add({b"key": b"vector"})
     shared = SharedParts(config)
     shared.store(ONE, {})
-    shared.forget(user)
+    shared.holders.forget(user)
     assert bool(vectors.find([b"key"])) == is_kept
     vectors.close()
     shared.close()
@@ -107,7 +105,7 @@ def test_vectors_are_forgotten_though_no_model_that_embeds_is_loaded(
 def test_where_nothing_was_embedded_forgetting_writes_no_vectors(tmp_path: Path) -> None:
     shared = SharedParts(Config(data_dir=tmp_path))
     shared.store(ONE, {})
-    shared.forget("")
+    shared.holders.forget("")
     assert not (tmp_path / "vectors.db").exists()
     shared.close()
 

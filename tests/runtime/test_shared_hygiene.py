@@ -60,9 +60,9 @@ def test_what_a_client_sent_first_outlives_the_model(config: Config, parts: Shar
 
 def test_a_user_is_forgotten_though_no_model_is_loaded(config: Config, parts: SharedParts) -> None:
     ask(config, parts, 1, TOOLS)
-    parts.forget("bob")
+    parts.holders.forget("bob")
     assert ask(config, parts, 2, TOOLS[::-1]) == {"build", "tool-order"}
-    parts.forget("ann")
+    parts.holders.forget("ann")
     assert ask(config, parts, 2, TOOLS[::-1]) == set()
 
 

@@ -24,6 +24,7 @@ from emberkeep.values import dataclass
 if TYPE_CHECKING:
     from emberkeep.backend.server_tools import ToolDesk
     from emberkeep.errors import EmberkeepError
+    from emberkeep.kv.holders import Holders
     from emberkeep.memory.memory import Memory
 
 
@@ -237,6 +238,10 @@ class Backend(Protocol):
     @property
     def host_tools(self) -> ToolDesk | None:
         """That run for clients which send none. None where there are none, and before it is loaded."""
+
+    @property
+    def holders(self) -> Holders:
+        """Everything that holds what its users sent."""
 
     def speculation_stats(self) -> SpeculationStats | None:
         """How much was drafted and accepted. None: the model runs elsewhere."""

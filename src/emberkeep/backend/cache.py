@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Container, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from emberkeep.backend.verify import Verifier
 from emberkeep.chat.prompt import Prompt, PromptBuilder
 from emberkeep.errors import NoSuchEntry
-from emberkeep.kv.disk.forgotten import of_user
 from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import Cursor, Peek, tokens_to
 from emberkeep.sched.reuse import Reuse
@@ -39,15 +37,13 @@ class StoreCache:
         prompts: PromptBuilder,
         explainer: Explainer,
         verifier: Verifier,
-        forget_beside: Callable[[Container[str]], Future[None]],
     ) -> None:
-        """`forget_beside` drops what is kept of these owners outside of the store."""
         self._scheduler = scheduler
         self._store = scheduler.store
         self._prompts = prompts
         self._verifier = verifier
-        self._forget_beside = forget_beside
         self.explain = explainer.explain
+        self.remove_user = self._store.holders.forget
 
     def entries(self) -> list[CacheEntry]:
         self._store.notice_forgotten()
@@ -85,15 +81,6 @@ class StoreCache:
         if removed is None:
             raise _unknown(entry_id)
         return removed
-
-    def remove_user(self, user: str) -> Removed:
-        # First what could be stored again.
-        self._forget_beside(of_user(user)).result()
-        try:
-            return self._store.catalogue.forget_user(user)
-        finally:
-            for store in self._drafts:
-                store.catalogue.forget_user(user)
 
     def gc(self) -> Removed:
         self._scheduler.drop_idle(self._store.catalogue.expired(self._scheduler.idle_entries())).result()

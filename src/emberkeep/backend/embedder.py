@@ -20,7 +20,6 @@ from emberkeep.backend.vector_cache import VectorCache
 from emberkeep.engine.embedding import EmbeddingEngine, TokenInput, Vectors
 from emberkeep.errors import InputTooLong, InvalidField, Overloaded
 from emberkeep.sched.engine_thread import SHUTTING_DOWN
-from emberkeep.types.cache import Removed
 from emberkeep.types.embedding import Embedded, EmbeddingInput, EmbeddingRequest, Ranked, RerankRequest, Vector
 from emberkeep.types.request import Json
 from emberkeep.values import dataclass
@@ -89,8 +88,8 @@ class LocalEmbedder:
             tuple(float(each[0]) for each in vectors), sum(len(each.ids) for each in inputs), cached_tokens
         )
 
-    def forget(self, owners: Container[str]) -> Removed:
-        """As `VectorCache.forget`."""
+    def forget(self, owners: Container[str]) -> Future[None] | None:
+        """See `VectorCache`."""
         return self._cache.forget(owners)
 
     def stats(self) -> dict[str, Json]:

@@ -10,7 +10,7 @@ from emberkeep.backend.base import NO_ARGS, ModelCard
 from emberkeep.backend.embedder import LocalEmbedder
 from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.errors import EmberkeepError, InvalidField, NoSuchEntry, RequestError
-from emberkeep.kv.disk.forgotten import of_user
+from emberkeep.kv.holders import Holders
 from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.types.cache import CacheEntry, CacheTree, EntryText, Explanation, Removed, Verified
 from emberkeep.types.events import Events
@@ -30,12 +30,19 @@ class EmbeddingBackend:
     host_tools: ToolDesk | None = None
 
     def __init__(
-        self, card: ModelCard, engine: EmbeddingEngine, thread: EngineThread, embedder: LocalEmbedder
+        self,
+        card: ModelCard,
+        engine: EmbeddingEngine,
+        thread: EngineThread,
+        embedder: LocalEmbedder,
+        holders: Holders | None = None,
     ) -> None:
         self.card = card
+        self.holders = holders or Holders()
+        self.holders.join("vectors", self, embedder.forget)
         self.embedder = embedder
         self.tokenizer = EmbeddingTokenizer(card.id, engine)
-        self.cache = VectorEntries(card.id, embedder)
+        self.cache = VectorEntries(card.id, self.holders)
         self._thread = thread
         self._is_closed = False
 
@@ -64,6 +71,7 @@ class EmbeddingBackend:
     async def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
+            self.holders.leave(self)
             await self.embedder.close()
             await asyncio.to_thread(self._thread.end)
 
@@ -110,9 +118,9 @@ class EmbeddingTokenizer:
 class VectorEntries:
     """Vectors have no names, so none of them can be shown, kept or explained; users can be forgotten."""
 
-    def __init__(self, name: str, embedder: LocalEmbedder) -> None:
+    def __init__(self, name: str, holders: Holders) -> None:
         self._name = name
-        self._embedder = embedder
+        self.remove_user = holders.forget
 
     def entries(self) -> list[CacheEntry]:
         return []
@@ -128,9 +136,6 @@ class VectorEntries:
 
     def remove(self, entry_id: str) -> Removed:
         raise self._nothing()
-
-    def remove_user(self, user: str) -> Removed:
-        return self._embedder.forget(of_user(user))
 
     def gc(self) -> Removed:
         return Removed(0, 0)

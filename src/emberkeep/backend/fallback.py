@@ -25,6 +25,7 @@ from emberkeep.errors import (
     RequestError,
     StepFailed,
 )
+from emberkeep.kv.holders import Holders
 from emberkeep.memory.memory import Memory
 from emberkeep.types.cache import Warmed
 from emberkeep.types.events import Accepted, Completed, Event, Events, ToolEvent
@@ -243,6 +244,10 @@ class FallbackBackend:
     @property
     def memory(self) -> Memory | None:
         return self._backend.memory
+
+    @property
+    def holders(self) -> Holders:
+        return self._backend.holders
 
 
 def _retrieve_error(opening: asyncio.Task[None]) -> None:

@@ -53,6 +53,7 @@ from emberkeep.errors import (
     RequestError,
     TooLarge,
 )
+from emberkeep.kv.holders import Forget
 from emberkeep.kv.shared_tier import Arrival
 from emberkeep.kv.store import KvStore
 from emberkeep.memory.memory import Memory
@@ -171,12 +172,22 @@ class LocalBackend:
             self._equip,
         )
         verifier = Verifier(self.generate, self._vocab, scheduler.engine.capabilities.context)
-        self.cache = StoreCache(scheduler, self._prompts, self._explainer, verifier, self._forget)
-        self._store.on_forget(self._forget_quietly)
+        self.cache = StoreCache(scheduler, self._prompts, self._explainer, verifier)
+        self.holders = self._store.holders
+        self._kept_of_requests: tuple[tuple[str, Forget], ...] = (
+            ("prefixes that are kept warm", self.warmer.forget),
+            ("latest lookups", self._lookups.forget),
+            ("answers that come back otherwise", sessions.forget),
+            ("parts of prompts that change", self._explainer.volatility.forget),
+            ("texts with their tokens", self._prompts.forget),
+            ("engine", self._forget_in_engine),
+        )
+        self._join_holders()
 
     def embed_with(self, embedder: LocalEmbedder) -> None:
         """Its model gives embeddings, too. The embedder belongs to it from now on."""
         self.embedder = embedder
+        self.holders.join("vectors", self, embedder.forget)
 
     # ── the line ──
 
@@ -224,13 +235,13 @@ class LocalBackend:
             if request.echo and not request.scores_prompt:
                 for index in range(request.n):
                     yield TextDelta(index, prompt.text)
-            noting = self._start_noting(request, prompt, [sequence for sequence, _ in sequences])
+            noting = self._start_noting(request, prompt, [sequence for sequence, _ in sequences], asked_at)
             async for event in until_completed(channel, len(sequences)):
                 if isinstance(event, Full):
                     sequence, _ = sequences[event.index]
                     conversation = await asyncio.to_thread(self._make_room, sequence, conversation)
                 elif isinstance(event, Completed):
-                    lookup = await self._note_answer(request, prompt, event.lookup, asked_at)
+                    lookup = await self._note_answer(request, prompt, event.lookup)
                     if request.tools or event.usage.reasoning_tokens:
                         await asyncio.to_thread(self._note_written, request, sequences)
                     usage = replace(event.usage, marked=await noting) if request.breakpoints else event.usage
@@ -245,6 +256,7 @@ class LocalBackend:
                     self.scheduler.cancel(sequence)
             if held is None:
                 permit.release()
+            self._leave_nothing(request, asked_at)
 
     def _check_readable(self, request: Request) -> None:
         if any(message.images for message in request.messages):
@@ -383,14 +395,24 @@ class LocalBackend:
         snapshots = self.scheduler.engine.capabilities.kv_unit.has_snapshots
         return self._store.peek(prompt.lineage, prompt.tokens, snapshots=snapshots).warm_tokens
 
-    def _start_noting(self, request: Request, prompt: Prompt, sequences: list[Sequence]) -> asyncio.Future[Marked]:
+    def _leave_nothing(self, request: Request, asked_at: float) -> None:
+        """Drop what a request left behind, if its user was forgotten after it came."""
+        if self._forgotten.since(asked_at, request.namespace):
+            for _, forget in self._kept_of_requests:
+                forget({request.namespace})
+
+    def _start_noting(
+        self, request: Request, prompt: Prompt, sequences: list[Sequence], asked_at: float
+    ) -> asyncio.Future[Marked]:
         """Off the critical path: the prompt is being evaluated meanwhile, and nothing waits for it."""
         loop = asyncio.get_running_loop()
         if request.breakpoints or (prompt.keys.stable and request.execution.is_kept):
-            return loop.run_in_executor(None, self._note_prefixes, request, prompt, sequences)
+            return loop.run_in_executor(None, self._note_prefixes, request, prompt, sequences, asked_at)
         return loop.create_future()
 
-    def _note_prefixes(self, request: Request, prompt: Prompt, sequences: list[Sequence]) -> Marked:
+    def _note_prefixes(
+        self, request: Request, prompt: Prompt, sequences: list[Sequence], asked_at: float
+    ) -> Marked:
         """Never raises."""
         try:
             if request.execution.is_kept:
@@ -402,13 +424,13 @@ class LocalBackend:
         except Exception:
             log.exception("the beginnings of a prompt were not noted")
             return Marked()
+        finally:
+            self._leave_nothing(request, asked_at)
         for sequence in sequences:
             sequence.stable, sequence.marked = stable, marked
         return marked
 
-    async def _note_answer(
-        self, request: Request, prompt: Prompt, lookup: LookupRecord, asked_at: float
-    ) -> LookupRecord:
+    async def _note_answer(self, request: Request, prompt: Prompt, lookup: LookupRecord) -> LookupRecord:
         """Remember a request that was answered; returns its lookup with the part of the request in which it left
         what was stored."""
         if lookup.reason is MissReason.DIVERGED and request.prompt is None:
@@ -416,9 +438,6 @@ class LocalBackend:
         self._lookups.add(request, lookup)
         if prompt.keys.stable and request.execution.is_kept:
             self.warmer.seen(request, prompt.lineage.stored, prompt.keys)
-        if self._forgotten.since(asked_at, request.namespace):
-            self._lookups.forget({request.namespace})
-            self.warmer.forget({request.namespace})
         return lookup
 
     def _locate(self, request: Request, prompt: Prompt, lookup: LookupRecord) -> LookupRecord:
@@ -443,22 +462,17 @@ class LocalBackend:
         ids = sequence.tokens[sequence.prompt_length : sequence.answer_end].tolist()
         self._sessions.answered(request, read_answer(self._vocab, request, sequence.prompt.written.tail, ids))
 
-    def _forget(self, owners: Container[str]) -> Future[None]:
-        """Leave nothing of these beside the store: what is idle in the engine, answers, prefixes, figures."""
-        self._forgotten.add(owners)
-        self.warmer.forget(owners)
-        self._lookups.forget(owners)
-        if self.embedder is not None:
-            self.embedder.forget(owners)
-        self._hygiene.forget(owners)
-        self._sessions.forget_answers(owners)
-        self._explainer.volatility.forget(owners)
-        return self.scheduler.forget(owners)
+    def _join_holders(self) -> None:
+        # First: what requests that are under way leave behind is dropped when they end.
+        self.holders.join("requests under way", self, self._forgotten.add)
+        for name, forget in self._kept_of_requests:
+            self.holders.join(name, self, forget)
 
-    def _forget_quietly(self, owners: Container[str]) -> None:
-        """Another process has forgotten them. Nothing waits for it."""
-        with suppress(Overloaded, EngineError):  # the engine is being closed, or has failed
-            self._forget(owners)
+    def _forget_in_engine(self, owners: Container[str]) -> Future[None] | None:
+        try:
+            return self.scheduler.forget(owners)
+        except Overloaded:  # it is being closed, with all that it holds
+            return None
 
     # ── about itself ──
 
@@ -516,7 +530,7 @@ class LocalBackend:
             await self.embedder.close()
         await asyncio.to_thread(self.scheduler.close)
         await asyncio.to_thread(self.warmer.join)
-        self._store.on_forget(self._hygiene.forget)  # of what is left, this alone may outlive it
+        self.holders.leave(self)
         for store in self.scheduler.stores:
             await asyncio.to_thread(self._settings.close_store, store)
         if self.memory is not None:

@@ -8,7 +8,6 @@ from dataclasses import astuple
 from typing import Protocol
 
 from emberkeep.backend.base import Backend, ModelCard
-from emberkeep.backend.capabilities import cache_of
 from emberkeep.backend.on_demand import OnDemandBackend
 from emberkeep.errors import EmberkeepError, ModelNotFound, RequestError
 from emberkeep.types.cache import Removed
@@ -38,9 +37,6 @@ class Catalogue(Protocol):
     def opened(self) -> Sequence[Backend]:
         """Those that were asked for. Does not block."""
 
-    def forget(self, user: str) -> Removed:
-        """Leave nothing of a user in the stores of models, which outlive them. Blocks. Raises StoreFailed."""
-
     async def start(self) -> None: ...
 
     async def close(self) -> None:
@@ -64,9 +60,6 @@ class LoadedModels:
 
     def opened(self) -> Sequence[Backend]:
         return self._backends
-
-    def forget(self, user: str) -> Removed:
-        return Removed(0, 0)
 
     async def start(self) -> None:
         for backend in self._backends:
@@ -129,17 +122,17 @@ class Models:
 
     def remove_user(self, user: str) -> Removed:
         """Remove everything of one user, of all models; "" stands for all requests without a user. Blocks: call it
-        outside the event loop. Raises StoreFailed."""
-        removed = [_remove_user(backend, user) for backend in (self.default, *self._others.opened())]
-        removed.append(self._others.forget(user))  # with what models have that are just being loaded or closed
-        fields = zip(*(astuple(one) for one in removed), strict=True)
-        return Removed(*map(sum, fields))
+        outside the event loop. Raises EmberkeepError where something may be left."""
+        registries = {id(each.holders): each.holders for each in (self.default, *self._others.opened())}
+        removed = [astuple(holders.forget(user)) for holders in registries.values()]
+        return Removed(*map(sum, zip(*removed, strict=True)))
 
     async def load(self, name: str | None) -> Backend:
         """Returns when it is loaded. Raises ModelNotFound, and what loading it raises."""
         backend = self.find(name)
-        async with using(backend):
-            return backend
+        if isinstance(backend, OnDemandBackend):
+            await backend.load()
+        return backend
 
     async def unload(self, name: str | None) -> Backend:
         """Returns when it is unloaded: after the requests that it answers now. Raises ModelNotFound, and
@@ -181,25 +174,15 @@ class Models:
 
 
 @asynccontextmanager
-async def using(backend: Backend, keep_alive_s: float | None = None) -> AsyncIterator[Backend]:
+async def loaded(backend: Backend, keep_alive_s: float | None = None) -> AsyncIterator[Backend]:
     """The model itself, loaded, for what only a loaded one can do. It is not unloaded in the block, and stays
-    after it as after a request that says for how long. Raises what loading it raises."""
-    if not isinstance(backend, OnDemandBackend):
+    after it as after a request that says for how long. One that runs elsewhere has nothing to be loaded for.
+    Raises what loading it raises."""
+    if not isinstance(backend, OnDemandBackend) or backend.card.remote:
         yield backend
         return
-    async with backend.used(keep_alive_s) as loaded:
-        yield loaded
-
-
-def _remove_user(backend: Backend, user: str) -> Removed:
-    """Nothing is loaded for it, but one that is alone is waited for: nobody else knows what it has stored."""
-    if not isinstance(backend, OnDemandBackend):
-        return cache_of(backend).remove_user(user)
-    if backend.stays:
-        with backend.used_in_thread() as loaded:
-            return cache_of(loaded).remove_user(user)
-    with backend.used_if_loaded() as loaded:
-        return cache_of(loaded).remove_user(user) if loaded else Removed(0, 0)
+    async with backend.used(keep_alive_s) as real:
+        yield real
 
 
 def is_called(card: ModelCard, name: str) -> bool:

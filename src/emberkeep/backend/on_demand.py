@@ -10,25 +10,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     aclosing,
     asynccontextmanager,
-    contextmanager,
     nullcontext,
     suppress,
 )
-from dataclasses import replace
+from dataclasses import field, replace
 from time import monotonic
 
-from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Embedder, Experts, ModelCard, Tokenizer, Warmer
+from emberkeep.backend.base import Backend, Embedder, ModelCard, Warmer
 from emberkeep.backend.capabilities import keep_warm, warm_prefix
 from emberkeep.backend.deadline import with_deadline
 from emberkeep.backend.model_pool import ModelPool, Need
-from emberkeep.backend.on_demand_capabilities import CacheOnDemand, EmbedderOnDemand, TokenizerOnDemand
 from emberkeep.backend.server_tools import ToolDesk
 from emberkeep.errors import EmberkeepError, EngineError, Overloaded
+from emberkeep.kv.holders import Holders
 from emberkeep.memory.memory import Memory
 from emberkeep.types.cache import Warmed
 from emberkeep.types.events import Events, Loading
@@ -81,11 +80,14 @@ class ModelSource:
     server starts, and the server ends where that fails. None for all others."""
     stays: bool = False
     """It is never unloaded."""
+    holders: Holders = field(default_factory=Holders)
+    """Those that it joins whenever it is loaded."""
 
 
 class OnDemandBackend:
-    """Belongs to the event loop; of `tokenizer` and `cache` every method but `verify` blocks, in any other thread,
-    until the model is loaded."""
+    """Belongs to the event loop. What only a loaded model can do is asked of that one: see `loaded`."""
+
+    cache = tokenizer = experts = attention = None
 
     def __init__(self, source: ModelSource, pool: ModelPool, opened: Backend | None = None) -> None:
         """`opened`: it is loaded already."""
@@ -163,10 +165,10 @@ class OnDemandBackend:
         self._start_loading()
         return entered
 
-    def _try_enter(self, *, even_leaving: bool = False) -> Backend | None:
-        """From any thread. `even_leaving`: it may be about to be unloaded, and waits for this, too."""
+    def _try_enter(self) -> Backend | None:
+        """From any thread. None: it is not loaded, or about to be unloaded."""
         with self._lock:
-            if self._backend is None or (self._leaving is not None and not even_leaving):
+            if self._backend is None or self._leaving is not None:
                 return None
             self._running += 1
             self._unused.clear()
@@ -379,7 +381,11 @@ class OnDemandBackend:
         try:
             return {**backend.stats(), "model": self.name}
         finally:
-            self._leave_from_thread()
+            with self._lock:
+                self._running -= 1
+                is_unused = not self._running
+            if is_unused and self._pool.loop is not None:
+                self._pool.loop.call_soon_threadsafe(self._note_unused)
 
     def timeline(self) -> Sequence[TimelineRecord]:
         return self._backend.timeline() if self._backend else ()
@@ -406,6 +412,10 @@ class OnDemandBackend:
     @property
     def stays(self) -> bool:
         return self._source.stays
+
+    @property
+    def holders(self) -> Holders:
+        return self._source.holders
 
     async def ready(self) -> None:
         """Returns when it has been loaded once."""
@@ -448,6 +458,11 @@ class OnDemandBackend:
 
     # ── what some can do ──
 
+    @property
+    def embedder(self) -> Embedder | None:
+        """None: it gives no vectors, or is not loaded."""
+        return self._backend.embedder if self._backend else None
+
     async def warm(self, request: Request) -> Warmed:
         async with self.used() as backend:
             return await warm_prefix(backend, request)
@@ -461,28 +476,6 @@ class OnDemandBackend:
     @property
     def warmer(self) -> Warmer:
         return self
-
-    @property
-    def cache(self) -> Cache | None:
-        return None if self._card.remote else CacheOnDemand(self)
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return None if self._card.remote else TokenizerOnDemand(self)
-
-    @property
-    def embedder(self) -> Embedder | None:
-        """None: it gives none, or is not loaded. `Models.load` loads it."""
-        embedder = self._backend.embedder if self._backend else None
-        return None if embedder is None else EmbedderOnDemand(self, embedder.shape)
-
-    @property
-    def experts(self) -> Experts | None:
-        return self._backend.experts if self._backend else None
-
-    @property
-    def attention(self) -> AttentionSwitch | None:
-        return self._backend.attention if self._backend else None
 
     @property
     def host_tools(self) -> ToolDesk | None:
@@ -501,36 +494,3 @@ class OnDemandBackend:
             yield entered.result()
         finally:
             self._leave(entered, keep_alive_s)
-
-    @contextmanager
-    def used_in_thread(self) -> Iterator[Backend]:
-        """As `used`, in any thread but the loop's, where it blocks."""
-        backend = self._try_enter()
-        if backend is None:
-            assert self._pool.loop is not None
-            backend = asyncio.run_coroutine_threadsafe(self._entered(), self._pool.loop).result()
-        try:
-            yield backend
-        finally:
-            self._leave_from_thread()
-
-    @contextmanager
-    def used_if_loaded(self) -> Iterator[Backend | None]:
-        """From any thread: not unloaded in the block, even if it is about to be. None: it is not loaded, and this
-        does not load it."""
-        backend = self._try_enter(even_leaving=True)
-        try:
-            yield backend
-        finally:
-            if backend is not None:
-                self._leave_from_thread()
-
-    async def _entered(self) -> Backend:
-        return await self._enter()
-
-    def _leave_from_thread(self) -> None:
-        with self._lock:
-            self._running -= 1
-            is_unused = not self._running
-        if is_unused and self._pool.loop is not None:
-            self._pool.loop.call_soon_threadsafe(self._note_unused)

@@ -15,6 +15,7 @@ from emberkeep.api.messages import message_json
 from emberkeep.api.stored import lookup_from_json
 from emberkeep.backend.base import ModelCard
 from emberkeep.errors import EmberkeepError, RequestError
+from emberkeep.kv.holders import Holders
 from emberkeep.memory.memory import Memory
 from emberkeep.types.cache import Warmed
 from emberkeep.types.events import (
@@ -51,6 +52,7 @@ class RunningModel:
         """`connection`: arguments of httpx's clients, with the address and the key."""
         self.card = card
         self.memory = memory
+        self.holders = Holders()
         self.warmer = self
         self._connection = connection
         timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)

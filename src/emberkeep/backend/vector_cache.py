@@ -7,13 +7,12 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
 from emberkeep.engine.embedding import TokenInput
 from emberkeep.kv.disk.vector_file import VectorFile
-from emberkeep.types.cache import Removed
 from emberkeep.types.embedding import Vector
 from emberkeep.values import dataclass
 
@@ -78,15 +77,13 @@ class VectorCache:
         if self._file and self._thread and not namespace:
             self._thread.submit(self._file.add, {key: vector.tobytes() for key, vector in vectors.items()})
 
-    def forget(self, owners: Container[str]) -> Removed:
-        """Leave nothing of these; "" is the owner of all requests without a user. Returns at once: what is on disk
-        is removed in turn."""
+    def forget(self, owners: Container[str]) -> Future[None] | None:
+        """Leave nothing of these; "" is the owner of all requests without a user. The future is done when nothing
+        of them is on disk, where there may be any."""
         with self._lock:
-            gone = [key for key, known in self._known.items() if known.owner in owners]
-            size = sum(self._drop(key) for key in gone)
-        if "" in owners and self._file and self._thread:
-            self._thread.submit(self._file.clear)
-        return Removed(entries=len(gone), bytes=size)
+            for key in [key for key, known in self._known.items() if known.owner in owners]:
+                self._drop(key)
+        return self._thread.submit(self._file.clear) if "" in owners and self._file and self._thread else None
 
     def stats(self) -> dict[str, int]:
         return {"vectors": len(self._known), "bytes": self._bytes, "budget": self._ram_bytes}
@@ -94,8 +91,9 @@ class VectorCache:
     async def close(self) -> None:
         """What was added is on disk then."""
         if self._file and self._thread:
-            self._thread.submit(self._file.close)
-            await asyncio.to_thread(self._thread.shutdown)
+            thread, self._thread = self._thread, None
+            thread.submit(self._file.close)
+            await asyncio.to_thread(thread.shutdown)
 
     def _remember(self, owner: str, vectors: Mapping[bytes, Vector]) -> None:
         with self._lock:
@@ -107,7 +105,5 @@ class VectorCache:
             while self._bytes > self._ram_bytes:
                 self._drop(next(iter(self._known)))
 
-    def _drop(self, key: bytes) -> int:
-        size = self._known.pop(key).bytes
-        self._bytes -= size
-        return size
+    def _drop(self, key: bytes) -> None:
+        self._bytes -= self._known.pop(key).bytes

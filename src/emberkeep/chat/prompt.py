@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
@@ -169,6 +169,12 @@ class PromptBuilder:
         self._turn_end = tuple(self._tokenizer.encode(template.turn_end)) if template.turn_end else ()
         self._stable_ids: OrderedDict[str, TokenArray] = OrderedDict()
 
+    def forget(self, owners: Container[str]) -> None:
+        """Drop all texts that are remembered with their tokens, and all grammars: whose they are is not known."""
+        self._stable_ids.clear()
+        self._tokenizer.forget_texts()
+        self._grammars = None
+
     # ── a prompt, however long ──
 
     def build(self, request: Request, lineage: Lineage, messages: tuple[Message, ...] | None = None) -> Prompt:
@@ -247,11 +253,12 @@ class PromptBuilder:
         """What the answer must look like; None when anything goes. Raises RequestError."""
         if request.format is None and request.tool_choice.mode in ("auto", "none"):
             return None
-        if self._grammars is None:
+        grammars = self._grammars
+        if grammars is None:
             from emberkeep.chat.grammar import Grammars
 
-            self._grammars = Grammars(self._vocab, self._writing)
-        return self._grammars.constraint_for(request)
+            grammars = self._grammars = Grammars(self._vocab, self._writing)
+        return grammars.constraint_for(request)
 
     # ── its parts ──
 

@@ -80,6 +80,9 @@ class PromptTokenizer:
         self._longest_piece = max(map(len, vocab.pieces), default=1) or 1
         self._blank = b" " if first and vocab.pieces[first[0]].startswith(b" ") else b""
 
+    def forget_texts(self) -> None:
+        self._known.clear()
+
     def fewest(self, text: str) -> int:
         """`text` has no fewer tokens. Takes milliseconds for a million characters."""
         specials = 0
@@ -162,6 +165,11 @@ class _Fragments:
             if ids is not None:
                 self._ids.move_to_end(fragment)
             return ids
+
+    def clear(self) -> None:
+        with self._lock:
+            self._ids.clear()
+            self._room = self._max_chars
 
     def put(self, fragment: str, ids: tuple[int, ...]) -> None:
         with self._lock:

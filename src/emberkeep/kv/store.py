@@ -27,6 +27,7 @@ from emberkeep.kv.disk.transfers import Fetch, Fetched, FetchState
 from emberkeep.kv.drafts.corpus import TokenCorpus
 from emberkeep.kv.entries import Entry
 from emberkeep.kv.expiry import Expiry
+from emberkeep.kv.holders import Holders
 from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.policy import CostModel, Keeping, Saved, StoreClock, StoreCounters, WriteBudget
 from emberkeep.kv.shared_tier import Arrival, NotShared, SharedTier
@@ -41,6 +42,7 @@ from emberkeep.kv.tree import (
     RadixTree,
     Segment,
     Span,
+    forget_lineages,
     held_at,
     last_snapshot,
     new_chunk,
@@ -87,11 +89,13 @@ class KvStore:
         about: Mapping[str, Any] | None = None,
         clock: Callable[[Saved | None], StoreClock] = StoreClock,
         beside: Callable[[], None] | None = None,
+        holders: Holders | None = None,
     ) -> None:
         """`chunk_tokens`: of what is stored from now on; what is there already is found whatever it has. `about`
         is written into the store's folder, for people and tools that come without the model. `shared` opens the
         tier that other hosts share, for this store, of so many bytes a prompt, with notes in that folder; the tier
-        belongs to the store. `beside`: what else a sweep does."""
+        belongs to the store. `beside`: what else a sweep does. `holders`: who else holds what its users sent; it
+        joins them."""
         self.fingerprint = fingerprint
         self.costs = CostModel()
         self.counters = StoreCounters()
@@ -105,7 +109,9 @@ class KvStore:
         self._fetches: dict[ChunkKey, Fetch] = {}
         self._forgetter = Forgetter(files, self.transact)
         self.corpus = TokenCorpus(self.transact)
-        self._ledger.on_delete = self._forgetter.on_forget = self.corpus.forget
+        self._ledger.on_delete = self.corpus.forget
+        self.holders = holders or Holders()
+        self._forgetter.on_forget = self._tell_holders
         self._disk: DiskTier | None = None
         if files is not None:
             try:
@@ -119,6 +125,7 @@ class KvStore:
         folder = self._disk.files.folder if self._disk else None
         self._shared: SharedTier = shared(self, budgets.ram // 2, folder) if shared else NotShared()
         self.catalogue = Catalogue(self.transact, self._remove_files, self._shared.remove, self._forget)
+        self.holders.join_lasting(self, self.catalogue.forget_user)
 
     def read_into(self, allocate: Callable[[int], memoryview | None]) -> None:
         """From now on payloads are read from disk into memory that `allocate` gives, where it gives any."""
@@ -314,17 +321,11 @@ class KvStore:
         except OSError as error:
             log.warning("cannot read who was forgotten: %s", error)
 
-    def on_forget(self, listener: Callable[[Container[str]], None]) -> None:
-        """`listener` is told the owners that are forgotten, here or by another process, from any
-        thread. It must be quick, and must not call the store."""
-
-        def tell(owners: Container[str]) -> None:
-            try:
-                listener(owners)
-            finally:
-                self.corpus.forget(owners)  # last: until the listener is told, their turns may still add to it
-
-        self._forgetter.on_forget = tell
+    def _tell_holders(self, owners: Container[str]) -> None:
+        """Owners were forgotten, here or by another process."""
+        self.holders.drop(owners)
+        self.corpus.forget(owners)  # last: until the holders are told, their turns may still add to it
+        forget_lineages()
 
     def readahead(self, lineage: Lineage, text: bytes, pieces: Sequence[bytes]) -> set[ChunkKey]:
         """Begin to read from disk what is probably stored for `text`; returns what it began to read.
@@ -529,6 +530,7 @@ class KvStore:
 
     def close(self) -> None:
         """Write what is left and let go of the folder. Nothing may be called afterwards."""
+        self.holders.leave(self)
         self.corpus.close()
         self._shared.close()
         if self._disk:

@@ -508,6 +508,12 @@ def _common_part(fingerprint: bytes, lineage: Lineage) -> hashlib.blake2b:
     return hashlib.blake2b(pack_fields(fields), digest_size=32)
 
 
+def forget_lineages() -> None:
+    """Drop what is remembered of lineages for speed: their owners are users."""
+    _common_part.cache_clear()
+    Lineage.parse.cache_clear()
+
+
 def store_name(fingerprint: bytes) -> str:
     """The name of the folder for everything with this fingerprint, in this format."""
     fields = [_U32.pack(FORMAT_VERSION), fingerprint]

@@ -16,7 +16,7 @@ from emberkeep.config.settings import Config
 from emberkeep.errors import ConfigError
 from emberkeep.models.remotes import Remotes
 from emberkeep.runtime.local_model import open_local
-from emberkeep.runtime.parts import Parts
+from emberkeep.runtime.parts import OwnParts, Parts
 from emberkeep.runtime.remote import RETRIES, named_backends, open_remote
 from emberkeep.runtime.tools import server_tools
 from emberkeep.types.models import RemoteModel
@@ -35,6 +35,7 @@ def open_backend(config: Config, parts: Parts | None = None, report: Report = te
     chain = _chain(config)
     _check_drafts(config, runs_here=None in chain)
     # Where another one stands in at once, the first is not waited for.
+    parts = parts or OwnParts(config)
     retries = RETRIES if len(chain) == 1 else 0
     links = [_link(config, one, parts, report, retries) for one in chain]
     return links[0].open() if len(links) == 1 else FallbackBackend(links)
@@ -97,7 +98,7 @@ def _named(config: Config, remotes: Remotes, name: str) -> RemoteModel:
     raise ConfigError(f"There is no backend {name!r}: choose from {listed}, or add one with `emberkeep api add`.")
 
 
-def _link(config: Config, remote: RemoteModel | None, parts: Parts | None, report: Report, retries: int) -> Link:
+def _link(config: Config, remote: RemoteModel | None, parts: Parts, report: Report, retries: int) -> Link:
     if remote is None:
         return Link(LOCAL, partial(open_local, config, parts, report))
     return Link(remote.name, partial(open_remote, config, remote, server_tools, parts, retries=retries))

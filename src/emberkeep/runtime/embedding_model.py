@@ -16,6 +16,7 @@ from emberkeep.config.settings import PREFILL_SLICE, Config, TooLong
 from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.engine.extras import require_hf
 from emberkeep.errors import EngineError
+from emberkeep.kv.holders import Holders
 from emberkeep.models.adapter import check_adapter
 from emberkeep.models.charsmap import check_charsmap
 from emberkeep.models.digest import model_digest, weights_digest
@@ -47,7 +48,9 @@ def embedding_profile(model: ModelFile) -> EmbeddingProfile | None:
     return embedding_folder(model.path) if model.is_folder else embedding_gguf(read_header(model.path))
 
 
-def open_embedding(config: Config, model: ModelFile, shape: EmbeddingProfile, digests: Path) -> Backend:
+def open_embedding(
+    config: Config, model: ModelFile, shape: EmbeddingProfile, digests: Path, holders: Holders | None = None
+) -> Backend:
     """Blocks while the model is loaded. Raises ModelError, EngineError."""
     if model.is_folder == (config.engine == "llamacpp") and config.engine != AUTO:
         runs = "hf" if model.is_folder else "llamacpp"
@@ -69,7 +72,7 @@ def open_embedding(config: Config, model: ModelFile, shape: EmbeddingProfile, di
         calls_tools=False,
     )
     log.info("%s takes inputs of %d tokens and gives %d numbers", card.id, card.context, capabilities.dimension)
-    return EmbeddingBackend(card, engine, thread, make_embedder(config, card.id, engine, thread.submit))
+    return EmbeddingBackend(card, engine, thread, make_embedder(config, card.id, engine, thread.submit), holders)
 
 
 def open_own_states(config: Config, model: LlamaModel, weights: str) -> EmbeddingEngine:

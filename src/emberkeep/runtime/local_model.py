@@ -112,7 +112,7 @@ def open_local(config: Config, parts: Parts | None = None, report: Report = tell
     model = library.resolve(config.local_model)
     embedding = embedding_profile(model)
     if embedding is not None:
-        return open_embedding(config, model, embedding, library.digests)
+        return open_embedding(config, model, embedding, library.digests, parts.holders if parts else None)
     begin_worker()
     open_engine = _open_hf if _uses_hf(config, model) else _open_llamacpp
     before = file_versions(model.path)

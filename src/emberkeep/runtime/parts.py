@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple
 from functools import partial
 from typing import Protocol
 
@@ -15,6 +14,7 @@ from emberkeep.engine.former_names import Stored
 from emberkeep.kv.disk.chunk_files import ChunkFiles, stores_under
 from emberkeep.kv.disk.unused_stores import UnusedStores
 from emberkeep.kv.disk.vector_file import VectorFile, delete_vectors
+from emberkeep.kv.holders import Holders
 from emberkeep.kv.policy import Keeping
 from emberkeep.kv.remote.link import RemoteLink, RemoteSettings
 from emberkeep.kv.remote.tier import RemoteTier
@@ -40,6 +40,8 @@ class Parts(Protocol):
     """Safe to use from any thread; everything blocks."""
 
     hygiene: Hygiene
+    holders: Holders
+    """Everything that holds what users sent."""
 
     def store(
         self, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0, *, is_draft: bool = False
@@ -82,12 +84,14 @@ class OwnParts:
     def __init__(self, config: Config) -> None:
         self._config = config
         self.hygiene = Hygiene(rules_in_use(config.hygiene))
+        self.holders = _holders(config, self.hygiene)
         self._memory = OpenedOnce(config)
 
     def store(
         self, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0, *, is_draft: bool = False
     ) -> KvStore:
-        return open_store(self._config, fingerprint, about, share, is_draft=is_draft)
+        with self.holders.opening:
+            return open_store(self._config, fingerprint, about, share, is_draft=is_draft, holders=self.holders)
 
     def close_store(self, store: KvStore) -> None:
         store.close()
@@ -119,16 +123,16 @@ class SharedParts:
         """Guards what is kept. Held for moments, never over a look at the disk."""
         self._kept: list[_Kept] = []
         """The latest used one last."""
-        self._opening = threading.Lock()
-        """Held while a store is opened, by who must not miss one."""
+        self.holders = _holders(config, self.hygiene)
         self._memory = OpenedOnce(config)
 
     def store(
         self, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0, *, is_draft: bool = False
     ) -> KvStore:
-        with self._opening:
+        with self.holders.opening:
             own = self._at_rest(fingerprint) or _Kept(
-                open_store(self._config, fingerprint, about, share, is_draft=is_draft), share
+                open_store(self._config, fingerprint, about, share, is_draft=is_draft, holders=self.holders),
+                share,
             )
             with self._lock:
                 own.is_used = True
@@ -154,16 +158,6 @@ class SharedParts:
         """What models look after while they are loaded: state that outlived its TTL, users that were forgotten."""
         for store in self._resting():
             store.sweep()
-
-    def forget(self, user: str) -> Removed:
-        """Leave nothing of a user in any store: also of those whose model is being loaded or closed, and cannot be
-        asked. Raises StoreFailed."""
-        with self._opening, self._lock:
-            stores = [kept.store for kept in self._kept]
-        if not user:
-            _clear_vectors(self._config)
-        removed = [store.catalogue.forget_user(user) for store in stores]
-        return Removed(*(sum(column) for column in zip(*map(astuple, removed), strict=True)))
 
     def close(self) -> None:
         """When all models are closed."""
@@ -227,12 +221,21 @@ def _vector_budget(config: Config) -> int:
     return config.disk_budget // _VECTOR_PART
 
 
-def _clear_vectors(config: Config) -> None:
-    """All of them are of requests without a user."""
-    if (config.data_dir / _VECTORS).exists():
+def _holders(config: Config, hygiene: Hygiene) -> Holders:
+    """With what outlives every model."""
+    holders = Holders()
+    holders.join("first values of what changes in prompts", hygiene, hygiene.forget)
+    holders.join_lasting(config, partial(_clear_vectors, config))
+    return holders
+
+
+def _clear_vectors(config: Config, user: str) -> Removed:
+    """All of them are of requests without a user; a model that embeds may not be loaded now."""
+    if not user and (config.data_dir / _VECTORS).exists():
         file = VectorFile(config.data_dir / _VECTORS, _vector_budget(config))
         file.clear()
         file.close()
+    return Removed()
 
 
 def stored_by(config: Config) -> Stored | None:
@@ -257,7 +260,13 @@ def stored_by(config: Config) -> Stored | None:
 
 
 def open_store(
-    config: Config, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0, *, is_draft: bool = False
+    config: Config,
+    fingerprint: bytes,
+    about: Mapping[str, str],
+    share: float = 1.0,
+    *,
+    is_draft: bool = False,
+    holders: Holders | None = None,
 ) -> KvStore:
     """Without a usable folder the store lives in RAM: serving goes on. `share`: of the RAM that is for state.
 
@@ -282,6 +291,7 @@ def open_store(
             keeping=keeping,
             about=about,
             beside=beside,
+            holders=holders,
         )
 
     if config.disk_budget:

@@ -74,4 +74,5 @@ def open_remote(
         ),
         tools=open_tools(config, memory),
         permits=Permits(config.parallel + config.queue, config.max_concurrent_per_user),
+        holders=parts.holders,
     )

@@ -27,7 +27,6 @@ from emberkeep.runtime.model_memory import free_on_gpus, gpu_bytes, needed_memor
 from emberkeep.runtime.parts import OwnParts, Parts, SharedParts
 from emberkeep.runtime.remote import open_remote
 from emberkeep.runtime.tools import server_tools
-from emberkeep.types.cache import Removed
 from emberkeep.types.models import RemoteModel
 from emberkeep.types.request import Json
 from emberkeep.values import dataclass
@@ -168,6 +167,7 @@ def _first_source(config: Config, parts: Parts, card: ModelCard) -> ModelSource:
         lambda report: open_backend(config, parts),
         partial(_needed, config, config.local_model) if needs_local(config) else None,
         parts.memory,
+        holders=parts.holders,
         is_pinned=card.id in config.pinned,
         waiting=_most_waiting(config),
         deadline_s=config.deadline_s,
@@ -224,9 +224,6 @@ class ServedModels:
     def opened(self) -> Sequence[OnDemandBackend]:
         return list(self._found.values())
 
-    def forget(self, user: str) -> Removed:
-        return self._parts.forget(user)
-
     async def start(self) -> None:
         self._sweeping = asyncio.create_task(self._sweep())
         self._sweeping.add_done_callback(lambda task: None if task.cancelled() else task.exception())
@@ -278,6 +275,7 @@ class ServedModels:
             ModelCard(remote.name, 0, remote.ctx or 0, owned_by=remote.backend, also=also, remote=remote.name),
             lambda report: open_remote(self._config, remote, server_tools, self._parts),
             memory=self._parts.memory,
+            holders=self._parts.holders,
             waiting=self._waiting,
             deadline_s=self._config.deadline_s,
         )
@@ -291,6 +289,7 @@ class ServedModels:
             lambda report: open_local(config, self._parts, report),
             partial(_needed, config, where),
             self._parts.memory,
+            holders=self._parts.holders,
             keep_alive_s=None if name in config.pinned else config.unload_after_s,
             is_pinned=name in config.pinned,
             waiting=self._waiting,

@@ -172,6 +172,7 @@ class Scheduler:
             for sequence in self._waiting:
                 if sequence.lineage.owner in owners:
                     sequence.forget()
+            self._waiting.forget()
             self._gaps.end_rest()
             self._slots.forget(owners)
             self._parts.recent.forget(owners)

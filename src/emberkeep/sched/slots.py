@@ -353,6 +353,10 @@ class WaitingQueue:
         """In order of arrival."""
         return iter(list(self._sequences))
 
+    def forget(self) -> None:
+        """Drop the names of users who do not wait."""
+        self._served.clear()
+
     def in_turn(self, running: Mapping[str, int]) -> Iterator[Sequence]:
         """Every waiting sequence; `running` counts the sequences of each user that are in the engine.
 

@@ -20,6 +20,7 @@ from emberkeep.api.request import CompletionBody
 from emberkeep.api.stored import MAX_VERIFY_S, entry_json, node_json, shown_json
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import cache_of
+from emberkeep.backend.models import loaded
 from emberkeep.errors import InvalidField, Overloaded
 from emberkeep.server.routes import (
     HELLO,
@@ -154,6 +155,8 @@ def _add_changes(routes: Routes, served: Served) -> None:
 
     @routes.delete("/v1/cache")
     async def remove_user(query: UserParameters) -> Json:
+        if models.starting is not None:
+            await models.load(None)  # before its store is open nobody knows what is in it
         return removed_json(await served.side.run(models.remove_user, query.user_id))
 
     @routes.delete("/v1/cache/{entry_id:entry_id}")
@@ -199,9 +202,9 @@ async def _verify_entries(backend: Backend, side: SideWork, body: VerifyBody) ->
         ids = [entry.id for entry in latest[: body.sample or SAMPLE]]
     done: list[Verified] = []
     with suppress(TimeoutError):
-        async with asyncio.timeout(body.seconds or VERIFY_S):
+        async with asyncio.timeout(body.seconds or VERIFY_S), loaded(backend) as real:
             for entry_id in ids:
-                done.append(await cache_of(backend).verify(entry_id, body.tokens or TOKENS))
+                done.append(await cache_of(real).verify(entry_id, body.tokens or TOKENS))
     return done, ids[len(done) :]
 
 

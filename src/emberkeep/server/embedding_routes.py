@@ -11,7 +11,7 @@ from starlette.responses import Response
 from emberkeep.api.embeddings import LlamaEmbeddingBody, OpenAIEmbeddingsBody, RerankBody, embedding_usage
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import embedder_of, ranker_of
-from emberkeep.backend.models import using
+from emberkeep.backend.models import loaded
 from emberkeep.server.routes import Routes, Served, list_response
 from emberkeep.server.stream import make_of_body, while_connected
 from emberkeep.types.embedding import Embedded, EmbeddingRequest, Ranked, RerankRequest
@@ -53,10 +53,10 @@ def routes(served: Served) -> Routes:
 
 async def embed_with(backend: Backend, request: EmbeddingRequest, keep_alive_s: float | None = None) -> Embedded:
     """Loads it if need be: whether a model embeds is known then, and it must not leave before it has."""
-    async with using(backend, keep_alive_s) as loaded:
-        return await embedder_of(loaded).embed(request)
+    async with loaded(backend, keep_alive_s) as real:
+        return await embedder_of(real).embed(request)
 
 
 async def _rank_with(backend: Backend, request: RerankRequest) -> Ranked:
-    async with using(backend) as loaded:
-        return await ranker_of(loaded).rerank(request)
+    async with loaded(backend) as real:
+        return await ranker_of(real).rerank(request)

@@ -6,7 +6,7 @@ from pydantic import ConfigDict
 
 from emberkeep.api.body import Body, one_of
 from emberkeep.backend.capabilities import experts_of
-from emberkeep.backend.models import using
+from emberkeep.backend.models import loaded
 from emberkeep.errors import RequestError
 from emberkeep.server.routes import OfModel, Routes, Served
 from emberkeep.types.models import ExpertStats, LayerExperts
@@ -25,14 +25,14 @@ def routes(served: Served) -> Routes:
 
     @routes.get("/expert-stats", errors={400: "The model has no experts."})
     async def expert_stats(query: OfModel) -> Json:
-        async with using(models.find(query.model)) as backend:
+        async with loaded(models.find(query.model)) as backend:
             return stats_json(experts_of(backend).stats())
 
     @routes.post("/expert-tracking")
     async def expert_tracking(query: OfModel, body: TrackingBody) -> Json:
         if body.enabled is None and body.reset is None:
             raise RequestError("Nothing is asked for: give enabled, reset or both.")
-        async with using(models.find(query.model)) as backend:
+        async with loaded(models.find(query.model)) as backend:
             return stats_json(await experts_of(backend).track(body.enabled, reset=bool(body.reset)))
 
     return routes

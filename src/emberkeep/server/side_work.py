@@ -9,7 +9,7 @@ from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 
 from emberkeep.backend.base import Backend
-from emberkeep.backend.models import using
+from emberkeep.backend.models import loaded
 from emberkeep.errors import Overloaded
 
 P = ParamSpec("P")
@@ -39,18 +39,16 @@ class SideWork:
     async def run_on(
         self, work: Callable[Concatenate[Backend, P], T], backend: Backend, *args: P.args, **named: P.kwargs
     ) -> T:
-        """As `run`, with the model loaded: threads that waited for that would hold up all others. One that runs
-        elsewhere has nothing to be loaded for. Raises what loading it raises, too."""
-        if backend.card.remote:
-            return await self.run(work, backend, *args, **named)
+        """As `run`, with the model loaded: threads that waited for that would hold up all others. Raises what
+        loading it raises, too."""
         return await asyncio.shield(self._run_loaded(work, backend, *args, **named))
 
     async def _run_loaded(
         self, work: Callable[Concatenate[Backend, P], T], backend: Backend, *args: P.args, **named: P.kwargs
     ) -> T:
         """The model stays until the thread has ended, whether or not the client waits for it."""
-        async with using(backend) as loaded:
-            return await self.run(work, loaded, *args, **named)
+        async with loaded(backend) as real:
+            return await self.run(work, real, *args, **named)
 
     def _ended(self, working: asyncio.Future[T]) -> None:
         self._here -= 1

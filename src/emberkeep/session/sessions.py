@@ -181,10 +181,12 @@ class Sessions:
             while len(self._answers) > _ANSWERS:
                 self._answers.popitem(last=False)
 
-    def forget_answers(self, owners: Container[str]) -> None:
+    def forget(self, owners: Container[str]) -> None:
         with self._lock:
             for place in [place for place in self._answers if place[0] in owners]:
                 del self._answers[place]
+            for place in [place for place in self._begun if place[0] in owners and place not in self._answering]:
+                del self._begun[place]
 
     def _with_answers(self, owner: str, view: View, *, is_dry_run: bool) -> View:
         """With the latest answers as the model wrote them, where the client sends them otherwise. That is noted:

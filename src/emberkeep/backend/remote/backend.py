@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import astuple, replace
+from functools import partial
 from time import monotonic
 
 from emberkeep.backend.base import ModelCard
@@ -24,6 +26,7 @@ from emberkeep.backend.remote.kv_evictions import LostMessages, ReportsEvictions
 from emberkeep.backend.remote.service import translate_faults
 from emberkeep.backend.server_tools import HostTools, ServerTools, without_tools
 from emberkeep.errors import ContextExceeded, RemoteDown, RemoteError, RemoteFull, RequestError
+from emberkeep.kv.holders import Holders
 from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Sessions
 from emberkeep.types.events import (
@@ -89,6 +92,7 @@ class RemoteBackend:
         *,
         tools: HostTools | None = None,
         permits: Permits | None = None,
+        holders: Holders | None = None,
     ) -> None:
         """`permits`: for requests at a time; None: as many as there are."""
         self.name = card.remote
@@ -101,9 +105,12 @@ class RemoteBackend:
         self.host_tools = tools
         self._server_tools = ServerTools(sessions, tools, settings.tool_rounds, settings.deadline_s)
         self._fitter = RemoteFitter(sessions)
+        self.holders = holders or Holders()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._lost: LostMessages | None = None
         if isinstance(provider, ReportsEvictions):
             self._lost = LostMessages(sessions)
+            self.holders.join("messages whose state a server may drop", self, partial(self._forget, provider))
             provider.on_removed = self._lost.archive
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._last_error = ""
@@ -248,10 +255,23 @@ class RemoteBackend:
     def speculation_stats(self) -> None:
         """None: whether the service drafts is its own affair."""
 
+    def _forget(self, provider: ReportsEvictions, owners: Container[str]) -> Future[None] | None:
+        if self._loop is None or self._loop.is_closed():
+            return None
+
+        async def drop() -> None:
+            provider.forget(owners)
+            if self._lost is not None:
+                self._lost.forget(owners)
+
+        return asyncio.run_coroutine_threadsafe(drop(), self._loop)
+
     async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
         await self._server_tools.start()
 
     async def close(self) -> None:
+        self.holders.leave(self)
         await self._server_tools.close()
         await self._provider.close()
         if self._lost is not None:

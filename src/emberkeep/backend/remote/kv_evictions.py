@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import field, replace
 from typing import Protocol, runtime_checkable
@@ -45,6 +45,9 @@ class ReportsEvictions(Protocol):
 
     on_removed: OnRemoved | None
 
+    def forget(self, owners: Container[str]) -> None:
+        """Keep nothing of these. Call it in the event loop."""
+
 
 class LostMessages:
     """Archives the messages whose state a server has dropped. Belongs to the event loop."""
@@ -59,6 +62,10 @@ class LostMessages:
         self._sent[shown.namespace, shown.messages] = sent
         while len(self._sent) > _MOST_REQUESTS:
             self._sent.popitem(last=False)
+
+    def forget(self, owners: Container[str]) -> None:
+        for key in [key for key in self._sent if key[0] in owners]:
+            del self._sent[key]
 
     def archive(self, request: Request, places: Sequence[int]) -> None:
         """An `OnRemoved`: writes in a thread, and returns at once."""
@@ -141,6 +148,10 @@ class TurnTracker:
         self._tree = BlockTree()
         self._conversations: OrderedDict[ConversationKey, _Conversation] = OrderedDict()
         self._window = 0
+
+    def forget(self, owners: Container[str]) -> None:
+        for key in [key for key in self._conversations if key[0] in owners]:
+            del self._conversations[key]
 
     def begin(self, request: Request) -> None:
         key = _key(request)

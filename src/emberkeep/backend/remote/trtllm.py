@@ -33,6 +33,7 @@ class TrtllmProvider(OpenAIProvider):
         self.on_removed: OnRemoved | None = None
         """Called with the messages of a conversation that have lost their state."""
         self._turns = TurnTracker(self._report)
+        self.forget = self._turns.forget
         self._poller: asyncio.Task[None] | None = None
         self._polling = asyncio.Lock()  # events are worth something only in their order
 

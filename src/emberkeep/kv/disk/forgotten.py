@@ -59,8 +59,14 @@ NO_USER = Whose(lambda user: False)
 
 
 def of_user(user: str) -> Whose:
-    """`user` "" stands for all who gave no name."""
-    return Whose(lambda other: other == user)
+    """`user` "" stands for all who gave no name. It is kept for a while, so it holds a digest and not the name."""
+    salt = secrets.token_bytes(16)
+    digest = _salted(salt, user)
+    return Whose(lambda other: _salted(salt, other) == digest)
+
+
+def _salted(salt: bytes, user: str) -> bytes:
+    return hashlib.blake2b(user.encode("utf-8", "surrogatepass"), key=salt).digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,6 +257,7 @@ class Writer:
                 log.exception("a batch was not written: the next one may fare better")
                 self.last_error = repr(error)
                 self.refused_chunks += len(batch)
+            del batch  # a thread that waits holds nothing of anybody
             with self._changed:
                 self._busy = False
                 self._in_hand = 0

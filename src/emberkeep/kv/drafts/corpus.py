@@ -153,6 +153,7 @@ class TokenCorpus:
                 job()
             except Exception:  # a request without drafts is only slower
                 log.exception("stored text was not made ready for drafts")
+            job = None  # a thread that waits holds nothing of anybody
             self._closing.wait(_REST * (monotonic() - began))
 
     def _make(self, owner: str, text: _OwnerText) -> None:
