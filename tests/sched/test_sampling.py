@@ -87,7 +87,7 @@ def test_only_a_plain_greedy_sampler_does_without_logits():
         *(({"top_k": k}, set(range(5))) for k in (0, -1)),  # as good as none
         *(
             ({"top_p": p}, set(range(n)))
-            for p, n in ((0.0, 1), (0.5, 1), (0.51, 2), (0.75, 2), (0.8, 3), (1.0, 5))
+            for p, n in ((0.0, 1), (0.5, 1), (0.51, 2), (0.75, 2), (0.8, 3), (0.9, 4), (1.0, 5))
         ),
         *(({"min_p": p}, set(range(n))) for p, n in ((1.0, 1), (0.6, 1), (0.4, 2), (0.2, 3), (0.1, 5), (0.0, 5))),
         # The entropy is 1.875 bits: token 1 (2 bits) is the most typical, then 0 (1) and 2 (3 bits).
