@@ -319,13 +319,13 @@ def _without_other_keys(schema: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _closed(schema: Mapping[str, Json]) -> dict[str, Json]:
-    made = {key: _within(key, value, schema) for key, value in schema.items()}
+    result = {key: _within(key, value, schema) for key, value in schema.items()}
     declared = schema.get("properties")
     if not isinstance(declared, dict) or "additionalProperties" in schema or not _COMBINED.isdisjoint(schema):
-        return made
+        return result
     required = schema.get("required", ())
     is_whole = isinstance(required, list | tuple) and all(name in declared for name in required)
-    return {**made, "additionalProperties": False} if is_whole else made
+    return {**result, "additionalProperties": False} if is_whole else result
 
 
 def _within(key: str, value: Json, schema: Mapping[str, Json]) -> Json:

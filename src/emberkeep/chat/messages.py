@@ -374,16 +374,16 @@ def system_in_first_user(messages: Sequence[Message]) -> list[Message]:
 def later_systems_in_users(messages: Sequence[Message]) -> list[Message]:
     """The same conversation with what the system says in the middle of it as a marked part of the user's text."""
     start = len(stable_messages(messages))
-    said, was_system = list(messages[:start]), False
+    turns, was_system = list(messages[:start]), False
     for message in messages[start:]:
         is_system = message.role in _STAYS
-        told = Message("user", marked_system(message.content)) if is_system else message
-        if (is_system or was_system) and told.role == "user" and said and said[-1].role == "user":
-            said[-1] = replace(said[-1], content=f"{said[-1].content}\n\n{told.content}")
+        turn = Message("user", marked_system(message.content)) if is_system else message
+        if (is_system or was_system) and turn.role == "user" and turns and turns[-1].role == "user":
+            turns[-1] = replace(turns[-1], content=f"{turns[-1].content}\n\n{turn.content}")
         else:
-            said.append(told)
+            turns.append(turn)
         was_system = is_system
-    return said
+    return turns
 
 
 def marked_system(text: str) -> str:

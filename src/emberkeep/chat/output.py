@@ -276,17 +276,17 @@ def read_answer(vocab: Vocab, request: Request, prompt: str, ids: Iterable[int])
     hidden = hidden_tokens(vocab)
     text = b"".join(vocab.pieces[token] for token in ids if token not in hidden).decode("utf-8", "replace")
     sections = Sections({tool.name: tool for tool in request.tools}, open_reasoning(prompt), framing(vocab))
-    found = sections.feed(text) + sections.finish()
-    pieces = [piece for section in found for piece in section.pieces]
+    parts = sections.feed(text) + sections.finish()
+    pieces = [piece for section in parts for piece in section.pieces]
     calls = [
         ToolCall("", group[0].name or "", "".join(piece.arguments for piece in group))
         for group in _by_call(pieces)
     ]
-    said, thought = (
-        "".join(section.text for section in found if section.kind is kind)
+    content, thought = (
+        "".join(section.text for section in parts if section.kind is kind)
         for kind in (SectionKind.TEXT, SectionKind.REASONING)
     )
-    return Message("assistant", said, thought, tuple(calls))
+    return Message("assistant", content, thought, tuple(calls))
 
 
 def open_reasoning(prompt: str) -> Reasoning | None:

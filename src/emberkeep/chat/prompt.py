@@ -86,7 +86,7 @@ class Prompt:
     tokens: TokenArray
     lineage: Lineage
     keys: CacheKeys
-    """Of the whole request, also where only a part of it is in here."""
+    """Those of the whole request, also where only a part of it is in here."""
     read_ahead: Set[bytes] = frozenset()
     """Chunks whose reading from disk has begun for it."""
     from_remote: Set[bytes] = frozenset()
@@ -238,8 +238,8 @@ class PromptBuilder:
             texts += [request.infill.suffix] if request.infill else []
         else:
             # Templates may leave out parts of answers.
-            said = request.messages[-1:] if may_evict else request.messages
-            texts = [message.content for message in said if message.role in ("user", "tool")]
+            counted = request.messages[-1:] if may_evict else request.messages
+            texts = [message.content for message in counted if message.role in ("user", "tool")]
         fewest = sum(map(self._tokenizer.fewest, texts))
         if fewest > self.context:
             raise ContextExceeded(fewest, self.context, is_counted=False)
@@ -278,8 +278,8 @@ class PromptBuilder:
         """How much of a prompt lies before its breakpoints. Nothing waits for it, as for its stable beginning."""
         long = [one for one in request.breakpoints if one.ttl is not Ttl.SHORT]
         last, last_long = (
-            max(self._break_positions(request, prompt, found[-1:]), default=0)
-            for found in (request.breakpoints, long)
+            max(self._break_positions(request, prompt, breakpoints[-1:]), default=0)
+            for breakpoints in (request.breakpoints, long)
         )
         return Marked(max(last, last_long), last_long)
 
@@ -402,9 +402,9 @@ class PromptBuilder:
                 shown = replace(request, messages=prompt.messages)
                 ends = message_ends(self._renderer(request), shown, prompt.text, _BORDERS)
         position_at = dict(prompt.tokenized.ends)
-        found = [position_at[end] for end in ends if end in position_at]
-        found += self._break_positions(request, prompt, request.breakpoints[-_BORDERS:])
-        return frozenset([*found, stable.length] if stable else found) - {0, len(prompt)}
+        borders = [position_at[end] for end in ends if end in position_at]
+        borders += self._break_positions(request, prompt, request.breakpoints[-_BORDERS:])
+        return frozenset([*borders, stable.length] if stable else borders) - {0, len(prompt)}
 
     def _break_positions(
         self, request: Request, prompt: Prompt, breakpoints: Sequence[Breakpoint]

@@ -39,7 +39,7 @@ class AnswerSection:
     """Where it ends, in characters from the beginning of the stream."""
     pieces: tuple[CallPiece, ...] = ()
     is_end: bool = False
-    """Of calls: no more of them follow without another marker."""
+    """No more calls follow without another marker."""
 
 
 class Markers:
@@ -59,9 +59,9 @@ class Markers:
         self._longest = max(map(len, self._beginnings), default=0)
 
     def search(self, text: str) -> re.Match[str] | None:
-        found = self._any.search(text)
+        own = self._any.search(text)
         other = self._others.search(text) if self._others else None
-        return found if other is None or (found and found.start() < other.start()) else other
+        return own if other is None or (own and own.start() < other.start()) else other
 
     def find_all(self, text: str) -> list[re.Match[str]]:
         """In order."""
@@ -342,7 +342,7 @@ def _tags(names: tuple[str, ...]) -> frozenset[str]:
 
 @lru_cache(maxsize=_REMEMBERED_TOOLS)
 def _markers(names: tuple[str, ...], framing: tuple[str, ...]) -> Markers | None:
-    """Of calls to tools of these names, and of what stands around messages. None: there are none to look for."""
+    """What begins calls to tools of these names, and what stands around messages. None: there is nothing."""
     own = [*framing, *_tags(names)]
     known = _STARTS if names else None
     return Markers(own, known) if own else known

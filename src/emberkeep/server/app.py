@@ -78,8 +78,8 @@ def _allowed(http: HttpRequest) -> str:
     """Methods of every route with this path; the framework's own answer names those of one."""
 
     def is_served(method: str) -> bool:
-        asked = {**http.scope, "method": method}
-        return any(route.matches(asked)[0] is Match.FULL for route in http.scope["router"].routes)
+        scope = {**http.scope, "method": method}
+        return any(route.matches(scope)[0] is Match.FULL for route in http.scope["router"].routes)
 
     served = [method for method in ("DELETE", "GET", "POST", "PUT") if is_served(method)]
     return ", ".join(served).replace("GET", "GET, HEAD")  # see PathMiddleware

@@ -215,7 +215,7 @@ class RequestGate:
         self.limits = limits
         self.drain = drain
         self.held_bytes = 0
-        """Of bodies whose requests have not ended."""
+        """What bodies take whose requests have not ended."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -261,7 +261,7 @@ async def _break_off(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class _Body:
-    """Of one request, as far as it has come."""
+    """The body of one request, as far as it has come."""
 
     def __init__(self, gate: RequestGate, headers: Iterable[tuple[bytes, bytes]], receive: Receive) -> None:
         self.size = 0

@@ -42,8 +42,8 @@ def announce(data_dir: Path, url: str) -> Iterator[None]:
 
 def server_urls(data_dir: Path) -> list[str]:
     """The address of every server that runs on this folder, the latest first. It may no longer answer."""
-    found = sorted((data_dir / _FOLDER).glob("*.json"), key=_written_at, reverse=True)
-    return [url for path in found if (url := _url_in(path))]
+    paths = sorted((data_dir / _FOLDER).glob("*.json"), key=_written_at, reverse=True)
+    return [url for path in paths if (url := _url_in(path))]
 
 
 def pid_of(data_dir: Path, url: str) -> int | None:

@@ -66,8 +66,8 @@ class Pulse:
     async def _beat(self) -> None:
         while self._watchers:
             try:
-                told = await asyncio.to_thread(self._read)
-                frame = f"data: {json.dumps(told, separators=(',', ':'))}\n\n".encode()
+                figures = await asyncio.to_thread(self._read)
+                frame = f"data: {json.dumps(figures, separators=(',', ':'))}\n\n".encode()
             except Exception:
                 log.exception("what the server does could not be told")
                 frame = self._latest
@@ -115,11 +115,21 @@ async def _after(first: bytes, frames: AsyncGenerator[bytes]) -> AsyncIterator[b
             yield frame
 
 
+_TOKENS = {
+    "prompt": "prompt_tokens",
+    "evaluated": "evaluated_tokens",
+    **{tier: f"reused_{tier}_tokens" for tier in ("hot", "warm", "cold", "remote")},
+    "moved": "moved_tokens",
+    "sampled": "sampled_tokens",
+}
+_TIER = ("tokens", "bytes", "budget")
+_DISK = ("read_bytes", "written_bytes", "pending_chunks")
+
+
 def pulse_json(stats: Mapping[str, Any]) -> dict[str, Json]:
-    """Of all figures those that move while requests are served. A backend without a store has fewer."""
+    """Those figures that move while requests are served. A backend without a store has fewer."""
     scheduler, store = stats.get("scheduler") or {}, stats.get("store") or {}
     warm, cold = store.get("warm") or {}, store.get("cold") or {}
-    evictions = store.get("evictions") or {}
     return {
         "model": stats.get("model"),
         "loaded": stats.get("state", ModelState.LOADED) == ModelState.LOADED,
@@ -127,27 +137,14 @@ def pulse_json(stats: Mapping[str, Any]) -> dict[str, Json]:
         "waiting": scheduler.get("waiting", 0),
         "tiers": {
             "hot": {"tokens": scheduler.get("resident_tokens", 0)},
-            "warm": {name: warm.get(name, 0) for name in ("tokens", "bytes", "budget")},
-            "cold": {name: cold.get(name, 0) for name in ("tokens", "bytes", "budget")},
+            "warm": {name: warm.get(name, 0) for name in _TIER},
+            "cold": {name: cold.get(name, 0) for name in _TIER},
         },
-        "tokens": {
-            "prompt": scheduler.get("prompt_tokens", 0),
-            "evaluated": scheduler.get("evaluated_tokens", 0),
-            "hot": scheduler.get("reused_hot_tokens", 0),
-            "warm": scheduler.get("reused_warm_tokens", 0),
-            "cold": scheduler.get("reused_cold_tokens", 0),
-            "remote": scheduler.get("reused_remote_tokens", 0),
-            "moved": scheduler.get("moved_tokens", 0),
-            "sampled": scheduler.get("sampled_tokens", 0),
-        },
-        "disk": {
-            "read_bytes": cold.get("read_bytes", 0),
-            "written_bytes": cold.get("written_bytes", 0),
-            "pending_chunks": cold.get("pending_chunks", 0),
-        },
+        "tokens": {name: scheduler.get(key, 0) for name, key in _TOKENS.items()},
+        "disk": {name: cold.get(name, 0) for name in _DISK},
         "remote": _remote_json(store.get("remote")),
         "saved_s": round(scheduler.get("saved_s", 0.0), 1),
-        "evicted": {tier: sum(by.values()) for tier, by in evictions.items()},
+        "evicted": {tier: sum(by.values()) for tier, by in (store.get("evictions") or {}).items()},
         "slots": [_slot_json(slot) for slot in scheduler.get("slots") or ()],
     }
 
