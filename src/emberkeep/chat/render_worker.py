@@ -122,7 +122,7 @@ def _limit(seconds: float, memory: int) -> None:
 
 
 def _address_space() -> int:
-    """What this process takes now: on some systems mostly tables of languages. 0 where it is not limited anyway."""
+    """What this process takes now: on some systems mostly tables of languages. 0: it is not limited anyway."""
     try:
         return int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
     except OSError:
