@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.api.answer import Envelope, detail_json
-from emberkeep.api.chunks import ChatFrames, TextFrames
+from emberkeep.api.answer import detail_json
+from emberkeep.api.openai.answer import ChatFrames, Envelope, TextFrames
 from emberkeep.types.events import Event, Loading, ReasoningDelta, TextDelta
 from helpers.scripted_server import COMPLETED
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from emberkeep.api.anthropic import MessagesBody
+from emberkeep.api.anthropic.body import MessagesBody
 from emberkeep.api.body import validate
-from emberkeep.api.messages import ChatBody
-from emberkeep.api.ollama import GenerateBody, OllamaChatBody
-from emberkeep.api.request import CompletionBody
-from emberkeep.api.responses import ResponseBody
+from emberkeep.api.ollama.body import GenerateBody, OllamaChatBody
+from emberkeep.api.openai.body import ChatBody, CompletionBody
+from emberkeep.api.responses.body import ResponseBody
 from emberkeep.errors import InvalidField
 from emberkeep.types.request import AnswerFormat, ChoiceFormat, GrammarFormat, JsonFormat, Recall, Request
 

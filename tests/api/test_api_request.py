@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.api.body import parse_body
-from emberkeep.api.messages import ChatBody
+from emberkeep.api.openai.body import ChatBody
 from emberkeep.errors import InvalidField
 from emberkeep.types.request import (
     SHARED,

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.api.body import validate
-from emberkeep.api.responses import PromptBody
-from emberkeep.api.responses_items import SEALED, Item, output_id, references, resolve, response_of, to_messages
+from emberkeep.api.responses.body import PromptBody
+from emberkeep.api.responses.items import SEALED, Item, output_id, references, resolve, response_of, to_messages
 from emberkeep.api.sealed import seal, unseal
 from emberkeep.api.tools import custom_arguments, custom_input
 from emberkeep.errors import InvalidField

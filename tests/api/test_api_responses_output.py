@@ -13,9 +13,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 
 from emberkeep.api.body import validate
 from emberkeep.api.errors import Failure
-from emberkeep.api.responses import ResponseBody, response_head
-from emberkeep.api.responses_items import SEALED
-from emberkeep.api.responses_output import Output, ResponseFrames
+from emberkeep.api.responses.answer import Output, ResponseFrames
+from emberkeep.api.responses.body import ResponseBody, response_head
+from emberkeep.api.responses.items import SEALED
 from emberkeep.api.sealed import unseal
 from emberkeep.types.events import (
     Accepted,

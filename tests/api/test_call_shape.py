@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from emberkeep.api.answer import Answer, Envelope
+from emberkeep.api.answer import Answer
 from emberkeep.api.body import parse_body
-from emberkeep.api.call_shape import CallShape
-from emberkeep.api.chunks import ChatFrames
-from emberkeep.api.messages import ChatBody
+from emberkeep.api.openai.answer import CallShape, ChatFrames, Envelope, chat_json
+from emberkeep.api.openai.body import ChatBody
 from emberkeep.api.tools import custom_input
 from emberkeep.errors import InvalidField
 from emberkeep.types.events import (
@@ -45,7 +44,7 @@ def request_of(**fields: Any) -> Request:
 def whole(events: list[Event], calls: CallShape) -> dict[str, Any]:
     answer = Answer(1)
     answer.add([*events, Completed(Usage(), Timings(), LookupRecord())])
-    choice: dict[str, Any] = answer.chat_json(ENVELOPE, calls)["choices"][0]
+    choice: dict[str, Any] = chat_json(answer, ENVELOPE, calls)["choices"][0]
     return choice
 
 

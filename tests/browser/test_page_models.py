@@ -173,7 +173,7 @@ def test_an_install_shows_how_far_it_is_goes_on_meanwhile_and_can_be_given_up(
         finally:
             ended.set()
 
-    monkeypatch.setattr("emberkeep.server.ollama_models._fetch", fetch_for_ever)
+    monkeypatch.setattr("emberkeep.server.routes.ollama_models._fetch", fetch_for_ever)
     ask_for(page, "hf.co/owner/large")
     bar = page.get_by_role("progressbar", name="hf.co/owner/large is being installed")
     page.get_by_text("25 MB of 100 MB").wait_for()

@@ -12,8 +12,7 @@ import pytest
 from emberkeep import Emberkeep
 from emberkeep.api.body import validate
 from emberkeep.api.llama_server import InfillBody, LlamaCompletionBody
-from emberkeep.api.messages import ChatBody
-from emberkeep.api.request import CompletionBody
+from emberkeep.api.openai.body import ChatBody, CompletionBody
 from emberkeep.config.settings import Config
 from emberkeep.errors import InvalidField
 from emberkeep.library.arguments import (

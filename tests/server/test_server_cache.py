@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.server import cache_routes
+from emberkeep.server.routes import cache as cache_routes
 from emberkeep.types.request import Json
 from helpers.cache_server import HOUR_S, SYSTEM, Served, send_raw, served, tool, user
 from helpers.kv_building import chunks_of, exported, prompt

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.api.messages import ChatBody
-from emberkeep.api.request import CompletionBody
-from emberkeep.api.responses import ResponseBody
-from emberkeep.server.cache_routes import EntryBody, VerifyBody
-from emberkeep.server.memory_routes import AnswerBody, FactBody
-from emberkeep.server.warm_routes import WarmBody
+from emberkeep.api.openai.body import ChatBody, CompletionBody
+from emberkeep.api.responses.body import ResponseBody
+from emberkeep.server.routes.cache import EntryBody, VerifyBody
+from emberkeep.server.routes.memory import AnswerBody, FactBody
+from emberkeep.server.routes.warm import WarmBody
 from emberkeep.types.events import MissReason
 from emberkeep.types.request import Sampling
 

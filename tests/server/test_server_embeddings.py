@@ -18,8 +18,8 @@ from starlette.testclient import TestClient
 from emberkeep.backend.models import Models
 from emberkeep.config.settings import Config
 from emberkeep.engine.embedding import TokenInput
-from emberkeep.server import embedding_routes
 from emberkeep.server.app import create_app
+from emberkeep.server.routes import embeddings as embedding_routes
 from emberkeep.types.embedding import Pooling
 from emberkeep.types.request import Json
 from helpers.fake_embedding import FakeEmbeddingEngine, embedding_backend, unit

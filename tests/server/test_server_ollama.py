@@ -209,7 +209,7 @@ def test_what_is_not_served_is_refused_by_name(http: httpx.Client, path: str) ->
 def test_a_larger_context_than_there_is_does_not_fail(
     http: httpx.Client, backend: ScriptedBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO", "emberkeep.server.ollama_routes"):
+    with caplog.at_level("INFO", "emberkeep.server.routes.ollama"):
         for _ in range(2):
             ask(http, "/api/chat", messages=[SKY], stream=False, options={"num_ctx": 131_072})
     told = [record.message for record in caplog.records if "num_ctx" in record.message]

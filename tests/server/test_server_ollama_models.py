@@ -173,7 +173,7 @@ def test_a_pull_ends_when_its_client_leaves(url: str, monkeypatch: pytest.Monkey
         finally:
             ended.set()
 
-    monkeypatch.setattr("emberkeep.server.ollama_models._fetch", fetch_for_ever)
+    monkeypatch.setattr("emberkeep.server.routes.ollama_models._fetch", fetch_for_ever)
     address = httpx.URL(url)
     body = json.dumps({"model": "hf.co/owner/small-GGUF", "stream": False}).encode()
     with socket.create_connection((address.host, address.port or 0)) as client:

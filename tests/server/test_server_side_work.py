@@ -17,8 +17,8 @@ from emberkeep.api.body import MAX_VALUES
 from emberkeep.backend.base import Backend
 from emberkeep.backend.models import Models
 from emberkeep.config.settings import Config
-from emberkeep.server.native_routes import MAX_CHARS, MAX_PIECES, MAX_TOKENS
-from emberkeep.server.routes import PAGE
+from emberkeep.server.routes.base import PAGE
+from emberkeep.server.routes.native import MAX_CHARS, MAX_PIECES, MAX_TOKENS
 from emberkeep.server.side_work import THREADS, WAITING, SideWork
 from emberkeep.types.cache import CacheEntry
 from emberkeep.types.memory import Fact

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from emberkeep.backend.models import Models
 from emberkeep.config.settings import Config
 from emberkeep.server import subjects
-from emberkeep.server.routes import Routes, Served
+from emberkeep.server.routes.base import Routes, Served
 from emberkeep.server.subjects import SUBJECTS, Subjects, make_routes
 from helpers.scripted_server import ScriptedBackend
 

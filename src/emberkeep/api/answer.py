@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, field
 from typing import Protocol, TypeVar
 
-from emberkeep.api.call_shape import TOOL_CALLS, CallShape
 from emberkeep.types.events import (
     CallEnded,
     CallStarted,
@@ -36,29 +35,6 @@ from emberkeep.types.request import Json, ToolCall
 from emberkeep.values import dataclass
 
 ChoiceEvent = TextDelta | ReasoningDelta | ToolCallDelta | Finished
-
-
-@dataclass(frozen=True, slots=True)
-class Envelope:
-    """What every object of one answer has in common."""
-
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
-    conversation_id: str | None
-
-    def head(self, kind: str) -> dict[str, Json]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.system_fingerprint,
-        }
-
-
-# ── at once ──
 
 
 @dataclass(slots=True)
@@ -87,15 +63,6 @@ class ChoiceAnswer:
                 self.calls[event.call_index] = event.added_to(self.calls.get(event.call_index))
             case Finished():
                 self.finish, self.stop = event.reason, event.stop
-
-    def message(self, calls: CallShape) -> dict[str, Json]:
-        message: dict[str, Json] = {"role": "assistant", "content": self.text}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.calls:
-            message["content"] = self.text or None
-            message |= calls.in_message([call for _, call in sorted(self.calls.items())])
-        return message
 
     def _add_text(self, delta: TextDelta) -> None:
         if not self.logprobs:
@@ -152,39 +119,6 @@ class Answer:
         if not with_logprobs:
             for choice in self.choices:
                 choice.logprobs.clear()
-
-    def chat_json(self, envelope: Envelope, calls: CallShape = TOOL_CALLS) -> dict[str, Json]:
-        choices: list[dict[str, Json]] = [
-            {
-                "index": index,
-                "message": choice.message(calls),
-                "logprobs": chat_logprobs(choice.logprobs),
-                "finish_reason": calls.finish(choice.finish),
-            }
-            for index, choice in enumerate(self.choices)
-        ]
-        return self._wrap(envelope, "chat.completion", choices)
-
-    def text_json(self, envelope: Envelope) -> dict[str, Json]:
-        choices: list[dict[str, Json]] = [
-            {
-                "index": index,
-                "text": choice.text,
-                "logprobs": text_logprobs(choice.logprobs, choice.logprobs_start),
-                "finish_reason": choice.finish,
-            }
-            for index, choice in enumerate(self.choices)
-        ]
-        return self._wrap(envelope, "text_completion", choices)
-
-    def _wrap(self, envelope: Envelope, kind: str, choices: list[dict[str, Json]]) -> dict[str, Json]:
-        completed = self.completed
-        return envelope.head(kind) | {
-            "choices": choices,
-            "usage": usage_json(completed.usage),
-            "timings": timings_json(completed.timings),
-            "emberkeep": self.detail_json(envelope.conversation_id),
-        }
 
     def detail_json(self, conversation_id: str | None) -> dict[str, Json]:
         """With the tools that ran here."""

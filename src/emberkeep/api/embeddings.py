@@ -11,7 +11,8 @@ import numpy as np
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator
 
 from emberkeep.api.body import INT32_MAX, WHOLE, Body, Count, one_of
-from emberkeep.api.request import UserFields, to_prompts
+from emberkeep.api.fields import UserFields
+from emberkeep.api.openai.body import to_prompts
 from emberkeep.errors import InvalidField
 from emberkeep.types.embedding import Embedded, EmbeddingInput, EmbeddingRequest, Ranked, RerankRequest, Vector
 from emberkeep.types.request import Json

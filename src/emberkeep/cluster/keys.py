@@ -13,9 +13,9 @@ from urllib.parse import parse_qsl, unquote
 
 import xxhash
 
-from emberkeep.api.anthropic import user_of_metadata
+from emberkeep.api.anthropic.body import user_of_metadata
 from emberkeep.api.body import parse_object, validate
-from emberkeep.api.request import UserFields
+from emberkeep.api.fields import UserFields
 from emberkeep.errors import RequestError
 from emberkeep.routing import RouteKeys
 from emberkeep.types.request import Json, private_namespace

@@ -14,12 +14,13 @@ from typing import Any, Literal
 from emberkeep.api.answer_format import FormatFields
 from emberkeep.api.body import Body, Label, validate
 from emberkeep.api.errors import HALF_A_CHARACTER
+from emberkeep.api.fields import ChoiceCount, LogprobFields, RoomFields, ttl_of
 from emberkeep.api.llama_server import LineFields
-from emberkeep.api.messages import (
+from emberkeep.api.openai.body import CompletionFields, TemplateFields
+from emberkeep.api.openai.messages import (
     BeginningList,
     ChoiceField,
     MessageList,
-    TemplateFields,
     ToolList,
     message_json,
     prefix_of_chats,
@@ -27,7 +28,6 @@ from emberkeep.api.messages import (
     to_choice,
     to_messages,
 )
-from emberkeep.api.request import ChoiceCount, CompletionFields, LogprobFields, RoomFields, ttl_of
 from emberkeep.api.sampling import GenerationFields, to_limit
 from emberkeep.api.tools import call_json, check_choice
 from emberkeep.errors import InvalidField, RequestError

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberkeep.api.body import B, Body, Label, Name, validate
-from emberkeep.api.request import FactName, MaxConversations, MaxResults, Question, Remembered
+from emberkeep.api.fields import FactName, MaxConversations, MaxResults, Question, Remembered
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError, InvalidField, MemoryOff
 from emberkeep.memory.redaction import redact

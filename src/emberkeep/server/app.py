@@ -18,7 +18,7 @@ from emberkeep.server.limits import Limits, affordable
 from emberkeep.server.middleware import Drain, PathMiddleware, RequestGate, SecurityMiddleware
 from emberkeep.server.request_log import CLIENT_LEFT, failure_response
 from emberkeep.server.request_metrics import RequestMetrics
-from emberkeep.server.routes import Served
+from emberkeep.server.routes.base import Served
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import ClientGone
 from emberkeep.server.subjects import Subjects

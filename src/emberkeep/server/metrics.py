@@ -22,7 +22,7 @@ from starlette.responses import Response
 from emberkeep import __version__
 from emberkeep.backend.models import Models
 from emberkeep.server.request_metrics import RequestMetrics
-from emberkeep.server.routes import Routes, Served
+from emberkeep.server.routes.base import Routes, Served
 from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 

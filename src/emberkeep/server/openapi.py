@@ -10,7 +10,7 @@ from pydantic.json_schema import models_json_schema
 
 from emberkeep import __version__
 from emberkeep.api.errors import AnthropicErrors, OllamaErrors, OpenAiErrors, error_shape
-from emberkeep.server.routes import JSON, ApiRoute
+from emberkeep.server.routes.base import JSON, ApiRoute
 from emberkeep.types.request import Json
 
 _WHERE = "#/components/schemas/{model}"

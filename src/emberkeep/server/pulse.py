@@ -15,8 +15,8 @@ from starlette.responses import Response, StreamingResponse
 
 from emberkeep.backend.base import Backend
 from emberkeep.errors import Overloaded
-from emberkeep.server.request_routes import told_running
-from emberkeep.server.routes import OfModel, Routes, Served
+from emberkeep.server.routes.base import OfModel, Routes, Served
+from emberkeep.server.routes.requests import told_running
 from emberkeep.types.models import ModelState
 from emberkeep.types.request import Json
 

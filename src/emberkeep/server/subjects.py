@@ -12,31 +12,31 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
-from emberkeep.server.routes import ApiRoute, Routes, Served
+from emberkeep.server.routes.base import ApiRoute, Routes, Served
 from emberkeep.types.request import Json
 
 SUBJECTS: tuple[tuple[str, ...], ...] = (
-    ("openai", "/v1/chat/completions", "/chat/completions", "/v1/completions", "/completions"),
-    ("ollama_routes", "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/version"),
-    ("ollama_models", "/api"),
-    ("anthropic_routes", "/v1/messages"),
-    ("responses_routes", "/v1/responses", "/responses", "/v1/conversations", "/conversations"),
+    ("routes.openai", "/v1/chat/completions", "/chat/completions", "/v1/completions", "/completions"),
+    ("routes.ollama", "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/version"),
+    ("routes.ollama_models", "/api"),
+    ("routes.anthropic", "/v1/messages"),
+    ("routes.responses", "/v1/responses", "/responses", "/v1/conversations", "/conversations"),
     (
-        *("embedding_routes", "/v1/embeddings", "/embeddings", "/embedding"),
+        *("routes.embeddings", "/v1/embeddings", "/embeddings", "/embedding"),
         *("/v1/rerank", "/rerank", "/v1/reranking", "/reranking"),
     ),
-    ("llama_routes", "/completion", "/infill", "/props", "/slots", "/lora-adapters"),
-    ("model_routes", "/v1/models", "/models"),
-    ("native_routes", "/", "/health", "/v1/health", "/v1/stats", "/tokenize", "/detokenize", "/apply-template"),
-    ("cache_routes", "/v1/cache"),
-    ("warm_routes", "/v1/warm"),
-    ("memory_routes", "/v1/memory"),
-    ("expert_routes", "/expert-stats", "/expert-tracking"),
+    ("routes.llama_server", "/completion", "/infill", "/props", "/slots", "/lora-adapters"),
+    ("routes.models", "/v1/models", "/models"),
+    ("routes.native", "/", "/health", "/v1/health", "/v1/stats", "/tokenize", "/detokenize", "/apply-template"),
+    ("routes.cache", "/v1/cache"),
+    ("routes.warm", "/v1/warm"),
+    ("routes.memory", "/v1/memory"),
+    ("routes.experts", "/expert-stats", "/expert-tracking"),
     ("metrics", "/metrics"),
-    ("page_routes", "/page"),
+    ("routes.page", "/page"),
     ("pulse", "/v1/events"),
-    ("request_routes", "/v1/requests"),
-    ("tool_routes", "/v1/tools"),
+    ("routes.requests", "/v1/requests"),
+    ("routes.tools", "/v1/tools"),
 )
 """Modules, whose `routes` makes them, each with its paths: it has the routes of these and of what is below them.
 The longest path counts."""

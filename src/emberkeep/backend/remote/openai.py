@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import openai
 
-from emberkeep.api.messages import content_json
+from emberkeep.api.openai.messages import content_json
 from emberkeep.api.tools import call_json
 from emberkeep.backend.remote.base import (
     Keepsakes,

@@ -1,0 +1,137 @@
+"""Fields that every API has: whose request it is, what to do when there is no room, what is sent again.
+
+HTTP and the library refuse the same, with the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from emberkeep.api.body import WHOLE, Body, Label, Name
+from emberkeep.api.errors import USER_ID
+from emberkeep.api.sampling import TopLogprobs
+from emberkeep.errors import InvalidField
+from emberkeep.types.request import Breakpoint, Recall, Request, Ttl, private_namespace
+
+MAX_CHOICES = 16
+FactName = Annotated[str, Field(min_length=1, max_length=256)]
+Remembered = Annotated[str, Field(min_length=1, max_length=65_536)]
+Question = Annotated[str, Field(min_length=1, max_length=4096)]
+MaxResults = Annotated[int, Field(ge=1, le=100), WHOLE]
+MaxConversations = Annotated[int, Field(ge=1, le=1000), WHOLE]
+ChoiceCount = Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE]
+UserId = Annotated[str, Field(pattern=USER_ID)]
+
+
+# ── whose it is ──
+
+
+class UserFields(Body):
+    """The fields that say whose request it is."""
+
+    user_id: UserId | None = None
+    llama_user_id: UserId | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    cache_salt: Name | None = None
+
+    def to_user(self) -> str:
+        """OpenAI's `user` counts too, and `safety_identifier` that replaces it: a user who is named must not share
+        state with those who are not.
+
+        Raises InvalidField where fields contradict each other.
+        """
+        if self.user_id and self.llama_user_id and self.user_id != self.llama_user_id:
+            raise InvalidField("llama_user_id", "must equal user_id when both are given.")
+        return self.user_id or self.llama_user_id or self.user or self.safety_identifier or ""
+
+    def to_namespace(self) -> str:
+        """Raises InvalidField where fields contradict each other."""
+        return private_namespace(self.to_user(), self.cache_salt or "")
+
+
+class OwnerFields(UserFields):
+    """Whose state it is, and what the owner calls it."""
+
+    conversation_id: Label | None = None
+    prompt_cache_key: Label | None = None
+    prefix_hash: Label | None = None
+
+    def to_owned(self) -> Request:
+        """A request with these fields and nothing else. Raises InvalidField where fields contradict each other."""
+        return Request(
+            user=self.to_user(),
+            namespace=self.to_namespace(),
+            conversation_id=self.conversation_id or None,
+            cache_key=self.prompt_cache_key or None,
+            prefix_hash=self.prefix_hash or None,
+        )
+
+
+# ── a conversation that is longer than the context, and beginnings that are sent again ──
+
+
+class RoomFields(Body):
+    """What may be done when a conversation is longer than the context."""
+
+    evict: bool | None = None
+    recall: Literal["off", "tool", "auto"] | None = None
+
+    def to_recall(self) -> Recall | None:
+        return Recall(self.recall) if self.recall is not None else None
+
+
+class CacheControl(Body):
+    """Anthropic's: the prompt will be sent again up to here."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+    def to_ttl(self) -> Ttl:
+        return Ttl.LONG if self.ttl == "1h" else Ttl.SHORT
+
+
+class MarkFields(Body):
+    """Fields of a message, or a part of one. With either, a beginning that is sent again ends with it."""
+
+    cache_control: CacheControl | None = None
+    stable: bool | None = None
+
+    def to_mark(self) -> Ttl | None:
+        """How long that beginning is kept at least. None: none ends here."""
+        if self.cache_control is not None:
+            return self.cache_control.to_ttl()
+        return Ttl.SHORT if self.stable else None
+
+
+def breakpoints_in_text(parts: Iterable[tuple[Ttl | None, str | None]], messages: int) -> list[Breakpoint]:
+    """Where beginnings end in the last of so many messages, whose text has the texts of these parts on lines of
+    their own. Each part comes with its mark; a text of None adds nothing. One at the end of the text is one at the
+    end of the message."""
+    chars, ends = -1, list[tuple[int, Ttl]]()
+    for ttl, text in parts:
+        chars += len(text) + 1 if text is not None else 0
+        if ttl is not None:
+            ends.append((max(chars, 0), ttl))
+    return [Breakpoint(messages, None if end == max(chars, 0) else end, ttl) for end, ttl in ends]
+
+
+def ttl_of(breakpoints: Iterable[Breakpoint]) -> Ttl | None:
+    """How long a conversation with these is kept; None: as usual."""
+    return Ttl.LONG if any(one.ttl is Ttl.LONG for one in breakpoints) else None
+
+
+class LogprobFields(Body):
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+
+    def to_top_logprobs(self) -> int | None:
+        """Raises InvalidField where fields contradict each other."""
+        if self.logprobs:
+            return self.top_logprobs or 0
+        if self.top_logprobs:
+            raise InvalidField("top_logprobs", "needs logprobs to be true.")
+        return None

@@ -1,0 +1,277 @@
+"""Items of OpenAI's Responses API, from what clients send to messages that a model reads.
+
+An item is JSON as it is stored and shown. `to_items` gives every item an id and its full shape, `to_messages`
+makes messages of them. Reasoning, a text and calls that follow each other are one message of the assistant.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from emberkeep.api.body import BY_KIND, Body, ByKind, Label, Name
+from emberkeep.api.fields import MarkFields, breakpoints_in_text
+from emberkeep.api.openai.messages import ImageUrl, RefusalPart
+from emberkeep.api.sealed import unseal
+from emberkeep.api.tools import custom_arguments
+from emberkeep.errors import InvalidField
+from emberkeep.types.request import Breakpoint, Image, Json, Message, ToolCall, Ttl
+from emberkeep.values import dataclass
+
+Item = dict[str, Json]
+SEALED = "ek1."
+"""What the `encrypted_content` of reasoning that was written here begins with."""
+
+
+# ── what clients send ──
+
+
+class KeptFields(MarkFields):
+    """Fields that are stored and shown as they came, also those that mean nothing here."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class InputTextPart(KeptFields):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class InputImagePart(KeptFields):
+    type: Literal["input_image"]
+    image_url: ImageUrl
+
+
+Parts = list[
+    Annotated[
+        InputTextPart | RefusalPart | InputImagePart,
+        ByKind("only parts of type input_text, output_text, refusal and input_image can be used here"),
+    ]
+]
+TextOrParts = Annotated[str | Parts, BY_KIND]
+
+
+class MessageItem(KeptFields):
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: TextOrParts
+
+
+class CallItem(KeptFields):
+    type: Literal["function_call"]
+    call_id: Name
+    name: Name
+    arguments: str
+    namespace: Label | None = None
+
+
+class CallOutputItem(KeptFields):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: Name
+    output: TextOrParts
+
+
+class CustomCallItem(KeptFields):
+    type: Literal["custom_tool_call"]
+    call_id: Name
+    name: Name
+    input: str
+    namespace: Label | None = None
+
+
+class ReasoningText(Body):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(KeptFields):
+    type: Literal["reasoning"]
+    content: list[ReasoningText] | None = None
+    encrypted_content: str | None = None
+
+
+class ReferenceItem(Body):
+    type: Literal["item_reference"] | None = None
+    id: Name
+
+
+def _with_type(item: Json) -> Json:
+    """Messages and references may come without."""
+    if not isinstance(item, dict) or item.get("type"):
+        return item
+    return {**item, "type": "message" if "role" in item else "item_reference"}
+
+
+_USABLE = ByKind("items of type {kind} cannot be used here: leave it out")
+WholeItem = MessageItem | CallItem | CallOutputItem | CustomCallItem | ReasoningItem
+AnyItem = WholeItem | ReferenceItem
+MAX_ITEMS = 100_000
+ItemList = Annotated[
+    list[Annotated[AnyItem, _USABLE, BeforeValidator(_with_type)]],
+    Field(max_length=MAX_ITEMS),
+]
+
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
+
+
+def to_items(given: str | Sequence[AnyItem]) -> list[Item]:
+    """Complete and with an id each; references are left as they are (see `references`)."""
+    if isinstance(given, str):
+        given = [MessageItem(type="message", role="user", content=given)]
+    return [_complete(item) for item in given]
+
+
+def _complete(model: AnyItem) -> Item:
+    item = model.model_dump(exclude_unset=True)
+    if isinstance(model, ReferenceItem):
+        return item
+    kind, given = item["type"], item.get("id")
+    item["id"] = given if isinstance(given, str) and given else new_item_id(kind)
+    if isinstance(model, MessageItem):
+        item["content"] = _full_content(item["role"], item["content"])
+    if isinstance(model, ReasoningItem):
+        return {"summary": [], **item}
+    return {**item, "status": "completed"}
+
+
+def _full_content(role: str, content: Json) -> list[Json]:
+    if not isinstance(content, str):
+        return list(content)
+    if role == "assistant":
+        return [{"type": "output_text", "text": content, "annotations": []}]
+    return [{"type": "input_text", "text": content}]
+
+
+def new_item_id(kind: str) -> str:
+    return f"{_PREFIXES[kind]}_{uuid.uuid4().hex}"
+
+
+# ── ids of output: they name their response, so that it can be found by them ──
+
+
+def output_id(response_id: str, kind: str, place: int) -> str:
+    return f"{_PREFIXES[kind]}_{response_id.removeprefix('resp_')}{place:04x}"
+
+
+def response_of(item_id: str) -> str | None:
+    """The response whose output an item with this id is; None for an id that is none of ours."""
+    found = re.fullmatch(r"[a-z]+_([0-9a-f]{32})[0-9a-f]{4}", item_id)
+    return f"resp_{found[1]}" if found else None
+
+
+def references(items: Iterable[Item]) -> list[str]:
+    """Ids of the items that are only named."""
+    return [item["id"] for item in items if item["type"] == "item_reference"]
+
+
+def resolve(items: Sequence[Item], known: Mapping[str, Item]) -> list[Item]:
+    """With what is known in place of references. Raises InvalidField for one that is not."""
+    for place, item in enumerate(items):
+        if item["type"] == "item_reference" and item["id"] not in known:
+            raise InvalidField(f"input[{place}].id", "no such item is stored: send the item itself.")
+    return [known[item["id"]] if item["type"] == "item_reference" else item for item in items]
+
+
+# ── messages ──
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """How the client calls a tool, where its model knows it by one name and takes JSON."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+
+
+def model_name(name: str, namespace: str | None) -> str:
+    """By which the model knows a tool."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def to_messages(items: Iterable[Item]) -> tuple[tuple[Message, ...], tuple[Breakpoint, ...]]:
+    """Of complete items without references: the messages, and where the beginnings end that are marked in them."""
+    messages: list[Message] = []
+    breakpoints: list[Breakpoint] = []
+    for item in items:
+        _add(messages, item)
+        breakpoints += _marks(item, len(messages))
+    return tuple(messages), tuple(breakpoints)
+
+
+def _marks(item: Item, messages: int) -> Iterator[Breakpoint]:
+    """Those of an item that is in the last of so many messages."""
+    parts = item.get("content" if item["type"] == "message" else "output")
+    if isinstance(parts, list):
+        yield from breakpoints_in_text(((_mark_of(part), _text_of(part)) for part in parts), messages)
+    if (ttl := _mark_of(item)) is not None:
+        yield Breakpoint(messages, ttl=ttl)
+
+
+def _mark_of(part: Mapping[str, Json]) -> Ttl | None:
+    """The mark of what was checked when it came."""
+    return MarkFields.model_validate(part).to_mark() if "cache_control" in part or "stable" in part else None
+
+
+def _add(messages: list[Message], item: Item) -> None:
+    match item["type"]:
+        case "message" if item["role"] == "assistant":
+            text, _ = _read_parts(item["content"])
+            messages.append(replace(_take_reasoning(messages), content=text))
+        case "message":
+            text, images = _read_parts(item["content"])
+            messages.append(Message(item["role"], text, images=images))
+        case "reasoning":
+            before = _take_reasoning(messages)
+            messages.append(replace(before, reasoning=before.reasoning + _reasoning(item)))
+        case "function_call" | "custom_tool_call":
+            is_said = bool(messages) and messages[-1].role == "assistant"
+            said = messages.pop() if is_said else Message("assistant")
+            messages.append(replace(said, tool_calls=(*said.tool_calls, _to_call(item))))
+        case _:
+            text, images = _read_parts(item["output"])
+            messages.append(Message("tool", text, tool_call_id=item["call_id"], images=images))
+
+
+def _take_reasoning(messages: list[Message]) -> Message:
+    """The last message, if the assistant has reasoned in it and nothing else; otherwise an empty one."""
+    last = messages[-1] if messages else None
+    is_open = last is not None and last.role == "assistant" and not last.content and not last.tool_calls
+    return messages.pop() if is_open else Message("assistant")
+
+
+def _to_call(item: Item) -> ToolCall:
+    is_custom = item["type"] == "custom_tool_call"
+    arguments = custom_arguments(item["input"]) if is_custom else item["arguments"]
+    return ToolCall(item["call_id"], model_name(item["name"], item.get("namespace")), arguments)
+
+
+def _reasoning(item: Item) -> str:
+    text = "".join(part["text"] for part in item.get("content") or ())
+    return text or unseal(item.get("encrypted_content") or "", SEALED)
+
+
+def _read_parts(content: Json) -> tuple[str, tuple[Image, ...]]:
+    """Texts, one per line, and images."""
+    if isinstance(content, str):
+        return content, ()
+    texts = [text for part in content if (text := _text_of(part)) is not None]
+    images = tuple(Image(part["image_url"]) for part in content if part["type"] == "input_image")
+    return "\n".join(texts), images
+
+
+def _text_of(part: Json) -> str | None:
+    """None: it is an image."""
+    return None if part["type"] == "input_image" else part.get("text", part.get("refusal"))

@@ -1,0 +1,76 @@
+"""Anthropic's endpoints: messages, counting their tokens, and how its clients expect the list of models."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from starlette.requests import Request as HttpRequest
+
+from emberkeep.api.anthropic.answer import MessageEnvelope, MessageFrames, message_json
+from emberkeep.api.anthropic.body import CountBody, MessagesBody
+from emberkeep.backend.base import ModelCard
+from emberkeep.backend.capabilities import tokenizer_of
+from emberkeep.server.routes.base import HELLO, STREAMS, Routes, Served, passed_on, respond
+from emberkeep.server.stream import make_of_body
+from emberkeep.types.request import Json
+
+
+def routes(served: Served) -> Routes:
+    routes, models = Routes(), served.models
+
+    @routes.post("/v1/messages", content=STREAMS, example={"max_tokens": 64, **HELLO})
+    async def messages(http: HttpRequest, body: MessagesBody) -> Json:
+        backend = models.find(body.model)
+        request = passed_on(http, await make_of_body(http, body.to_request))
+
+        def envelope() -> MessageEnvelope:
+            return MessageEnvelope(
+                id=f"msg_{uuid.uuid4().hex}",
+                model=backend.card.id,
+                conversation_id=request.conversation_id,
+                max_tokens=body.max_tokens,
+                omits_thinking=body.omits_thinking,
+            )
+
+        streams = (lambda: MessageFrames(envelope())) if body.stream else None
+        return await respond(http, backend, [request], streams, lambda answer: message_json(answer, envelope()))
+
+    @routes.post("/v1/messages/count_tokens", example=HELLO)
+    async def count_tokens(http: HttpRequest, body: CountBody) -> Json:
+        backend, request = models.find(body.model), await make_of_body(http, body.to_prompt)
+        count = await served.side.run_on(lambda loaded: tokenizer_of(loaded).count(request), backend)
+        return {"input_tokens": count}
+
+    return routes
+
+
+# ── models ──
+
+
+def is_anthropic(http: HttpRequest) -> bool:
+    """`/v1/models` is OpenAI's path as well, and Anthropic's clients send a header."""
+    return "anthropic-version" in http.headers
+
+
+def anthropic_models_json(cards: Sequence[ModelCard]) -> dict[str, Json]:
+    """All of them on one page."""
+    return {
+        "data": [anthropic_model_json(card) for card in cards],
+        "has_more": False,
+        "first_id": cards[0].id if cards else None,
+        "last_id": cards[-1].id if cards else None,
+    }
+
+
+def anthropic_model_json(card: ModelCard) -> dict[str, Json]:
+    return {
+        "type": "model",
+        "id": card.id,
+        "display_name": card.id,
+        "created_at": datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": card.context,
+        "max_tokens": card.context,
+    }

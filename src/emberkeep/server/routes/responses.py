@@ -1,0 +1,254 @@
+"""OpenAI's Responses API, and the conversations that responses can belong to.
+
+A user's responses are found with the same `user` as they were asked for: in the query where there is no body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.json_schema import SkipJsonSchema
+from starlette.convertors import StringConvertor, register_url_convertor
+from starlette.requests import Request as HttpRequest
+
+from emberkeep.api.body import Name
+from emberkeep.api.responses.body import (
+    ConversationBody,
+    ItemsBody,
+    MetadataBody,
+    PromptBody,
+    ResponseBody,
+    conversation_json,
+    items_json,
+    new_conversation_id,
+)
+from emberkeep.api.responses.items import Item, references, to_items
+from emberkeep.backend.capabilities import tokenizer_of
+from emberkeep.errors import InvalidField, NoSuchEntry, RequestError
+from emberkeep.library.user_memory import require_memory
+from emberkeep.memory.memory import Memory
+from emberkeep.server.routes.base import STREAMS, Routes, Served, passed_on, respond
+from emberkeep.server.routes.memory import Whose, one_owner
+from emberkeep.server.routes.response_exchange import Background, Context, Exchange, is_stored, load_context
+from emberkeep.server.stream import make_of_body
+from emberkeep.types.request import Json
+
+
+class _ResponseId(StringConvertor):
+    """Every id but the name of the one other path that is there."""
+
+    regex = r"(?!input_tokens$)[^/]+"
+
+
+register_url_convertor("response_id", _ResponseId())
+
+_ANSWERED = (
+    "The response was answered while it was asked for, and has ended: only one with background can be cancelled."
+)
+
+
+class ResponseParameters(Whose):
+    response_id: Name
+
+
+class RetrieveParameters(ResponseParameters):
+    stream: SkipJsonSchema[bool] = False
+
+
+class ItemsPage(Whose):
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: Name | None = None
+
+
+class InputParameters(ItemsPage, ResponseParameters):
+    pass
+
+
+class ConversationParameters(Whose):
+    conversation_id: Name
+
+
+class ItemsParameters(ItemsPage, ConversationParameters):
+    pass
+
+
+class ItemParameters(ConversationParameters):
+    item_id: Name
+
+
+def routes(served: Served) -> Routes:
+    routes, background = Routes("/v1", ""), Background()
+    _add_create(routes, served, background)
+    _add_stored(routes, served, background)
+    _add_conversations(routes, served)
+    _add_items(routes, served)
+    return routes
+
+
+def _add_create(routes: Routes, served: Served, background: Background) -> None:
+    models, example = served.models, {"input": "Why is the sky blue?"}
+
+    @routes.post("/responses", content=STREAMS, example=example)
+    async def create(http: HttpRequest, query: Whose, body: ResponseBody) -> Json:
+        body.check()
+        backend, owner = models.find(body.model), one_owner(body, query)
+        memory = models.default.memory if body.store is not False else None
+        context = await _context(http, served, body, owner)
+        exchange = Exchange(backend, body, context, owner, memory)
+        request = replace(
+            passed_on(http, await make_of_body(http, lambda: body.to_request(context.items))),
+            user=body.to_user() or query.to_user(),
+            namespace=owner,
+            conversation_id=exchange.conversation_id,
+        )
+        if body.background:
+            require_memory(memory)
+            return background.start(owner, exchange, request)
+        frames = exchange.frames if body.stream else None
+        return await respond(http, exchange, [request], frames, lambda _: exchange.response)
+
+    @routes.post("/responses/input_tokens", example=example)
+    async def input_tokens(http: HttpRequest, query: Whose, body: PromptBody) -> Json:
+        backend = models.find(body.model)
+        context = await _context(http, served, body, one_owner(body, query))
+        request = await make_of_body(http, lambda: body.to_prompt(context.items))
+        count = await served.side.run_on(lambda loaded: tokenizer_of(loaded).count(request), backend)
+        return {"object": "response.input_tokens", "input_tokens": count}
+
+
+async def _context(http: HttpRequest, served: Served, body: PromptBody, owner: str) -> Context:
+    """Without a look into memory where nothing of it is needed."""
+    items = await make_of_body(http, body.to_items)
+    memory = served.models.default.memory
+    needs_memory = bool(body.previous_response_id or body.conversation or references(items))
+    if not needs_memory and (memory is None or not is_stored(body)):
+        return Context([], items, None, 0)
+    return await served.side.run(load_context, require_memory(memory), owner, body, items)
+
+
+def _add_stored(routes: Routes, served: Served, background: Background) -> None:
+    run, memory = served.side.run, partial(_memory, served)
+
+    @routes.get("/responses/{response_id:response_id}")
+    async def retrieve(query: RetrieveParameters) -> Json:
+        if query.stream:
+            raise InvalidField("stream", "a stored response comes at once: leave it out.")
+        owner, response_id = query.to_namespace(), query.response_id
+        return background.find(owner, response_id) or await run(_response, memory(), owner, response_id)
+
+    @routes.delete("/responses/{response_id:response_id}")
+    async def delete(query: ResponseParameters) -> Json:
+        owner, response_id = query.to_namespace(), query.response_id
+        await background.cancel(owner, response_id)
+        await run(memory().responses.delete, owner, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @routes.post("/responses/{response_id:response_id}/cancel")
+    async def cancel(query: ResponseParameters) -> Json:
+        owner = query.to_namespace()
+        await background.cancel(owner, query.response_id)
+        response = await run(_response, memory(), owner, query.response_id)
+        if not response["background"]:
+            raise RequestError(_ANSWERED)
+        return response
+
+    @routes.get("/responses/{response_id:response_id}/input_items")
+    async def input_items(query: InputParameters) -> Json:
+        owner, items_until = query.to_namespace(), memory().responses.items_until
+        return _page(await run(items_until, owner, query.response_id, with_output=False), query)
+
+
+def _add_conversations(routes: Routes, served: Served) -> None:
+    run, memory = served.side.run, partial(_memory, served)
+
+    @routes.post("/conversations")
+    async def create(http: HttpRequest, query: Whose, body: ConversationBody) -> Json:
+        items = await make_of_body(http, lambda: _whole(to_items(body.items or [])))
+        owner, name, metadata = one_owner(body, query), new_conversation_id(), body.metadata or {}
+        return conversation_json(await run(memory().responses.create_conversation, owner, name, metadata, items))
+
+    @routes.get("/conversations/{conversation_id}")
+    async def retrieve(query: ConversationParameters) -> Json:
+        owner, conversation_id = query.to_namespace(), query.conversation_id
+        return conversation_json(await run(memory().responses.conversation, owner, conversation_id))
+
+    @routes.post("/conversations/{conversation_id}", example={"metadata": {"topic": "sky"}})
+    async def update(query: ConversationParameters, body: MetadataBody) -> Json:
+        set_metadata, owner = memory().responses.set_metadata, one_owner(body, query)
+        return conversation_json(await run(set_metadata, owner, query.conversation_id, body.metadata or {}))
+
+    @routes.delete("/conversations/{conversation_id}")
+    async def delete(query: ConversationParameters) -> Json:
+        await run(_forget, memory(), query.to_namespace(), query.conversation_id)
+        return {"id": query.conversation_id, "object": "conversation.deleted", "deleted": True}
+
+
+def _add_items(routes: Routes, served: Served) -> None:
+    run, memory = served.side.run, partial(_memory, served)
+
+    async def items_of(query: ConversationParameters) -> Sequence[Item]:
+        return await run(memory().responses.items, query.to_namespace(), query.conversation_id)
+
+    @routes.get("/conversations/{conversation_id}/items")
+    async def items(query: ItemsParameters) -> Json:
+        return _page(await items_of(query), query)
+
+    @routes.post(
+        "/conversations/{conversation_id}/items",
+        example={"items": [{"type": "message", "role": "user", "content": "Hello!"}]},
+    )
+    async def add(http: HttpRequest, query: ConversationParameters, body: ItemsBody) -> Json:
+        items = await make_of_body(http, lambda: _whole(to_items(body.items)))
+        await run(memory().responses.add_items, one_owner(body, query), query.conversation_id, items)
+        return items_json(items, has_more=False)
+
+    @routes.get("/conversations/{conversation_id}/items/{item_id}")
+    async def item(query: ItemParameters) -> Json:
+        found = next((item for item in await items_of(query) if item["id"] == query.item_id), None)
+        if found is None:
+            raise NoSuchEntry("The conversation has no such item: list its items.")
+        return found
+
+    @routes.delete("/conversations/{conversation_id}/items/{item_id}")
+    async def delete(query: ItemParameters) -> Json:
+        """Answers with the conversation that it was in."""
+        responses, owner, conversation_id = memory().responses, query.to_namespace(), query.conversation_id
+        await run(responses.delete_item, owner, conversation_id, query.item_id)
+        return conversation_json(await run(responses.conversation, owner, conversation_id))
+
+
+def _memory(served: Served) -> Memory:
+    return require_memory(served.models.default.memory)
+
+
+def _response(memory: Memory, owner: str, response_id: str) -> dict[str, Json]:
+    return memory.responses.read(owner, response_id).data
+
+
+def _forget(memory: Memory, owner: str, conversation_id: str) -> None:
+    """With everything that was archived of it. Raises NoSuchEntry."""
+    memory.responses.conversation(owner, conversation_id)
+    memory.forget(owner, conversation_id)
+
+
+def _whole(items: list[Item]) -> list[Item]:
+    """Raises InvalidField for references, which would outlive what they refer to."""
+    if references(items):
+        raise InvalidField("items", "give the items themselves, not references to them.")
+    return items
+
+
+def _page(items: Sequence[Item], page: ItemsPage) -> dict[str, Json]:
+    """Every id once: a client goes on after the last one that it has seen. Raises InvalidField."""
+    by_id = {item["id"]: item for item in items}
+    ids = list(by_id) if page.order == "asc" else list(reversed(by_id))
+    if page.after is not None and page.after not in by_id:
+        raise InvalidField("after", "no item here has this id: leave it out to begin with the first.")
+    begin = ids.index(page.after) + 1 if page.after is not None else 0
+    shown = [by_id[item_id] for item_id in ids[begin : begin + page.limit]]
+    return items_json(shown, has_more=begin + len(shown) < len(ids))
