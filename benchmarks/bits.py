@@ -25,7 +25,7 @@ from emberkeep.engine.base import Exported, Outcome, Payload
 from emberkeep.engine.llamacpp.context import LlamaSettings, one_core_each
 from emberkeep.engine.llamacpp.engine import LlamaEngine
 from emberkeep.engine.llamacpp.model import LlamaModel
-from emberkeep.kv.store import CHUNK_TOKENS
+from emberkeep.kv.policy import CHUNK_TOKENS
 from emberkeep.runtime.parts import open_store
 from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.sched.parts import SchedulerSettings

@@ -19,8 +19,9 @@ from itertools import count
 import numpy as np
 
 from benchmarks.trace_file import BLOCK, Visit
-from emberkeep.kv.store import Budgets, KvStore, no_garbage_collection
-from emberkeep.kv.tree import Match
+from emberkeep.kv.lookups import Match
+from emberkeep.kv.store import Budgets, KvStore
+from emberkeep.kv.tree import no_garbage_collection
 from emberkeep.routing import Replica, RouteKeys, Routing
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.request import EXACT

@@ -17,9 +17,11 @@ import numpy as np
 from benchmarks.trace_file import BLOCK, Visit, read_trace
 from emberkeep.bench.report import BenchResult, Row, Table, ratios, series
 from emberkeep.bench.workspace import Workspace
+from emberkeep.kv.eviction import shrink_disk
+from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.policy import LOW_WATER
-from emberkeep.kv.tree import Chunk, ChunkKey, path_to
+from emberkeep.kv.tree import Chunk, path_to
 from emberkeep.types.request import EXACT
 
 _NEVER = 1 << 62
@@ -92,7 +94,7 @@ def _served(ledger: Ledger, visit: Visit, capacity: int) -> int:
         ledger.add(chunk, memoryview(b""))
         ledger.enter_file(chunk, 1)
     if ledger.disk.chunks > capacity:
-        ledger.shrink_disk(capacity * LOW_WATER, 0)
+        shrink_disk(ledger, capacity * LOW_WATER, 0)
     return place.position
 
 

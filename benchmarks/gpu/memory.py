@@ -12,7 +12,7 @@ from benchmarks.gpu.workload import GpuPlan
 from emberkeep.bench.report import Row, Table, percentile, ratios, series
 from emberkeep.engine.base import Engine
 from emberkeep.errors import TooLarge
-from emberkeep.kv.store import CHUNK_TOKENS
+from emberkeep.kv.policy import CHUNK_TOKENS
 from emberkeep.sched.admission import Admission, open_admission
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.events import Admitted

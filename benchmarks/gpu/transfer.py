@@ -11,7 +11,7 @@ from benchmarks.gpu.rig import Rig, fill, step
 from benchmarks.gpu.workload import GpuPlan
 from emberkeep.bench.report import Row, Table, ratios, series
 from emberkeep.engine.base import Engine, Payload, Rows
-from emberkeep.kv.store import CHUNK_TOKENS
+from emberkeep.kv.policy import CHUNK_TOKENS
 
 _GB = 1e9
 

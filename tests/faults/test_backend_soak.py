@@ -9,7 +9,7 @@ import pytest
 
 from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.kv.entries import Ghosts
+from emberkeep.kv.ghosts import Ghosts
 from emberkeep.types.events import Completed
 from emberkeep.types.request import Message, Request, Sampling, private_namespace
 from helpers.chance import times
@@ -26,7 +26,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda _: None)
     monkeypatch.setattr("emberkeep.kv.entries.MOST_ENTRIES", REMEMBERED)
     monkeypatch.setattr("emberkeep.kv.entries.CHANGES_LIMIT", REMEMBERED)
-    monkeypatch.setattr("emberkeep.kv.entries.Ghosts", lambda: Ghosts(REMEMBERED))
+    monkeypatch.setattr("emberkeep.kv.ghosts.Ghosts", lambda: Ghosts(REMEMBERED))
     monkeypatch.setattr("emberkeep.sched.timeline.REMEMBERED", REMEMBERED)
     monkeypatch.setattr("emberkeep.session.sessions._REMEMBERED", REMEMBERED)
     monkeypatch.setattr("emberkeep.session.volatility._REMEMBERED", REMEMBERED)

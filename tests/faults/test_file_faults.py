@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.kv.store import CHUNK_TOKENS
+from emberkeep.kv.policy import CHUNK_TOKENS
 from helpers.stored_chats import ask, cold, files_of, is_all_reused, start, store_folder
 
 Fault = Callable[[list[Path]], object]

@@ -17,8 +17,7 @@ import httpx
 from emberkeep.backend.local import LocalBackend
 from emberkeep.config.settings import Config
 from emberkeep.engine.fake import CHATML, FakeEngine
-from emberkeep.kv.policy import StoreClock
-from emberkeep.kv.store import KvStore
+from emberkeep.kv.policy import Keeping, StoreClock
 from emberkeep.types.request import Json
 from helpers.fake_backend import fake_backend
 from helpers.scheduling import PATIENCE, Unmeasured
@@ -94,8 +93,8 @@ def served(folder: Path, engine: FakeEngine | None = None, **settings: Json) -> 
     """`settings` are those of `Config`."""
     config = Config(data_dir=folder, **settings)
     engine, clock = engine or FakeEngine(), Clock()
-    timed = partial(KvStore, clock=partial(StoreClock, monotonic=clock, wall=clock))
-    with patch("emberkeep.runtime.parts.KvStore", timed):
+    timed = partial(Keeping, clock=partial(StoreClock, monotonic=clock, wall=clock))
+    with patch("emberkeep.runtime.parts.Keeping", timed):
         backend = fake_backend(config, engine, template=TEMPLATE)
     backend._store.costs.evaluate = Unmeasured()
     try:

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.kv.store import CHUNK_TOKENS, KvStore
+from emberkeep.kv.policy import CHUNK_TOKENS
+from emberkeep.kv.store import KvStore
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import EntryKind, Label
 from emberkeep.types.request import Lineage, private_namespace

@@ -42,7 +42,6 @@ NOT_ASKED_BY_THE_LOOP: dict[type, set[str]] = {
             "notice_forgotten",
             "follow",
             "transact",
-            "complete_load",
             "ram_room",
         ),
     },
@@ -317,7 +316,7 @@ def leaks(rig: Rig) -> list[str]:
     rig.scheduler.call(look).result(5)
     found += [] if no_pins(rig) else ["pins"]
     # Of a request that has failed some may still be under way.
-    found += [] if eventually(lambda: not rig.store._fetches) else ["fetches"]
+    found += [] if eventually(lambda: not len(rig.store.loading)) else ["fetches"]
     check_ledger(rig.store)
     return found
 

@@ -18,8 +18,8 @@ from emberkeep.engine.base import Engine, Rows
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError
 from emberkeep.kv.disk.chunk_files import ChunkFiles
-from emberkeep.kv.policy import Rate
-from emberkeep.kv.store import CHUNK_TOKENS, Budgets, KvStore
+from emberkeep.kv.policy import CHUNK_TOKENS, Keeping, Rate
+from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.sched.draft_model import LoadedDraft
 from emberkeep.sched.drafts import Corpus
 from emberkeep.sched.output import Ending
@@ -135,7 +135,9 @@ class Rig:
         """`corpus`, `draft`: where drafts come from; None: nothing is drafted."""
         self.engine = engine or FakeEngine(cells=1 << 15)
         files = ChunkFiles(folder, self.engine.fingerprint) if folder else None
-        self.store = KvStore(self.engine.fingerprint, Budgets(warm, cold), files, chunk_tokens=chunk_tokens)
+        self.store = KvStore(
+            self.engine.fingerprint, Budgets(warm, cold), files, keeping=Keeping(chunk_tokens=chunk_tokens)
+        )
         self.store.costs.evaluate = Unmeasured()
         draft_max = 8 if corpus is not None or draft is not None else 0
         settings = SchedulerSettings(parallel, prefill_slice, drain_s=drain_s, memory=memory, draft_max=draft_max)

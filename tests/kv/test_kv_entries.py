@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +56,8 @@ def opened(folder: Path | None, time: Time, **more) -> KvStore:
     files = ChunkFiles(folder, FINGERPRINT) if folder else None
     budgets = Budgets(more.pop("ram", PLENTY), more.pop("disk", PLENTY))
     clock = lambda saved: StoreClock(saved, monotonic=time, wall=time)  # noqa: E731
-    return KvStore(FINGERPRINT, budgets, files, clock=clock, **more)
+    keeping = replace(more.pop("keeping", Keeping()), clock=clock)
+    return KvStore(FINGERPRINT, budgets, files, keeping=keeping, **more)
 
 
 @pytest.fixture
@@ -193,7 +195,7 @@ def test_a_machine_whose_clock_jumps_loses_nothing(tmp_path, time):
         FINGERPRINT,
         Budgets(PLENTY, PLENTY),
         ChunkFiles(tmp_path, FINGERPRINT),
-        clock=lambda saved: StoreClock(saved, monotonic=monotonic, wall=wall),
+        keeping=Keeping(clock=lambda saved: StoreClock(saved, monotonic=monotonic, wall=wall)),
     )
     turn(store, LONG[:300], "travel")
     wall.pass_(1e9)

@@ -16,9 +16,9 @@ from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.disk.index import Index
 from emberkeep.kv.disk.unused_stores import UnusedStores
 from emberkeep.kv.entries import Entry, Tail
+from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.policy import Keeping, StoreClock
 from emberkeep.kv.store import Budgets, KvStore
-from emberkeep.kv.tree import ChunkKey
 from emberkeep.types.cache import EntryKind, Label
 from emberkeep.types.events import MissReason
 from emberkeep.types.request import Lineage, Ttl
@@ -65,8 +65,7 @@ def opened(
         fingerprint,
         Budgets(PLENTY, disk),
         files,
-        keeping=Keeping(expire=expire),
-        clock=lambda saved: StoreClock(saved, monotonic=time, wall=time),
+        keeping=Keeping(expire=expire, clock=lambda saved: StoreClock(saved, monotonic=time, wall=time)),
     )
 
 
@@ -337,8 +336,7 @@ def test_a_shorter_ttl_is_kept_to_from_the_next_start(tmp_path: Path, time: Time
             FINGERPRINT,
             Budgets(PLENTY, PLENTY),
             ChunkFiles(tmp_path, FINGERPRINT),
-            keeping=short,
-            clock=lambda saved: StoreClock(saved, monotonic=time, wall=time),
+            keeping=replace(short, clock=lambda saved: StoreClock(saved, monotonic=time, wall=time)),
         )
         again.close()
     assert found_in(tmp_path, ANN) == []

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from emberkeep.kv.eviction import shrink_disk
+from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.ledger import Ledger
-from emberkeep.kv.tree import Chunk, ChunkKey
+from emberkeep.kv.tree import Chunk
 from helpers.kv_building import ids
 
 LATER = 1000.0
@@ -26,7 +28,7 @@ def grown(ledger: Ledger, name: str, length: int, *, hits: int = 0) -> list[Chun
 def test_a_conversation_that_is_not_continued_goes_whole_before_the_end_of_one_that_is():
     ledger = Ledger()
     proven, alone = grown(ledger, "p", 3, hits=2), grown(ledger, "a", 5)
-    assert ledger.shrink_disk(3, 0) == alone[::-1]
+    assert shrink_disk(ledger, 3, 0) == alone[::-1]
     assert set(ledger.tree) == set(proven)
 
 
@@ -34,7 +36,7 @@ def test_what_has_expired_goes_before_what_is_worth_least():
     ledger = Ledger()
     (proven,), (fresh,) = grown(ledger, "p", 1, hits=5), grown(ledger, "f", 1)
     proven.expires = -1.0
-    assert ledger.shrink_disk(1, 0) == [proven]
+    assert shrink_disk(ledger, 1, 0) == [proven]
     assert fresh in ledger.tree
 
 
@@ -43,7 +45,7 @@ def test_a_chunk_that_is_stored_again_keeps_its_history_and_sets_the_rhythm():
     grown(ledger, "a", 1, hits=2)
     before = ledger.rhythm.lookups
     ledger.tick += 500
-    ledger.shrink_disk(0, 0)
+    shrink_disk(ledger, 0, 0)
     (back,) = grown(ledger, "a", 1)
     assert (back.hits, back.came_back) == (2, True)
     assert ledger.rhythm.lookups > before

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.ram_tier import RamTier, Tally
-from emberkeep.kv.tree import Chunk, ChunkKey, new_root
+from emberkeep.kv.tree import Chunk, new_root
 from helpers.kv_building import ids
 
 PAYLOAD = memoryview(bytes(10))

@@ -58,7 +58,6 @@ NEVER_FAIL = {
     (Engine, "improve"),
     (Engine, "rest"),
     (Engine, "step_seconds"),
-    (KvStore, "expires_in"),
     (KvStore, "read_into"),
     (KvStore, "resize_ram"),
     *((KvStore, name) for name in ("bring_in", "forget_here", "prefetch", "resumable", "share", "was_late")),

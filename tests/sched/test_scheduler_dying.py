@@ -137,7 +137,7 @@ def test_a_read_that_cannot_be_entered_is_noticed(stored, monkeypatch) -> None:
         told = rig.run(PROMPT)
         assert told.answer == reference(PROMPT)
         assert told.lookup.cold_tokens == 0
-        assert eventually(lambda: not rig.store._fetches)  # of others, which nobody waits for any more
+        assert eventually(lambda: not len(rig.store.loading))  # of others, which nobody waits for any more
         assert no_pins(rig)
 
 

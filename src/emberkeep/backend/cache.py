@@ -9,8 +9,9 @@ from dataclasses import replace
 from emberkeep.backend.verify import Verifier
 from emberkeep.chat.prompt import Prompt, PromptBuilder
 from emberkeep.errors import NoSuchEntry
+from emberkeep.kv.lookups import Peek
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.tree import Cursor, Peek, tokens_to
+from emberkeep.kv.tree import Cursor, tokens_to
 from emberkeep.sched.reuse import Reuse
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.session.conversation import Conversations

@@ -1,7 +1,7 @@
 """Answers for which tools run here that the client knows nothing of: it sees the answer.
 
-The model may search its memory (`search_memory`), and with `--server-tools safe` or `ask` use the server's own tools
-where the client has sent none. What it asked and was told stays in the conversation (`session/view.py`).
+The model may search its memory (`search_memory`), and with `--server-tools safe` or `ask` use the server's own
+tools where the client has sent none. What it asked and was told stays in the conversation (`session/view.py`).
 """
 
 from __future__ import annotations

@@ -9,11 +9,13 @@ from typing import NamedTuple
 from emberkeep.errors import StoreFailed
 from emberkeep.kv.disk.forgotten import Whose, of_user
 from emberkeep.kv.entries import Entry, EntryId, latest_tail, nameless
+from emberkeep.kv.eviction import drop_expired, has_expired
+from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.ledger import Ledger, Transact
 from emberkeep.kv.outline import outline
 from emberkeep.kv.remote.writer import StillElsewhere
 from emberkeep.kv.runs import Runs, gently
-from emberkeep.kv.tree import Chunk, ChunkKey, Cursor
+from emberkeep.kv.tree import Chunk, Cursor
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import CacheEntry, CacheTree, Removed
 from emberkeep.types.events import MissReason
@@ -105,7 +107,7 @@ class Catalogue:
         def look(ledger: Ledger) -> list[EntryId]:
             known = {entry_id: ledger.entries.get(entry_id) for entry_id in ids}
             is_gone = ledger.keeping.expire
-            return [id_ for id_, entry in known.items() if (ledger.expired(entry) if entry else is_gone)]
+            return [id_ for id_, entry in known.items() if (has_expired(ledger, entry) if entry else is_gone)]
 
         return self._transact(look)
 
@@ -143,7 +145,7 @@ class Catalogue:
 
         def change(ledger: Ledger) -> tuple[list[Chunk], int]:
             before = len(ledger.entries)
-            gone = ledger.drop_expired(list(ledger.tree))
+            gone = drop_expired(ledger, list(ledger.tree))
             ledger.entries.forget_empty()
             return gone, before - len(ledger.entries)
 

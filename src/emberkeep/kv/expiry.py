@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from emberkeep.kv.disk.index import LaterUses
 from emberkeep.kv.disk.tier import DiskTier
 from emberkeep.kv.entries import Entry, EntryId, latest_tail
+from emberkeep.kv.eviction import drop_expired, has_expired
+from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.ledger import Ledger, Transact
-from emberkeep.kv.tree import Chunk, ChunkKey, held_at
+from emberkeep.kv.tree import Chunk, held_at
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")
@@ -65,14 +68,14 @@ class Expiry:
         held = self._transact(_Held.copied)
         last = held.now + held.longest
         if too_long := [chunk for chunk in held.chunks if chunk.expires > last]:
-            self._transact(lambda ledger: ledger.bring_forward(too_long, last))
+            self._transact(lambda ledger: _bring_forward(ledger, too_long, last))
         chunks = [chunk for chunk in held.chunks if chunk.expires <= held.now and not chunk.is_pinned]
-        entries = self._transact(lambda ledger: [entry for entry in held.entries if ledger.expired(entry)])
+        entries = self._transact(lambda ledger: [entry for entry in held.entries if has_expired(ledger, entry)])
         pinned, theirs = self._used_elsewhere(chunks, entries)
         entries = [entry for entry in entries if entry.id not in theirs]
-        self._transact(lambda ledger: ledger.forget_expired(entries))
+        self._transact(lambda ledger: _forget_expired(ledger, entries))
         gone = sum(self._drop_some(chunks[at : at + _AT_ONCE], pinned) for at in range(0, len(chunks), _AT_ONCE))
-        self._transact(Ledger.drop_expired_orphans)
+        self._transact(_drop_expired_orphans)
         return gone
 
     def _used_elsewhere(
@@ -91,7 +94,7 @@ class Expiry:
             return set(), set()
 
         def learn(ledger: Ledger) -> set[ChunkKey]:
-            ledger.put_off(later)
+            _put_off(ledger, later)
             tails = [latest_tail(entry, ledger.tree.by_key) for entry in later.pinned]
             return {chunk.key for tail in tails if tail for chunk in held_at(tail)}
 
@@ -99,7 +102,7 @@ class Expiry:
 
     def _drop_some(self, chunks: Sequence[Chunk], pinned: set[ChunkKey]) -> int:
         def drop(ledger: Ledger) -> int:
-            gone = len(ledger.drop_expired(chunks, pinned))
+            gone = len(drop_expired(ledger, chunks, pinned))
             ledger.counters.expired_evictions += gone
             ledger.entries.forget_empty()
             return gone
@@ -114,3 +117,40 @@ class Expiry:
         if deletions != self._erased_at or self._disk.files.has_undated:
             self._disk.erase()
             self._erased_at = deletions
+
+
+def _forget_expired(ledger: Ledger, entries: Iterable[Entry]) -> int:
+    """Forget what those of `entries` are called that have expired; what of them is wanted by others stays,
+    without their names. Returns how many."""
+    gone = [entry for entry in entries if ledger.entries.get(entry.id) is entry and has_expired(ledger, entry)]
+    for entry in gone:
+        ledger.entries.forget(entry)
+        ledger.on_delete({entry.lineage.owner})
+    ledger.deletions += len(gone)
+    return len(gone)
+
+
+def _drop_expired_orphans(ledger: Ledger) -> None:
+    """Let files go that wait for their parent and are not wanted any more."""
+    now = ledger.clock.now()
+    for row in [row for row in ledger.orphans if row.expires <= now]:
+        ledger.orphans.take(row.parent, row.key)
+        ledger.discard_file(row.key, row.bytes)
+        ledger.deletions += 1
+
+
+def _put_off(ledger: Ledger, later: LaterUses) -> None:
+    """Other processes on the folder have used chunks and entries, too."""
+    for key, expires in later.expires.items():
+        if chunk := ledger.tree.get(key):
+            chunk.expires = max(chunk.expires, expires)
+    for id_, used_at in later.used_at.items():
+        if entry := ledger.entries.get(id_):
+            entry.used_at = max(entry.used_at, used_at)
+
+
+def _bring_forward(ledger: Ledger, chunks: Iterable[Chunk], expires: float) -> None:
+    """No chunk is wanted for longer than the longest TTL that there is now."""
+    for chunk in chunks:
+        chunk.expires = min(chunk.expires, expires)
+        ledger.entries.changes.used[chunk.key] = chunk

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from heapq import heapify, heappop, heappush
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import asdict
 from typing import Any, Protocol, TypeVar
 
 from emberkeep.kv.content import ContentIndex
-from emberkeep.kv.disk.index import ChunkRow, LaterUses
-from emberkeep.kv.entries import Entries, Entry, UnsavedChanges, Uses, ghost_of
-from emberkeep.kv.policy import LOW_WATER, Keeping, Rhythm, StoreClock, StoreCounters, WriteBudget, worth_writing
+from emberkeep.kv.disk.index import ChunkRow
+from emberkeep.kv.entries import Entries, Entry, Unsaved
+from emberkeep.kv.ghosts import ghost_of
+from emberkeep.kv.keys import ROOT, ChunkKey
+from emberkeep.kv.orphans import Orphans, _row_of
+from emberkeep.kv.policy import Keeping, Rhythm, StoreCounters, WriteBudget, worth_writing
 from emberkeep.kv.ram_tier import RamTier, Tally
-from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, RadixTree, held_at, sibling_with
+from emberkeep.kv.tree import Chunk, Cursor, RadixTree, held_at, sibling_with
 from emberkeep.types.cache import Label
 from emberkeep.types.events import MissReason
 from emberkeep.types.request import Lineage, Ttl
@@ -45,15 +48,6 @@ class DiskUsage:
     """Files that nothing leads to any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unsaved:
-    """What the index is to be told."""
-
-    changes: UnsavedChanges
-    uses: list[tuple[ChunkKey, Uses]]
-    meta: dict[str, Any]
-
-
 class Ledger:
     """The tree, the RAM tier, the entries, and which files there are."""
 
@@ -62,11 +56,10 @@ class Ledger:
         keeping: Keeping | None = None,
         ram_budget: int = sys.maxsize,
         counters: StoreCounters | None = None,
-        clock: StoreClock | None = None,
     ) -> None:
         self.keeping = keeping or Keeping()
         self.counters = counters or StoreCounters()
-        self.clock = clock or StoreClock()
+        self.clock = self.keeping.clock(None)
         self.writes = WriteBudget(self.keeping.writes_per_day)
         self.rhythm = Rhythm()
         self.tick = 0
@@ -338,10 +331,6 @@ class Ledger:
         self.entries.end_before({chunk.key: chunk for chunk in gone})
         return gone
 
-    def forget_all(self, users: Iterable[Container[str]]) -> None:
-        for whose in users:
-            self.forget(whose)
-
     def forget(self, whose: Container[str], *, files_stay: bool = False) -> None:
         """Drop everything of these owners, traces included.
 
@@ -361,105 +350,10 @@ class Ledger:
     def shrink_ram(self) -> None:
         """Bring RAM under its budget."""
         before = self.ram.tally.bytes
-        count = self.ram.shrink(self._worth, lambda chunk: self.drop(chunk, MissReason.EVICTED))
+        count = self.ram.shrink(self.worth, lambda chunk: self.drop(chunk, MissReason.EVICTED))
         self.counters.warm_evictions += count
         if count:
             log.debug("warm: %d chunks are evicted, %d bytes", count, before - self.ram.tally.bytes)
-
-    def evict(self, room: int, most_files: int, newcomer: Chunk | None) -> int:
-        """Drop chunks on disk until all files that are known fit into `room` bytes, down to the low-water mark;
-        likewise for their number. Nothing while they fit; returns how many were dropped."""
-        now = self.clock.now()
-        allowed = room - self.to_remove_bytes - self.orphans.bytes
-        target = allowed * LOW_WATER if self.disk.bytes > allowed else allowed
-        most = int(most_files * LOW_WATER) if self.disk.chunks >= most_files else most_files
-        victims = self.shrink_disk(target, now, newcomer, most_chunks=most)
-        expired = sum(chunk.expires <= now for chunk in victims)
-        self.counters.expired_evictions += expired
-        self.counters.cold_evictions += len(victims) - expired
-        if victims and log.isEnabledFor(logging.DEBUG):
-            size = sum(chunk.bytes for chunk in victims)
-            log.debug("cold: %d chunks are evicted, %d of them expired, %d bytes", len(victims), expired, size)
-        return len(victims)
-
-    def shrink_disk(
-        self, target: float, now: float, newcomer: Chunk | None = None, *, most_chunks: int = sys.maxsize
-    ) -> list[Chunk]:
-        """Drop leaves that no lookup uses and that are not pinned, expired ones first, then by worth, down to
-        `target` bytes and `most_chunks`.
-
-        With a `newcomer`, only what is worth less than it goes. A parent that becomes a leaf is weighed with the
-        rest. Returns what was dropped.
-        """
-        victims: list[Chunk] = []
-        if self.disk.bytes <= target and self.disk.chunks <= most_chunks:
-            return victims
-
-        def ranked(chunk: Chunk) -> tuple[bool, float, ChunkKey, Chunk]:
-            return chunk.expires > now, self._worth(chunk), chunk.key, chunk
-
-        limit = (True, self._worth(newcomer)) if newcomer else (True, float("inf"))
-        heap = [ranked(chunk) for chunk in self.tree if chunk.on_disk and chunk.may_go]
-        heapify(heap)
-        while heap and heap[0][:2] < limit and (self.disk.bytes > target or self.disk.chunks > most_chunks):
-            is_wanted, _, _, chunk = heappop(heap)
-            victims.append(chunk)
-            self.drop(chunk, MissReason.EVICTED if is_wanted else MissReason.EXPIRED)
-            parent = chunk.parent
-            if parent and not parent.is_root and parent.on_disk and parent.may_go:
-                heappush(heap, ranked(parent))
-        return victims
-
-    def drop_expired(self, chunks: Iterable[Chunk], but: Container[ChunkKey] = ()) -> list[Chunk]:
-        """Drop those of `chunks` that are not wanted any more, and what they grow from, leaves first. Returns what
-        was dropped."""
-        now = self.clock.now()
-        victims: list[Chunk] = []
-        for end in chunks:
-            chunk: Chunk | None = end
-            while chunk and not chunk.is_root and chunk in self.tree and chunk.expires <= now and chunk.may_go:
-                if chunk.key in but:
-                    break
-                victims += self.drop(chunk, MissReason.EXPIRED)
-                chunk = chunk.parent
-        return victims
-
-    def drop_expired_orphans(self) -> None:
-        """Let files go that wait for their parent and are not wanted any more."""
-        now = self.clock.now()
-        for row in [row for row in self.orphans if row.expires <= now]:
-            self.orphans.take(row.parent, row.key)
-            self.discard_file(row.key, row.bytes)
-            self.deletions += 1
-
-    def expired(self, entry: Entry) -> bool:
-        """No request has wanted it for its TTL, and it is not pinned."""
-        return not entry.is_pinned and entry.used_at + self.keeping.ttl[entry.ttl] <= self.clock.now()
-
-    def forget_expired(self, entries: Iterable[Entry]) -> int:
-        """Forget what those of `entries` are called that have expired; what of them is wanted by others stays,
-        without their names. Returns how many."""
-        gone = [entry for entry in entries if self.entries.get(entry.id) is entry and self.expired(entry)]
-        for entry in gone:
-            self.entries.forget(entry)
-            self.on_delete({entry.lineage.owner})
-        self.deletions += len(gone)
-        return len(gone)
-
-    def put_off(self, later: LaterUses) -> None:
-        """Other processes on the folder have used chunks and entries, too."""
-        for key, expires in later.expires.items():
-            if chunk := self.tree.get(key):
-                chunk.expires = max(chunk.expires, expires)
-        for id_, used_at in later.used_at.items():
-            if entry := self.entries.get(id_):
-                entry.used_at = max(entry.used_at, used_at)
-
-    def bring_forward(self, chunks: Iterable[Chunk], expires: float) -> None:
-        """No chunk is wanted for longer than the longest TTL that there is now."""
-        for chunk in chunks:
-            chunk.expires = min(chunk.expires, expires)
-            self.entries.changes.used[chunk.key] = chunk
 
     def discard_file(self, key: ChunkKey, size: int) -> None:
         """There is a file that nothing here leads to: it is to be removed. It counts until it is gone."""
@@ -486,12 +380,32 @@ class Ledger:
     def put_back(self, unsaved: Unsaved) -> None:
         self.entries.put_back(unsaved.changes)
 
+    def stats(self, side_bytes: int) -> dict[str, Any]:
+        """Cheap: nothing is walked. `side_bytes`: that lie beside the files of chunks."""
+        counters = self.counters
+        return {
+            "lookups": counters.lookups,
+            "inserted_chunks": counters.inserted_chunks,
+            "entries": len(self.entries),
+            "ghosts": len(self.entries.ghosts),
+            "evictions": counters.evictions(),
+            "warm": {**asdict(self.ram.tally), "read_seconds": round(counters.import_seconds, 6)},
+            "cold": {
+                **asdict(self.disk),
+                **counters.reads(),
+                "other_bytes": self.disk_bytes - self.disk.bytes + side_bytes,
+                "written_today_bytes": self.writes.spent,
+                "daily_write_budget": self.writes.limit,
+                "unwritten_chunks": len(self.unwritten),
+            },
+        }
+
     # ── inside ──
 
     def wanted_until(self, ttl: Ttl) -> float:
         return self.clock.now() + self.keeping.ttl[ttl]
 
-    def _worth(self, chunk: Chunk) -> float:
+    def worth(self, chunk: Chunk) -> float:
         return self.keeping.worth(chunk, self.tick, self.rhythm.lookups)
 
     def _enter(self, chunk: Chunk) -> None:
@@ -530,70 +444,3 @@ class Ledger:
         self.tick = max(self.tick, row.last_used)
         self.enter_file(chunk, row.bytes)
         self._enter(chunk)
-
-
-class Orphans:
-    """Files on disk by the parent without which no lookup can reach them."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._below: dict[ChunkKey, dict[ChunkKey, ChunkRow]] = {}
-        self._lost: set[ChunkKey] = set()
-        """Those parents that were lost since the store was opened, and may well be computed again."""
-
-    def __iter__(self) -> Iterator[ChunkRow]:
-        return (row for rows in self._below.values() for row in rows.values())
-
-    def below(self, chunks: Container[ChunkKey]) -> list[ChunkRow]:
-        """Those whose parent is among `chunks`."""
-        return [row for parent, rows in self._below.items() if parent in chunks for row in rows.values()]
-
-    def parents(self, chunks: Container[ChunkKey], *, lost_ones_too: bool) -> list[ChunkKey]:
-        """Parents of orphans. Without `lost_ones_too`, only those that are neither in `chunks` nor lost."""
-        if lost_ones_too:
-            return list(self._below)
-        return [key for key in self._below if key not in self._lost and key not in chunks]
-
-    def add(self, row: ChunkRow, *, is_lost: bool = False) -> None:
-        """`is_lost`: its parent may well be computed again."""
-        rows = self._below.setdefault(row.parent, {})
-        if row.key not in rows:
-            rows[row.key] = row
-            self.bytes += row.bytes
-        if is_lost:
-            self._lost.add(row.parent)
-
-    def take(self, parent: ChunkKey, key: ChunkKey) -> ChunkRow | None:
-        """One that waited for its parent, if it did."""
-        rows = self._below.get(parent, {})
-        row = rows.pop(key, None)
-        if row is not None:
-            self.bytes -= row.bytes
-            if not rows:
-                self._forget(parent)
-        return row
-
-    def take_all(self, parent: ChunkKey) -> list[ChunkRow]:
-        """Those that waited for it."""
-        rows = self._below.get(parent)
-        if rows is None:
-            return []
-        self.bytes -= sum(row.bytes for row in rows.values())
-        self._forget(parent)
-        return list(rows.values())
-
-    def drop(self, missing: Container[ChunkKey]) -> None:
-        """Their files are not there either."""
-        for row in [row for row in self if row.key in missing]:
-            self.take(row.parent, row.key)
-
-    def _forget(self, parent: ChunkKey) -> None:
-        del self._below[parent]
-        self._lost.discard(parent)
-
-
-def _row_of(chunk: Chunk) -> ChunkRow:
-    assert chunk.parent is not None
-    place = (chunk.key, str(chunk.lineage), chunk.parent.key, chunk.take, chunk.start)
-    uses = (chunk.bytes, chunk.last_used, chunk.hits, chunk.expires)
-    return ChunkRow(0, *place, chunk.tokens, chunk.sampled, chunk.made, *uses)

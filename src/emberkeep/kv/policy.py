@@ -14,6 +14,7 @@ from emberkeep.kv.tree import Chunk, Segment
 from emberkeep.types.request import Ttl
 from emberkeep.values import dataclass
 
+CHUNK_TOKENS = 128
 LOW_WATER = 0.99
 """Eviction goes down to this share of a budget: a hundred chunks are looked at for each that comes, in 0.1 ms."""
 
@@ -70,24 +71,6 @@ def worth_writing(chunk: Chunk, spent_today: int, budget: int | None) -> bool:
     is_proven = chunk.hits > 0
     within = budget is None or spent_today + chunk.bytes <= budget
     return is_proven or (within and not chunk.was_written)
-
-
-@dataclass(frozen=True, slots=True)
-class Keeping:
-    """How long things are kept, and where."""
-
-    ttl: Mapping[Ttl, float] = field(
-        default_factory=lambda: {Ttl.SHORT: 300.0, Ttl.LONG: 3600.0, Ttl.EXTENDED: 86_400.0}
-    )
-    """Seconds after the last use."""
-    cold_after: int = 4
-    """Turns of its conversation after which a branch that was left alone leaves RAM."""
-    writes_per_day: int | None = None
-    """Bytes."""
-    worth: Worth = worth
-    """What goes first when room is short."""
-    expire: bool = False
-    """What has outlived its TTL is deleted (`kv/expiry.py`); else it goes first when room is short."""
 
 
 # ── load or recompute: both costs are measured while serving, not assumed ──
@@ -236,6 +219,28 @@ class StoreClock:
 
     def saved(self) -> Saved:
         return Saved(self.now(), self._wall())
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """How long things are kept, and where."""
+
+    ttl: Mapping[Ttl, float] = field(
+        default_factory=lambda: {Ttl.SHORT: 300.0, Ttl.LONG: 3600.0, Ttl.EXTENDED: 86_400.0}
+    )
+    """Seconds after the last use."""
+    cold_after: int = 4
+    """Turns of its conversation after which a branch that was left alone leaves RAM."""
+    writes_per_day: int | None = None
+    """Bytes."""
+    worth: Worth = worth
+    """What goes first when room is short."""
+    expire: bool = False
+    """What has outlived its TTL is deleted (`kv/expiry.py`); else it goes first when room is short."""
+    clock: Callable[[Saved | None], StoreClock] = StoreClock
+    """Makes the clock of a store, from what an earlier process has saved of it."""
+    chunk_tokens: int = CHUNK_TOKENS
+    """The size of what is stored from now on; what is there already is found whatever its size."""
 
 
 @dataclass(slots=True)

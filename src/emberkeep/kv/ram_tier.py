@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 
+from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.policy import LOW_WATER
-from emberkeep.kv.tree import Chunk, ChunkKey
+from emberkeep.kv.tree import Chunk
 from emberkeep.values import dataclass
 
 

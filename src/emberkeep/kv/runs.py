@@ -20,7 +20,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, path_to
+from emberkeep.kv.keys import ChunkKey
+from emberkeep.kv.tree import Chunk, Cursor, path_to
 
 T = TypeVar("T")
 Ints = npt.NDArray[np.int64]

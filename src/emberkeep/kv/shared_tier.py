@@ -10,7 +10,8 @@ from concurrent.futures import Future
 from dataclasses import field
 from typing import Protocol
 
-from emberkeep.kv.tree import Chunk, ChunkKey
+from emberkeep.kv.keys import ChunkKey
+from emberkeep.kv.tree import Chunk
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.request import Lineage
 from emberkeep.values import dataclass

@@ -6,58 +6,49 @@ the store's own threads. Failing disks make the store smaller, never a request f
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
-from math import inf
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from emberkeep.kv.catalogue import Catalogue
-from emberkeep.kv.content import Moved, to_pieces
 from emberkeep.kv.disk.chunk_files import ChunkFiles
+from emberkeep.kv.disk.forgetter import Forgetter
 from emberkeep.kv.disk.forgotten import Whose, of_user
-from emberkeep.kv.disk.tier import DiskSettings, DiskTier, Forgetter
-from emberkeep.kv.disk.transfers import Fetch, Fetched, FetchState
+from emberkeep.kv.disk.tier import DiskSettings, DiskTier
+from emberkeep.kv.disk.transfers import Fetch, FetchState
 from emberkeep.kv.drafts.corpus import TokenCorpus
 from emberkeep.kv.entries import Entry
 from emberkeep.kv.expiry import Expiry
 from emberkeep.kv.holders import Holders
+from emberkeep.kv.keys import ChunkKey, Span, forget_lineages
 from emberkeep.kv.ledger import Ledger
-from emberkeep.kv.policy import CostModel, Keeping, Saved, StoreClock, StoreCounters, WriteBudget
+from emberkeep.kv.loading import Loading
+from emberkeep.kv.lookups import StoreLookups
+from emberkeep.kv.policy import CostModel, Keeping, Saved, StoreCounters, WriteBudget
 from emberkeep.kv.shared_tier import Arrival, NotShared, SharedTier
-from emberkeep.kv.text_walk import Replayed, chunks_along, stored_ids
+from emberkeep.kv.text_walk import chunks_along
 from emberkeep.kv.tree import (
     Chunk,
-    ChunkKey,
     Cursor,
     Made,
-    Match,
-    Peek,
-    RadixTree,
-    Segment,
-    Span,
-    forget_lineages,
     held_at,
-    last_snapshot,
     new_chunk,
-    path_to,
+    no_garbage_collection,
     tail_inside,
 )
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import Label
-from emberkeep.types.events import MissReason
-from emberkeep.types.request import SHARED, Approximation, Lineage, Ttl
+from emberkeep.types.request import SHARED, Lineage, Ttl
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")
 
-CHUNK_TOKENS = 128
 _PATIENCE_S = 60.0
 
 _NO_TOKENS = np.empty(0, np.int32)
@@ -74,7 +65,7 @@ class Budgets:
     """For all stores under the same root together."""
 
 
-class KvStore:
+class KvStore(StoreLookups):
     """Without `files` everything lives in RAM only. Safe to use from any thread."""
 
     def __init__(
@@ -85,28 +76,24 @@ class KvStore:
         *,
         shared: Callable[[KvStore, int, Path | None], SharedTier] | None = None,
         keeping: Keeping | None = None,
-        chunk_tokens: int = CHUNK_TOKENS,
         about: Mapping[str, Any] | None = None,
-        clock: Callable[[Saved | None], StoreClock] = StoreClock,
-        beside: Callable[[], None] | None = None,
         holders: Holders | None = None,
     ) -> None:
-        """`chunk_tokens`: of what is stored from now on; what is there already is found whatever it has. `about`
-        is written into the store's folder, for people and tools that come without the model. `shared` opens the
-        tier that other hosts share, for this store, of so many bytes a prompt, with notes in that folder; the tier
-        belongs to the store. `beside`: what else a sweep does. `holders`: who else holds what its users sent; it
-        joins them."""
+        """`about` is written into the store's folder, for people and tools that come without the model.
+        `shared` opens the tier that other hosts share, for this store, of so many bytes a prompt, with notes in
+        that folder; the tier belongs to the store. `holders`: who else holds what its users sent; it joins them."""
         self.fingerprint = fingerprint
         self.costs = CostModel()
         self.counters = StoreCounters()
         self.keeping = keeping or Keeping()
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens = self.keeping.chunk_tokens
         self._budgets = budgets
-        self._beside = beside
+        self.beside: Callable[[], None] = lambda: None
+        """What else a sweep does."""
         self._lock = threading.Lock()
-        self._ledger = Ledger(self.keeping, budgets.ram, self.counters, clock(None))
+        self._ledger = Ledger(self.keeping, budgets.ram, self.counters)
         self._fits_engine = True
-        self._fetches: dict[ChunkKey, Fetch] = {}
+        self.loading = Loading(self.transact, self.counters, self.costs)
         self._forgetter = Forgetter(files, self.transact)
         self.corpus = TokenCorpus(self.transact)
         self._ledger.on_delete = self.corpus.forget
@@ -115,7 +102,7 @@ class KvStore:
         self._disk: DiskTier | None = None
         if files is not None:
             try:
-                self._disk = self._open(files, clock, {"fingerprint": fingerprint, **(about or {})})
+                self._disk = self.loading.disk = self._open(files, {"fingerprint": fingerprint, **(about or {})})
             except BaseException:
                 files.close()
                 raise
@@ -132,15 +119,13 @@ class KvStore:
         if self._disk is not None:
             self._disk.files.buffers.allocate = allocate
 
-    def _open(
-        self, files: ChunkFiles, clock: Callable[[Saved | None], StoreClock], about: Mapping[str, Any]
-    ) -> DiskTier:
+    def _open(self, files: ChunkFiles, about: Mapping[str, Any]) -> DiskTier:
         ledger = self._ledger
         with no_garbage_collection():  # it would look at a hundred thousand new objects again and again
             rows, damaged = files.open_rows()
             notes = files.index.notes()
             if "clock" in notes.meta:
-                ledger.clock = clock(Saved(notes.meta["clock"], notes.meta["wall"]))
+                ledger.clock = self.keeping.clock(Saved(notes.meta["clock"], notes.meta["wall"]))
             ledger.adopt(rows)
         day, written = notes.meta.get("write_day", 0), notes.meta.get("written", 0)
         ledger.writes = WriteBudget(self.keeping.writes_per_day, day, written)
@@ -150,7 +135,9 @@ class KvStore:
         self.counters.damaged_chunks += damaged
         settings = DiskSettings(self._budgets.disk, self._budgets.ram // 16, about, self.keeping.expire)
         largest = max((row.bytes for row in rows), default=0)
-        return DiskTier(files, self, self._forgetter, self.counters, settings, largest)
+        return DiskTier(
+            files, self.transact, self.loading.complete, self._forgetter, self.counters, settings, largest
+        )
 
     def follow(self, fingerprint: bytes) -> None:
         """The engine computes with `fingerprint` from now on, and holds nothing that it computed before.
@@ -159,11 +146,6 @@ class KvStore:
         """
         with self._lock:
             self._fits_engine = fingerprint == self.fingerprint
-
-    @property
-    def fits_engine(self) -> bool:
-        """Whether what the engine computes now may be stored here."""
-        return self._fits_engine
 
     @property
     def shares_more(self) -> bool:
@@ -181,67 +163,6 @@ class KvStore:
             return change(self._ledger)
 
     # ── lookup ──
-
-    def match(self, lineage: Lineage, tokens: TokenArray, *, snapshots: bool = False) -> Match:
-        """The longest verified prefix of `tokens`; with `snapshots`, its part up to the last of these.
-
-        Never blocks on disk.
-        """
-        with self._lock:
-            self._ledger.tick += 1
-            self.counters.lookups += 1
-            cursor = self._deepest(self._tree.origin(lineage), tokens)
-            snapshot = last_snapshot(cursor, len(tokens)) if snapshots else None
-            segments = path_to(cursor)
-            if snapshots:
-                end = snapshot.start if snapshot else 0
-                segments = tuple(Segment(s.chunk, s.start, min(s.end, end)) for s in segments if s.start < end)
-            match = Match(cursor, segments, snapshot)
-            late = self._ledger.acquire(match.chunks)
-        self._store_late(late)
-        return match
-
-    def match_elsewhere(
-        self, lineage: Lineage, tokens: TokenArray, begin: int, approximation: Approximation
-    ) -> tuple[Moved, ...]:
-        """Passages of `tokens` at or after `begin` that are stored at other places, in order and disjoint.
-
-        Never blocks on disk. The first call looks at everything that is stored.
-        """
-        with self._lock:
-            if not self._fits_engine:
-                return ()
-            found = self._ledger.content.find(lineage.owner, tokens, begin, approximation.sinks)
-            pieces = to_pieces(found, approximation)
-            late = self._ledger.acquire([chunk for piece in pieces for chunk in piece.chunks])
-        self._store_late(late)
-        return pieces
-
-    def peek(self, lineage: Lineage, tokens: TokenArray, *, snapshots: bool) -> Peek:
-        """What `match` would find; nothing is used or pinned by looking."""
-        with self._lock:
-            cursor = self._deepest(self._tree.origin(lineage), tokens)
-            segments = path_to(cursor)
-            snapshot = last_snapshot(cursor, len(tokens)) if snapshots else None
-            end = (snapshot.start if snapshot else 0) if snapshots else cursor.position
-            spans = tuple(
-                (s.start, min(s.end, end), s.chunk.payload is not None) for s in segments if s.start < end
-            )
-            return Peek(cursor, end, spans)
-
-    def peek_elsewhere(
-        self, lineage: Lineage, tokens: TokenArray, begin: int, approximation: Approximation
-    ) -> int:
-        """How many tokens `match_elsewhere` would find."""
-        with self._lock:
-            if not self._fits_engine:
-                return 0
-            found = self._ledger.content.find(lineage.owner, tokens, begin, approximation.sinks)
-        return sum(piece.end - piece.start for piece in to_pieces(found, approximation))
-
-    def resumable(self, lineage: Lineage, tokens: TokenArray) -> int:
-        """Up to where the last snapshot of `tokens` was taken."""
-        return self.peek(lineage, tokens, snapshots=True).tokens
 
     def touch(self, label: Label, lineage: Lineage, tokens: TokenArray, *, snapshots: bool) -> bool:
         """Bring a prefix into RAM and want it for another TTL; False when it is not stored whole.
@@ -268,46 +189,6 @@ class KvStore:
     def other_model(self, sources: Sequence[str]) -> str | None:
         """The name of a model whose own store holds something that begins with the same text. Blocks on disk."""
         return self._disk.files.other_model(sources) if self._disk else None
-
-    def release(self, match: Match | Moved) -> None:
-        """Unpin. Must be called exactly once per match; when it raises, nothing was unpinned."""
-        chunks = match.chunks
-        with self._lock:
-            for chunk in chunks:
-                chunk.pins -= 1
-            try:
-                self._ledger.shrink_ram()
-            except Exception:  # the next lookup makes room
-                log.exception("cannot make room in RAM")
-
-    def why_gone(self, cursor: Cursor, tokens: TokenArray) -> MissReason | None:
-        """Why nothing follows `cursor` though it once did, if that is so."""
-        with self._lock:
-            ghost = self._ledger.entries.ghosts.after(self.fingerprint, cursor, tokens)
-            return ghost.reason if ghost else None
-
-    def stored_after(self, cursor: Cursor) -> TokenArray:
-        """Up to a chunk of what the store holds after `cursor`, to explain where a prompt diverged."""
-        with self._lock:
-            rest = cursor.chunk.tokens[cursor.used :]
-            if len(rest):
-                return rest
-            seen = (child for child in cursor.chunk.children() if cursor.sees(child) and not child.is_snapshot)
-            latest = max(seen, key=lambda child: child.last_used, default=None)
-            return rest if latest is None else latest.tokens
-
-    def replay(
-        self,
-        cursor: Cursor,
-        text: bytes,
-        start: int,
-        borders: Set[int],
-        pieces: Sequence[bytes],
-        specials: Set[int] = frozenset(),
-    ) -> Replayed:
-        """The ids stored after `cursor` for `text[start:end]`, and that end, one of `borders`."""
-        with self._lock:
-            return stored_ids(cursor, text, start, borders, pieces, specials)
 
     def refresh(self) -> None:
         """Learn what other processes stored, and which users they forgot. Reads the index: call it outside the
@@ -336,9 +217,9 @@ class KvStore:
             roots = {lineage.owner, SHARED}
             origins = [Cursor(self._tree.root(root), 0, lineage) for root in roots]
             likely = [chunk for origin in origins for chunk in chunks_along(origin, text, pieces)]
-            missing = [chunk for chunk in likely if chunk.payload is None and chunk.key not in self._fetches]
+            missing = [chunk for chunk in likely if chunk.payload is None and chunk.key not in self.loading]
             for chunk in missing:
-                self._start_fetch(chunk)
+                self.loading.begin(chunk)
             return {chunk.key for chunk in missing}
 
     def prefetch(self, lineage: Lineage, tokens: TokenArray) -> None:
@@ -364,7 +245,7 @@ class KvStore:
                 return Fetch(chunk, FetchState.READY)
             if chunk not in self._tree:
                 return Fetch(chunk, FetchState.GONE)
-            fetch = self._start_fetch(chunk)
+            fetch = self.loading.begin(chunk)
             fetch.waiting.append(notify)
             return fetch
 
@@ -381,30 +262,6 @@ class KvStore:
             self._ledger.lose(chunk, is_there=is_there)
 
     # ── storing ──
-
-    def origin(self, lineage: Lineage) -> Cursor:
-        with self._lock:
-            return self._tree.origin(lineage)
-
-    def advance(self, cursor: Cursor, tokens: TokenArray) -> Cursor:
-        """Move `cursor` along everything already stored for `tokens`."""
-        with self._lock:
-            return self._deepest(cursor, tokens)
-
-    def growth_point(self, cursor: Cursor) -> Cursor:
-        """Where the next chunk should begin: at `cursor`, or earlier if it ends an unshared tail.
-
-        A tail is replaced by a chunk that contains it, so that long conversations stay in few files.
-        """
-        chunk = cursor.chunk
-        with self._lock:
-            at_end = cursor.used == len(chunk.tokens)
-            is_theirs = chunk.lineage == cursor.lineage
-            is_tail = not chunk.is_fork and len(chunk.tokens) < self.chunk_tokens
-            if at_end and is_theirs and is_tail and chunk.is_leaf:
-                assert chunk.parent is not None
-                return cursor.moved(chunk.parent, chunk.take)
-            return cursor
 
     def insert(
         self,
@@ -457,11 +314,6 @@ class KvStore:
         chunk.expires = self.transact(lambda ledger: ledger.wanted_until(Ttl.LONG))
         self._shared.offer_loose(chunk)
 
-    def has_snapshot(self, cursor: Cursor) -> bool:
-        with self._lock:
-            found = last_snapshot(cursor, cursor.position)
-            return found is not None and found.start == cursor.position
-
     def insert_snapshot(self, cursor: Cursor, payload: memoryview, made: Made = Made.UNKNOWN) -> Chunk | None:
         """Add the state at exactly `cursor`; None, where there is one, or no room for it."""
         chunk = new_chunk(self.fingerprint, cursor, _NO_TOKENS, len(payload), made)
@@ -497,8 +349,7 @@ class KvStore:
         self.notice_forgotten()
         if self._expiry:
             self._expiry.sweep()
-        if self._beside:
-            self._beside()
+        self.beside()
         with self._lock:
             idle = self._ledger.ram.free_expired(self._ledger.clock.now())
             self.counters.cooled_when_idle += idle
@@ -507,17 +358,6 @@ class KvStore:
         if self._disk:
             self._disk.wake()
         return idle
-
-    def expires_in(self) -> float:
-        """Seconds until something has outlived its TTL that has not yet; infinite where nothing does."""
-
-        def look(ledger: Ledger) -> float:
-            ttl, now = self.keeping.ttl, ledger.clock.now()
-            ends = [entry.used_at + ttl[entry.ttl] for entry in ledger.entries]
-            ends += [chunk.expires for chunk in ledger.tree]
-            return min((end - now for end in ends if end > now), default=inf)
-
-        return self.transact(look)
 
     # ── life ──
 
@@ -555,89 +395,16 @@ class KvStore:
 
     def stats(self) -> dict[str, object]:
         """Cheap: nothing is walked."""
+        files = self._disk.files if self._disk else None
         with self._lock:
-            ledger, counters = self._ledger, self.counters
-            files = self._disk.files if self._disk else None
-            other_bytes = ledger.disk_bytes - ledger.disk.bytes + (files.side_bytes if files else 0)
-            return {
-                "folder": files.folder.name if files else None,
-                "lookups": counters.lookups,
-                "inserted_chunks": counters.inserted_chunks,
-                "entries": len(ledger.entries),
-                "ghosts": len(ledger.entries.ghosts),
-                "evictions": counters.evictions(),
-                "corpus": self.corpus.stats(),
-                "warm": {
-                    **asdict(ledger.ram.tally),
-                    "budget": self._budgets.ram,
-                    "read_seconds": round(counters.import_seconds, 6),
-                },
-                "cold": {
-                    **asdict(ledger.disk),
-                    "budget": self._budgets.disk,
-                    **counters.reads(),
-                    "other_bytes": other_bytes,
-                    "written_today_bytes": ledger.writes.spent,
-                    "daily_write_budget": ledger.writes.limit,
-                    "unwritten_chunks": len(ledger.unwritten),
-                    **(self._disk.stats() if self._disk else {}),
-                },
-                "remote": self._shared.stats(),
-            }
-
-    # ── for the disk tier, on its threads ──
-
-    def complete_load(self, fetch: Fetch, result: Fetched) -> None:
-        """Tell the requests that wait for it, whatever goes wrong here: a payload that is not there is noticed."""
-        try:
-            self._take_in(fetch.chunk, result)
-        except Exception:
-            log.exception("cannot take in %s.kv", fetch.chunk.key.hex())
-        fetch.state = result.state
-        for notify in fetch.waiting:
-            notify()
-
-    def _take_in(self, chunk: Chunk, result: Fetched) -> None:
-        below: list[ChunkKey] = []
-        with self._lock:
-            del self._fetches[chunk.key]
-            if result.payload is not None:
-                self.counters.read(len(result.payload), result.seconds)
-                self.costs.read.measure(len(result.payload), result.seconds)
-                self._ledger.enter_payload(chunk, result.payload)
-                self._ledger.shrink_ram()
-            else:
-                self.counters.damaged_chunks += result.state is FetchState.DAMAGED
-                self.counters.vanished_chunks += result.state is FetchState.GONE
-                self.counters.unreadable_chunks += result.state is FetchState.UNREADABLE
-                if result.state is not FetchState.UNREADABLE:
-                    below = self._ledger.lose(chunk, is_there=result.is_there)
-        if result.payload is not None:
-            size, ms = len(result.payload), 1e3 * result.seconds
-            log.debug("cold -> warm: %d tokens, %d bytes in %.1f ms", len(chunk.tokens), size, ms)
-        if below and self._disk:
-            missing = self._disk.files.missing(below)
-            self.transact(lambda ledger: ledger.orphans.drop(missing))
+            figures = self._ledger.stats(files.side_bytes if files else 0)
+        warm = {**figures.pop("warm"), "budget": self._budgets.ram}
+        cold = {**figures.pop("cold"), "budget": self._budgets.disk, **(self._disk.stats() if self._disk else {})}
+        folder = files.folder.name if files else None
+        shared, corpus = self._shared.stats(), self.corpus.stats()
+        return {"folder": folder, **figures, "corpus": corpus, "warm": warm, "cold": cold, "remote": shared}
 
     # ── inside ──
-
-    @property
-    def _tree(self) -> RadixTree:
-        return self._ledger.tree
-
-    def _deepest(self, cursor: Cursor, tokens: TokenArray) -> Cursor:
-        """With the lock held."""
-        return self._tree.deepest(cursor, tokens) if self._fits_engine else self._tree.origin(cursor.lineage)
-
-    def _start_fetch(self, chunk: Chunk) -> Fetch:
-        """With the lock held."""
-        fetch = self._fetches.get(chunk.key)
-        if fetch is None:
-            assert self._disk is not None
-            fetch = Fetch(chunk)
-            self._disk.load(fetch)
-            self._fetches[chunk.key] = fetch  # `complete_load` waits for the lock
-        return fetch
 
     def _store_late(self, chunks: Iterable[Chunk]) -> None:
         """Chunks that were not worth writing have been reused: they are now. Never raises: they are pinned."""
@@ -656,7 +423,7 @@ class KvStore:
         self._forgetter.let_go(whose)  # also of those who have only requests that run
         for user in users:
             try:
-                self._forget_local(user, of_user(user))
+                self._forget_here(user, of_user(user))
             except OSError as error:
                 failures.append(error)
         if failures:
@@ -669,26 +436,11 @@ class KvStore:
         try:
             self._shared.forget(user)
         finally:
-            swept = self._forget_local(user, whose)
+            swept = self._forget_here(user, whose)
         return swept
 
-    def _forget_local(self, user: str, whose: Whose) -> int:
-        if self._disk is None:
-            self._forgetter.let_go(whose)
-            return 0
-        try:
+    def _forget_here(self, user: str, whose: Whose) -> int:
+        if self._disk is not None:
             return self._disk.forget(user, whose)
-        except OSError:
-            self._forgetter.let_go(whose)
-            raise
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+        self._forgetter.let_go(whose)
+        return 0

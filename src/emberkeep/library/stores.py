@@ -8,13 +8,14 @@ from functools import partial
 from pathlib import Path
 
 from emberkeep.errors import NoSuchEntry
-from emberkeep.kv.disk.chunk_files import INDEX, ChunkFiles, Found, stores_under
+from emberkeep.kv.disk.chunk_files import ChunkFiles, Found
+from emberkeep.kv.disk.folders import INDEX, stores_under
 from emberkeep.kv.disk.index import read_meta
+from emberkeep.kv.keys import store_name
 from emberkeep.kv.policy import Keeping
 from emberkeep.kv.remote.link import RemoteLink
 from emberkeep.kv.remote.tier import RemoteTier
 from emberkeep.kv.store import Budgets, KvStore
-from emberkeep.kv.tree import store_name
 from emberkeep.types.cache import CacheEntry, Removed
 from emberkeep.types.request import Json, Ttl
 from emberkeep.values import dataclass

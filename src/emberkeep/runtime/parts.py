@@ -11,15 +11,16 @@ from typing import Protocol
 
 from emberkeep.config.settings import Config, ttls
 from emberkeep.engine.former_names import Stored
-from emberkeep.kv.disk.chunk_files import ChunkFiles, stores_under
+from emberkeep.kv.disk.chunk_files import ChunkFiles
+from emberkeep.kv.disk.folders import stores_under
 from emberkeep.kv.disk.unused_stores import UnusedStores
 from emberkeep.kv.disk.vector_file import VectorFile, delete_vectors
 from emberkeep.kv.holders import Holders
+from emberkeep.kv.keys import store_name
 from emberkeep.kv.policy import Keeping
 from emberkeep.kv.remote.link import RemoteLink, RemoteSettings
 from emberkeep.kv.remote.tier import RemoteTier
 from emberkeep.kv.store import Budgets, KvStore
-from emberkeep.kv.tree import store_name
 from emberkeep.memory.memory import Memory
 from emberkeep.runtime.memory import open_memory_or_none
 from emberkeep.session.hygiene import Hygiene
@@ -272,31 +273,22 @@ def open_store(
 
     Raises ConfigError where hosts are to share it and cannot.
     """
-    keeping = Keeping(ttls(config), writes_per_day=config.disk_writes_per_day, expire=config.expire)
-    beside = None
     if config.expire and not is_draft:
         delete_vectors(config.data_dir / _VECTORS)
-        beside = UnusedStores(config.data_dir / "kv", keeping).sweep
-
+    keeping = Keeping(ttls(config), writes_per_day=config.disk_writes_per_day, expire=config.expire)
     budgets = Budgets(int(config.ram_budget * share), config.disk_budget)
 
     link = None if is_draft else open_link(config)
 
     def store(files: ChunkFiles | None) -> KvStore:
-        return KvStore(
-            fingerprint,
-            budgets,
-            files,
-            shared=partial(RemoteTier, link) if link else None,
-            keeping=keeping,
-            about=about,
-            beside=beside,
-            holders=holders,
-        )
+        tier = partial(RemoteTier, link) if link else None
+        return KvStore(fingerprint, budgets, files, shared=tier, keeping=keeping, about=about, holders=holders)
 
-    if config.disk_budget:
-        try:
-            return store(ChunkFiles(config.data_dir / "kv", fingerprint))
-        except OSError as error:
-            log.warning("stored state is kept in RAM only: %s", error)
-    return store(None)
+    try:
+        opened = store(ChunkFiles(config.data_dir / "kv", fingerprint) if config.disk_budget else None)
+    except OSError as error:
+        log.warning("stored state is kept in RAM only: %s", error)
+        opened = store(None)
+    if config.expire and not is_draft:
+        opened.beside = UnusedStores(config.data_dir / "kv", keeping).sweep
+    return opened

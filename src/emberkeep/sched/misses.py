@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from emberkeep.engine.base import Engine
+from emberkeep.kv.lookups import Match
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.tree import Match
 from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.slots import HotMatch
 from emberkeep.token_arrays import TokenArray

@@ -22,9 +22,10 @@ from emberkeep.errors import EngineError, StepFailed
 from emberkeep.kv.content import Moved
 from emberkeep.kv.disk.transfers import FetchState
 from emberkeep.kv.entries import Entry
+from emberkeep.kv.lookups import Match
 from emberkeep.kv.remote.blocks import BLOCK_TOKENS, block_start
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.tree import Chunk, Cursor, Match, Segment, place_at
+from emberkeep.kv.tree import Chunk, Cursor, Segment, place_at
 from emberkeep.sched.cacheblend import CacheBlend
 from emberkeep.sched.context_shift import ContextShift
 from emberkeep.sched.engine_thread import insist

@@ -14,7 +14,8 @@ import numpy as np
 from emberkeep.chat.messages import label_of
 from emberkeep.chat.prompt import Prompt, Splice, Stable
 from emberkeep.kv.entries import Entry, EntryId
-from emberkeep.kv.tree import Chunk, Cursor, Made, Span, place_at
+from emberkeep.kv.keys import Span
+from emberkeep.kv.tree import Chunk, Cursor, Made, place_at
 from emberkeep.sched.drafts import SequenceDrafts
 from emberkeep.sched.output import Ending, EndReason, SequenceOutput
 from emberkeep.sched.reuse import Reuse, Shapes
@@ -195,7 +196,7 @@ class Sequence:
 
     @property
     def lineage(self) -> Lineage:
-        """Whose state it computes now: its own, from the first token on that rests on something moved or spliced."""
+        """Whose state it computes now: its own, from the first token on that rests on what was moved or spliced."""
         return self._lineage.stored if self.approximate_from is None else self._lineage
 
     def shown_to(self, lineage: Lineage) -> int:

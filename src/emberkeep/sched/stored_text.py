@@ -9,10 +9,11 @@ from functools import lru_cache
 
 import numpy as np
 
+from emberkeep.kv.keys import ROOT, ChunkKey, Span
 from emberkeep.kv.remote.blocks import BLOCK_TOKENS
 from emberkeep.kv.store import KvStore
 from emberkeep.kv.text_walk import Replayed, stored_ids
-from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, Span
+from emberkeep.kv.tree import Chunk, Cursor
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.models import Vocab
 from emberkeep.types.request import Lineage

@@ -8,7 +8,9 @@ from dataclasses import field, replace
 from emberkeep.engine.base import KvExport, Payload
 from emberkeep.kv.content import Moved
 from emberkeep.kv.disk.transfers import Fetch, FetchState
-from emberkeep.kv.tree import Chunk, Cursor, Made, Match, Span
+from emberkeep.kv.keys import Span
+from emberkeep.kv.lookups import Match
+from emberkeep.kv.tree import Chunk, Cursor, Made
 from emberkeep.token_arrays import TokenArray
 from emberkeep.values import dataclass
 

@@ -21,10 +21,9 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import re
 import shutil
 import uuid
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
@@ -32,18 +31,32 @@ from types import MappingProxyType
 
 from emberkeep.files import private_folder, sync
 from emberkeep.kv.disk import chunkfile
-from emberkeep.kv.disk.chunkfile import Buffers, Damaged, Description, namespace_of
+from emberkeep.kv.disk.chunkfile import Buffers, Damaged, Description
+from emberkeep.kv.disk.folders import (
+    CHUNKS,
+    INDEX,
+    OWNER,
+    QUARANTINE,
+    TMP,
+    bytes_below,
+    delete,
+    hold,
+    is_chunk_name,
+    list_folder,
+    lock,
+    remove_if_unused,
+    stores_under,
+)
 from emberkeep.kv.disk.forgotten import ForgottenRecord, Whose
-from emberkeep.kv.disk.index import ChunkRow, Index, SharedIndex, Unreadable, model_with, row_of
-from emberkeep.kv.tree import ChunkKey, store_name
+from emberkeep.kv.disk.index import ChunkRow, Index, Unreadable, model_with, row_of
+from emberkeep.kv.disk.quarantine import Quarantine
+from emberkeep.kv.disk.shared_index import SharedIndex
+from emberkeep.kv.disk.sweeping import sweep_files
+from emberkeep.kv.keys import ChunkKey, store_name
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")
 
-INDEX = "index.db"
-CHUNKS, QUARANTINE, TMP = "chunks", "quarantine", "tmp"
-OWNER = "owner"
-_is_chunk_name = re.compile(r"[0-9a-f]{64}\.kv").fullmatch
 _MOST_STRAYS = 1024
 _STRAYS_AT_ONCE = 64
 
@@ -83,13 +96,13 @@ class ChunkFiles:
         self._unfinished_bytes = self._foreign_bytes = 0
         """Of files in `tmp`, and of files among the chunks that are no chunks, as of the last look."""
         try:
-            self._locks.append(_hold(self.folder, "in-use", fcntl.LOCK_SH))
-            self._locks.append(_hold(self._tmp, OWNER, fcntl.LOCK_EX))
+            self._locks.append(hold(self.folder, "in-use", fcntl.LOCK_SH))
+            self._locks.append(hold(self._tmp, OWNER, fcntl.LOCK_EX))
             private_folder(self._chunks)
             self._quarantine = Quarantine(self.folder / QUARANTINE)
             self.forgotten = ForgottenRecord(root)
             # SQLite answers "locked" at once when two processes turn a new database to write-ahead logging.
-            opening = _lock(self.folder / "opening", fcntl.LOCK_EX)
+            opening = lock(self.folder / "opening", fcntl.LOCK_EX)
             try:
                 self.index = SharedIndex(self.folder / INDEX, fingerprint)
             finally:
@@ -290,7 +303,7 @@ class ChunkFiles:
     def evicting(self) -> Iterator[bool]:
         """True while this process is the only evictor; the lock of a dead process is free."""
         try:
-            descriptor = _lock(self.folder / "evict", fcntl.LOCK_EX | fcntl.LOCK_NB)
+            descriptor = lock(self.folder / "evict", fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False
             return
@@ -377,7 +390,7 @@ class ChunkFiles:
         found, foreign = set(), 0
         for folder in list_folder(self._chunks):
             for entry in list_folder(Path(folder.path)) if folder.is_dir(follow_symlinks=False) else (folder,):
-                if _is_chunk_name(entry.name) and not entry.is_symlink():
+                if is_chunk_name(entry.name) and not entry.is_symlink():
                     found.add(ChunkKey(bytes.fromhex(entry.name[:-3])))
                 elif not entry.is_dir(follow_symlinks=False):
                     foreign += entry.stat(follow_symlinks=False).st_size
@@ -432,204 +445,3 @@ class ChunkFiles:
         for entry in list_folder(self._tmp.parent):
             if entry.name != self._tmp.name:
                 remove_if_unused(Path(entry.path), lock_name=OWNER)
-
-
-def _hold(folder: Path, lock_name: str, mode: int) -> int:
-    """Make `folder` and lock it; begins again when another process removed it as unused in between."""
-    while True:
-        private_folder(folder)
-        with suppress(FileNotFoundError):
-            descriptor = _lock(folder / lock_name, mode)
-            if (folder / lock_name).exists():
-                return descriptor
-            os.close(descriptor)
-
-
-def _lock(path: Path, mode: int) -> int:
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, mode)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def is_unused(path: Path) -> bool:
-    """No process has the store in `path` open."""
-    try:
-        os.close(_lock(path / "in-use", fcntl.LOCK_EX | fcntl.LOCK_NB))
-    except OSError:
-        return False
-    return True
-
-
-def remove_if_unused(path: Path, lock_name: str = "in-use") -> bool:
-    try:
-        descriptor = _lock(path / lock_name, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    try:
-        shutil.rmtree(path, ignore_errors=True)
-    finally:
-        os.close(descriptor)
-    return True
-
-
-def stores_under(root: Path) -> list[Path]:
-    """The folders of all stores, the latest used first."""
-    found = [path for path in root.iterdir() if _is_store(path)] if root.is_dir() else []
-    return sorted(found, key=last_change, reverse=True)
-
-
-def _is_store(path: Path) -> bool:
-    return re.fullmatch("[0-9a-f]{32}", path.name) is not None and path.is_dir() and not path.is_symlink()
-
-
-def last_change(folder: Path) -> float:
-    """When a store was last written to, in seconds since 1970; 0 where that cannot be told."""
-    try:
-        return (folder / INDEX).stat().st_mtime
-    except OSError:
-        return 0.0
-
-
-# ── the quarantine ──
-
-_MOST_QUARANTINED = 32
-_MOST_QUARANTINED_BYTES = 64 << 20
-
-
-class Quarantine:
-    """Safe to use from any thread; blocks on disk. Raises OSError from the constructor only, unless it says so."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = private_folder(folder)
-        self.bytes = 0
-        """As of the last look at it, here: other processes have the same one."""
-        self.trim()
-
-    def put(self, path: Path) -> bool:
-        """Move a file here; one that cannot be moved is deleted. False: it is still where it was."""
-        try:
-            path.rename(self._folder / f"{path.stem}.{uuid.uuid4().hex[:8]}")
-        except FileNotFoundError:
-            return True
-        except OSError:
-            try:
-                delete(path)
-            except OSError:
-                return False
-        self.trim()
-        return True
-
-    def trim(self) -> None:
-        """Delete the oldest until there are few enough, and count what is left."""
-        found = sorted(self._files())
-        size = sum(bytes_ for _, _, bytes_ in found)
-        excess = len(found) - _MOST_QUARANTINED
-        for place, (_, path, bytes_) in enumerate(found):
-            if place >= excess and size <= _MOST_QUARANTINED_BYTES:
-                break
-            with suppress(OSError):
-                delete(path)
-                size -= bytes_
-        self.bytes = size
-
-    def empty(self) -> None:
-        """Raises OSError."""
-        for path in self.paths():
-            delete(path)
-        self.bytes = 0
-
-    def paths(self) -> list[Path]:
-        """Raises OSError."""
-        return list(self._folder.iterdir())
-
-    def _files(self) -> Iterator[tuple[int, Path, int]]:
-        """(when it came, path, bytes)"""
-        with suppress(OSError):
-            for path in self.paths():
-                with suppress(OSError):
-                    status = os.lstat(path)
-                    yield status.st_ctime_ns, path, status.st_size
-
-
-def delete(path: Path) -> None:
-    """Whatever is there, a folder in the place of a file too. What is gone already is no error. Raises OSError."""
-    try:
-        path.unlink()
-    except FileNotFoundError:
-        return
-    except (IsADirectoryError, PermissionError):
-        if not path.is_dir() or path.is_symlink():
-            raise
-        shutil.rmtree(path)
-
-
-# ── what belongs to a user, by what the files themselves say ──
-
-
-def sweep_files(folder: Path, whose: Container[str]) -> int:
-    """Delete their files in the store in `folder`; returns the bytes that went.
-
-    chunks      whatever says that it is theirs, and what is named like a chunk and does not say whose it is: no
-                lookup could use that
-    quarantine  the same, whatever its name
-    tmp         what says that it is theirs; the rest is being written, or was when its process died
-
-    Raises OSError when some could not be looked at or deleted: the others are gone all the same.
-    """
-    swept, failed = 0, None
-    known: dict[str | None, bool] = {}
-    for path, goes_unless_it_says in _candidates(folder):
-        try:
-            namespace = namespace_of(path)
-            if namespace not in known:
-                known[namespace] = namespace is not None and namespace in whose
-            if known[namespace] or (namespace is None and goes_unless_it_says):
-                size = os.lstat(path).st_size
-                delete(path)
-                swept += size
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            failed = error
-    if failed is not None:
-        raise failed
-    return swept
-
-
-def _candidates(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """Files, and whether one that does not say whose it is goes as well. Raises OSError."""
-    for inner in list_folder(folder / CHUNKS):
-        for entry in list_folder(Path(inner.path)) if inner.is_dir(follow_symlinks=False) else ():
-            if entry.is_file(follow_symlinks=False):
-                yield Path(entry.path), _is_chunk_name(entry.name) is not None
-    for entry in list_folder(folder / QUARANTINE):
-        yield Path(entry.path), True
-    for inner in list_folder(folder / TMP):
-        for entry in list_folder(Path(inner.path)) if inner.is_dir(follow_symlinks=False) else ():
-            if entry.is_file(follow_symlinks=False) and entry.name != OWNER:
-                yield Path(entry.path), False
-
-
-def list_folder(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in it, nothing where it is gone. Raises OSError."""
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def bytes_below(folder: Path) -> int:
-    """Of all files, as far as they can be seen."""
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += (Path(parent) / name).lstat().st_size
-            except OSError:
-                continue
-    return total

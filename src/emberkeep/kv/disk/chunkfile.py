@@ -36,11 +36,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from emberkeep.kv.tree import (
-    MADE,
-    Chunk,
+from emberkeep.kv.keys import (
     ChunkKey,
-    Made,
     Span,
     chunk_key,
     pack_fields,
@@ -49,6 +46,7 @@ from emberkeep.kv.tree import (
     unpack_fields,
     unpack_spans,
 )
+from emberkeep.kv.tree import MADE, Chunk, Made
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.request import Lineage
 from emberkeep.values import dataclass

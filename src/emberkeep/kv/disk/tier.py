@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from time import monotonic
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from emberkeep.kv.disk.chunk_files import ChunkFiles, Found
 from emberkeep.kv.disk.chunkfile import most_bytes
-from emberkeep.kv.disk.forgotten import ALL_USERS, NO_USER, Whose
+from emberkeep.kv.disk.forgetter import Forgetter
+from emberkeep.kv.disk.forgotten import Whose
 from emberkeep.kv.disk.index import ChunkRow
 from emberkeep.kv.disk.transfers import Fetch, Fetched, Reader, Writer
+from emberkeep.kv.eviction import evict
+from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.ledger import Ledger, Transact
 from emberkeep.kv.policy import StoreCounters
-from emberkeep.kv.tree import Chunk, ChunkKey
+from emberkeep.kv.tree import Chunk
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")
@@ -32,16 +35,6 @@ _RETRY_S = 10.0
 """How long files that could not be removed or read are left alone."""
 _MOST_FAILURES = 16
 """Of removals one after the other: a disk that refuses these refuses the others."""
-
-
-class TierOwner(Protocol):
-    """What the disk tier asks of its store, on its own threads."""
-
-    def transact(self, change: Callable[[Ledger], T]) -> T:
-        """Run `change` while nothing else looks at the ledger. It must be short, and must not block."""
-
-    def complete_load(self, fetch: Fetch, result: Fetched) -> None:
-        """A read that was started has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +55,16 @@ class DiskTier:
     def __init__(
         self,
         files: ChunkFiles,
-        owner: TierOwner,
+        transact: Transact,
+        on_read: Callable[[Fetch, Fetched], None],
         forgetter: Forgetter,
         counters: StoreCounters,
         settings: DiskSettings,
         typical_size: int,
     ) -> None:
-        """`typical_size`: of the files that will be read."""
+        """`on_read` is called on a reader's thread for every load. `typical_size` is that of the files there."""
         self.files = files
-        self._owner = owner
+        self._transact = transact
         self._forgetter = forgetter
         self._counters = counters
         self._settings = settings
@@ -82,9 +76,7 @@ class DiskTier:
         self._look_again_at = 0.0
         self._unreadable: set[ChunkKey] = set()
         """Orphans that could not be read, until `_look_again_at`."""
-        self._reader = Reader(
-            files, typical_size=typical_size, ready_bytes=settings.ready_bytes, on_done=owner.complete_load
-        )
+        self._reader = Reader(files, typical_size=typical_size, ready_bytes=settings.ready_bytes, on_done=on_read)
         self._writer = Writer(files, self, tells_expiry=settings.expire)
 
     # ── for the store ──
@@ -120,8 +112,15 @@ class DiskTier:
     def forget(self, user: str, whose: Whose) -> int:
         """Leave no byte of a user in any file, of any process; returns the bytes that went.
 
-        Raises OSError when something may be left: it is tried again.
+        Raises OSError when something may be left: it is tried again, and the ledger has let go of it.
         """
+        try:
+            return self._forget(user, whose)
+        except OSError:
+            self._forgetter.let_go(whose)
+            raise
+
+    def _forget(self, user: str, whose: Whose) -> int:
         swept = 0
         forgotten = self.files.forgotten
         try:
@@ -165,10 +164,10 @@ class DiskTier:
     def remove_files(self) -> set[ChunkKey]:
         """Remove the files that the ledger has let go of; returns which could not be. They count, and are tried
         again."""
-        if not self._owner.transact(lambda ledger: bool(ledger.to_remove)):
+        if not self._transact(lambda ledger: bool(ledger.to_remove)):
             return set()
         with self._removing:  # a key may come back between two who remove it
-            keys = self._owner.transact(lambda ledger: list(ledger.to_remove))
+            keys = self._transact(lambda ledger: list(ledger.to_remove))
             left = set(keys)
             failures = 0
             for begin in range(0, len(keys), _MOST_FAILURES):
@@ -184,19 +183,19 @@ class DiskTier:
             return left
 
     def _forget_files(self, gone: set[ChunkKey]) -> None:
-        self._owner.transact(lambda ledger: ledger.forget_files(gone))
+        self._transact(lambda ledger: ledger.forget_files(gone))
 
     # ── for the writer, on its thread ──
 
     def is_worth_writing(self, chunk: Chunk, batch: Mapping[ChunkKey, int]) -> bool:
         """Whether to write a chunk. `batch`: what is about to be written with it, in bytes."""
         is_worth_it = (
-            self._owner.transact(lambda ledger: ledger.may_write(chunk, batch))
+            self._transact(lambda ledger: ledger.may_write(chunk, batch))
             and self._is_free(chunk.key)
             and self._make_room(most_bytes(chunk) + sum(batch.values()), chunk)
         )
         if not is_worth_it:
-            self._owner.transact(lambda ledger: ledger.skip_write(chunk))
+            self._transact(lambda ledger: ledger.skip_write(chunk))
         return is_worth_it
 
     def is_wanted(self, key: ChunkKey) -> bool:
@@ -205,18 +204,18 @@ class DiskTier:
         Raises OSError.
         """
         self._forgetter.notice()
-        return self._owner.transact(lambda ledger: ledger.admit_file(key))
+        return self._transact(lambda ledger: ledger.admit_file(key))
 
     def complete_store(self, sizes: Mapping[ChunkKey, int], replaced: list[Chunk]) -> None:
         """Enter what was written; what is not wanted any more is removed again, and so are tails inside it."""
-        self._owner.transact(lambda ledger: ledger.enter_files(sizes))
+        self._transact(lambda ledger: ledger.enter_files(sizes))
         self.remove_files()
-        self._owner.transact(Ledger.shrink_ram)
+        self._transact(Ledger.shrink_ram)
         for tail in replaced:
             self._retire(tail)
 
     def _retire(self, tail: Chunk) -> None:
-        self._owner.transact(lambda ledger: ledger.supersede(tail))
+        self._transact(lambda ledger: ledger.supersede(tail))
         self.remove_files()
 
     def tidy(self) -> None:
@@ -227,16 +226,16 @@ class DiskTier:
         self._look_at_strays()
         self._make_room(0)
         # Uses alone wait for company: while a prompt is evaluated there are new ones all the time.
-        if self._owner.transact(lambda ledger: ledger.entries.changes.is_pressing):
+        if self._transact(lambda ledger: ledger.entries.changes.is_pressing):
             self._try_to_save_notes()
 
     # ── inside ──
 
     def _is_free(self, key: ChunkKey) -> bool:
         """No old file stands in its place."""
-        if self._owner.transact(lambda ledger: key in ledger.to_remove):
+        if self._transact(lambda ledger: key in ledger.to_remove):
             self.remove_files()
-        return self._owner.transact(lambda ledger: key not in ledger.to_remove)
+        return self._transact(lambda ledger: key not in ledger.to_remove)
 
     def _check_orphans(self) -> None:
         """Chunks below one that was damaged and computed again: are they any better? Parents come first."""
@@ -251,10 +250,10 @@ class DiskTier:
                     self._settle_orphan(row, is_whole=found is Found.WHOLE)
 
     def _orphans_to_check(self) -> list[ChunkRow]:
-        return [row for row in self._owner.transact(Ledger.orphans_to_check) if row.key not in self._unreadable]
+        return [row for row in self._transact(Ledger.orphans_to_check) if row.key not in self._unreadable]
 
     def _settle_orphan(self, row: ChunkRow, *, is_whole: bool) -> None:
-        self._owner.transact(lambda ledger: ledger.settle_orphan(row, is_whole=is_whole))
+        self._transact(lambda ledger: ledger.settle_orphan(row, is_whole=is_whole))
 
     def _look_at_strays(self) -> None:
         """Try again what failed in a way that may pass."""
@@ -264,7 +263,12 @@ class DiskTier:
         self._unreadable.clear()
         if owed := self.files.forgotten.owed:
             # What has come back since goes with the rest.
-            self._owner.transact(lambda ledger: ledger.forget_all(whose for _, whose in owed))
+
+            def forget(ledger: Ledger) -> None:
+                for _, whose in owed:
+                    ledger.forget(whose)
+
+            self._transact(forget)
             self.files.finish_forgetting()
             self.remove_files()
         self._forgetter.adopt(self._read_strays)
@@ -288,7 +292,7 @@ class DiskTier:
                 return True
             self.files.clean_up()
             self._remove_orphans(lost_ones_too=False)
-            own = self._owner.transact(Ledger.disk_usage).bytes + self.files.side_bytes
+            own = self._transact(Ledger.disk_usage).bytes + self.files.side_bytes
             allowed = max(self._settings.budget - incoming - own, 0)
             self._other_stores = self.files.shrink_other_stores(allowed)
             if not self._fits(incoming):
@@ -298,11 +302,11 @@ class DiskTier:
         return self._fits(incoming)
 
     def _remove_orphans(self, *, lost_ones_too: bool) -> None:
-        self._owner.transact(lambda ledger: ledger.give_up_orphans(lost_ones_too=lost_ones_too))
+        self._transact(lambda ledger: ledger.give_up_orphans(lost_ones_too=lost_ones_too))
         self.remove_files()
 
     def _fits(self, incoming: int) -> bool:
-        usage = self._owner.transact(Ledger.disk_usage)
+        usage = self._transact(Ledger.disk_usage)
         return usage.chunks < MOST_FILES and usage.bytes <= self._room(incoming)
 
     def _room(self, incoming: int) -> int:
@@ -311,16 +315,16 @@ class DiskTier:
 
     def _evict(self, incoming: int, newcomer: Chunk | None) -> None:
         """Nothing while the budget holds; else down to its low-water mark, deepest first."""
-        stuck = self._owner.transact(Ledger.disk_usage).to_remove
+        stuck = self._transact(Ledger.disk_usage).to_remove
         while not self._fits(incoming):
             if not self._evict_some(self._room(incoming), newcomer):
                 return
             self.remove_files()
-            if self._owner.transact(Ledger.disk_usage).to_remove > stuck:
+            if self._transact(Ledger.disk_usage).to_remove > stuck:
                 return  # a disk that gives nothing back: evicting more would only lose it
 
     def _evict_some(self, room: int, newcomer: Chunk | None) -> int:
-        return self._owner.transact(lambda ledger: ledger.evict(room, MOST_FILES, newcomer))
+        return self._transact(lambda ledger: evict(ledger, room, MOST_FILES, newcomer))
 
     def _try_to_save_notes(self) -> None:
         """Never raises."""
@@ -330,88 +334,11 @@ class DiskTier:
             log.warning("cannot save when chunks were last used: %s", error)
 
     def _tell_index(self) -> None:
-        unsaved = self._owner.transact(Ledger.take_unsaved)
+        unsaved = self._transact(Ledger.take_unsaved)
         if unsaved is None:
             return
         try:
             self.files.index.save_notes(unsaved.changes, unsaved.uses, {**unsaved.meta, **self._settings.about})
         except BaseException:
-            self._owner.transact(lambda ledger: ledger.put_back(unsaved))
+            self._transact(lambda ledger: ledger.put_back(unsaved))
             raise
-
-
-# ── other processes on this folder ──
-
-
-class Forgetter:
-    """Drops the state of users that any process on this folder has forgotten. Safe to use from any thread; blocks
-    on disk."""
-
-    def __init__(self, files: ChunkFiles | None, transact: Transact) -> None:
-        self._files = files
-        self._transact = transact
-        self._noticing = threading.Lock()
-        self.on_forget: Callable[[Container[str]], None] = lambda owners: None
-        """Called for all who are forgotten, by any process. Must be quick, and must not call the store."""
-
-    def notice(self) -> None:
-        """Drop the state of users that were forgotten meanwhile. One system call if there are none.
-
-        Raises OSError: then it is not known who was.
-        """
-        if self._files is None or self._files.forgotten.is_known():
-            return
-        with self._noticing:
-            self._notice(self._files)
-
-    def refresh(self) -> None:
-        """Learn what other processes stored, and which users they forgot. Reads the index. Never raises."""
-        if (files := self._files) is None:
-            return
-        try:
-            self.adopt(lambda: self._new_rows(files))
-        except OSError as error:
-            log.warning("cannot read what others have stored: %s", error)
-
-    def adopt(self, read: Callable[[], list[ChunkRow]]) -> None:
-        """Enter the chunks that `read` finds on disk, and nothing of those who are forgotten meanwhile.
-
-        Raises OSError.
-        """
-        if self._files is None:
-            return
-        with self._noticing:  # else what was read might be entered after its user was let go
-            self._notice(self._files)
-            going = self._files.forgotten.going
-            rows = read()
-            allowed = rows if going is NO_USER else [row for row in rows if row.namespace not in going]
-            self._transact(lambda ledger: ledger.adopt(allowed))
-
-    def let_go(self, whose: Whose) -> None:
-        """Drop everything of theirs that this process knows."""
-        self._transact(lambda ledger: ledger.forget(whose))
-        if self._files is not None:
-            self._files.index.forget_untold(whose)
-        self.on_forget(whose)
-
-    def _new_rows(self, files: ChunkFiles, *, everything: bool = False) -> list[ChunkRow]:
-        return files.forgotten.allowed(files.index.new_rows(everything=everything))
-
-    def _notice(self, files: ChunkFiles) -> None:
-        if files.forgotten.is_known():
-            return
-        whose, known = files.forgotten.newly_forgotten()
-        if whose is ALL_USERS:
-            self._begin_anew(files)
-        elif whose is not None:
-            self.let_go(whose)
-        known()
-
-    def _begin_anew(self, files: ChunkFiles) -> None:
-        """It cannot be told any more who was forgotten: what the others have left on disk is all that there is."""
-        self._transact(lambda ledger: ledger.forget(ALL_USERS, files_stay=True))
-        files.index.forget_untold(ALL_USERS)
-        rows, notes = self._new_rows(files, everything=True), files.index.notes()
-        self._transact(lambda ledger: ledger.adopt(rows))
-        self._transact(lambda ledger: ledger.entries.restore(notes.entries))
-        self.on_forget(ALL_USERS)

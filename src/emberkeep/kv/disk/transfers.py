@@ -20,7 +20,8 @@ from typing import Protocol
 
 from emberkeep.kv.disk.chunk_files import ChunkFiles, Written
 from emberkeep.kv.disk.chunkfile import Damaged, Description, describe, most_bytes
-from emberkeep.kv.tree import Chunk, ChunkKey
+from emberkeep.kv.keys import ChunkKey
+from emberkeep.kv.tree import Chunk
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")

@@ -7,13 +7,17 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 
-from emberkeep.kv.disk.chunk_files import INDEX, ChunkFiles, is_unused, last_change, remove_if_unused, stores_under
+from emberkeep.kv.disk.chunk_files import ChunkFiles
+from emberkeep.kv.disk.folders import INDEX, is_unused, last_change, remove_if_unused, stores_under
 from emberkeep.kv.disk.index import Unreadable, is_of_this_version, read_meta
+from emberkeep.kv.keys import store_name
+from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.policy import Keeping, StoreClock, steady_wall
 from emberkeep.kv.store import Budgets, KvStore
-from emberkeep.kv.tree import store_name
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")
@@ -76,11 +80,10 @@ class UnusedStores:
             fingerprint,
             Budgets(ram=0, disk=sys.maxsize),
             files,
-            keeping=self._keeping,
-            clock=lambda saved: StoreClock(saved, wall=self._wall),
+            keeping=replace(self._keeping, clock=lambda saved: StoreClock(saved, wall=self._wall)),
         )
         try:
-            due = self._wall() + store.expires_in()
+            due = self._wall() + store.transact(_next_expiry)
         finally:
             store.close()
         os.utime(path / INDEX, ns=(last_used.st_atime_ns, last_used.st_mtime_ns))  # looking is not using
@@ -90,6 +93,14 @@ class UnusedStores:
         """It cannot be told when what is in it expires: it goes when all of it has."""
         if self._wall() - last_change(path) > max(self._keeping.ttl.values()) and remove_if_unused(path):
             log.info("removed a store that has expired, and that cannot be read: %s", path)
+
+
+def _next_expiry(ledger: Ledger) -> float:
+    """Seconds until something has outlived its TTL that has not yet; infinite where nothing does."""
+    ttl, now = ledger.keeping.ttl, ledger.clock.now()
+    ends = [entry.used_at + ttl[entry.ttl] for entry in ledger.entries]
+    ends += [chunk.expires for chunk in ledger.tree]
+    return min((end - now for end in ends if end > now), default=inf)
 
 
 def _fingerprint(path: Path) -> bytes | None:

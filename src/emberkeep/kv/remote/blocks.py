@@ -17,7 +17,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from emberkeep.kv.disk.chunkfile import Description
-from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, Made, Span, chunk_key, tokens_to
+from emberkeep.kv.keys import ROOT, ChunkKey, Span, chunk_key
+from emberkeep.kv.tree import Chunk, Cursor, Made, tokens_to
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.request import Lineage
 from emberkeep.values import dataclass

@@ -12,14 +12,15 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from emberkeep.kv.disk.chunkfile import Damaged, Description
+from emberkeep.kv.keys import ChunkKey, Span
 from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.policy import CostModel
 from emberkeep.kv.remote.blocks import BLOCK_TOKENS, Place, block_start, blocks_of, place_after
+from emberkeep.kv.remote.forgotten_log import ForgottenLog
 from emberkeep.kv.remote.link import FOLLOWERS, SNAPSHOTS, RemoteLink
 from emberkeep.kv.remote.reader import BlockReader, Found, Whole
-from emberkeep.kv.remote.writer import ForgottenLog
 from emberkeep.kv.shared_tier import Arrival
-from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, Made, Span, place_at
+from emberkeep.kv.tree import Chunk, Cursor, Made, place_at
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types.request import EXACT_BITS, SHARED, Lineage
 from emberkeep.values import dataclass

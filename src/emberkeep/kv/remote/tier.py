@@ -18,13 +18,15 @@ from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
 
+from emberkeep.kv.keys import ChunkKey, store_name
 from emberkeep.kv.remote.blocks import BLOCK_TOKENS
+from emberkeep.kv.remote.forgotten_log import ForgottenLog
 from emberkeep.kv.remote.link import RemoteLink, Unreachable
 from emberkeep.kv.remote.lookup import WORTH_ASKING, Lookup, LookupTools, RemoteOwner
 from emberkeep.kv.remote.reader import BlockReader
-from emberkeep.kv.remote.writer import ForgottenLog, RemoteWriter
+from emberkeep.kv.remote.writer import RemoteWriter
 from emberkeep.kv.shared_tier import Arrival
-from emberkeep.kv.tree import Chunk, ChunkKey, held_at, store_name
+from emberkeep.kv.tree import Chunk, held_at
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.request import SHARED, Lineage
 

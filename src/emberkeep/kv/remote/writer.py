@@ -7,23 +7,22 @@ read: so nothing of a user comes back who was forgotten by any host.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
-from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from emberkeep.files import replace_file
 from emberkeep.kv.disk.chunkfile import parts
 from emberkeep.kv.disk.transfers import give_way
+from emberkeep.kv.keys import ChunkKey, token_bytes
 from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.remote.blocks import BlockPlaces, Placed
-from emberkeep.kv.remote.link import FOLLOWERS, FORGOTTEN, SLOTS, SNAPSHOTS, RemoteLink, Unreachable
-from emberkeep.kv.tree import Chunk, ChunkKey, token_bytes
+from emberkeep.kv.remote.forgotten_log import ForgottenLog
+from emberkeep.kv.remote.link import FOLLOWERS, SLOTS, SNAPSHOTS, RemoteLink, Unreachable
+from emberkeep.kv.tree import Chunk
 from emberkeep.types.request import SHARED, Lineage
 from emberkeep.values import dataclass
 
@@ -48,7 +47,6 @@ _CLOSING_S = 10.0
 _TOUCHED = 0.25
 """Of its time, by which a block must be wanted for longer to be given more."""
 _FOREVER_S = 365 * 86_400
-_READ_AT_ONCE = 256
 
 
 class StillElsewhere(OSError):
@@ -59,63 +57,6 @@ class WriterOwner(Protocol):
     fingerprint: bytes
 
     def transact(self, change: Callable[[Ledger], T]) -> T: ...
-
-
-class ForgottenLog:
-    """Who was forgotten by any host, in order, and how far this one has followed. Safe to use from any thread."""
-
-    def __init__(
-        self, link: RemoteLink, let_go: Callable[[Callable[[str], bool]], None], folder: Path | None
-    ) -> None:
-        """`let_go` drops the users of whom a function is true, and raises OSError."""
-        self._link = link
-        self._let_go = let_go
-        self._path = folder / "remote.json" if folder else None
-        self._lock = threading.Lock()
-        self._last = self._saved()
-
-    def ask(self, pipe: Pipeline) -> Any:
-        """Put the question into a pipeline, or ask it at once where that does so."""
-        return pipe.xrange(FORGOTTEN, f"({self._last}", "+", count=_READ_AT_ONCE)
-
-    def follow(self, ask: Callable[[], Any]) -> bool:
-        """To the end, with as many questions as it takes; False where this host cannot."""
-        while self._drop(entries := ask()):
-            if len(entries) < _READ_AT_ONCE:
-                return True
-        return False
-
-    def take(self, entries: Any) -> bool:
-        """The answer: drop who was forgotten. Whether that was everybody."""
-        return self._drop(entries) and len(entries) < _READ_AT_ONCE
-
-    def _drop(self, entries: Any) -> bool:
-        if not entries:
-            return True
-        tags = {fields.get(b"user", b"").decode("ascii", "replace") for _, fields in entries}
-        with self._lock:
-            try:
-                self._let_go(lambda user: self._link.tag(user) in tags)
-            except OSError as error:
-                log.warning("a user who was forgotten elsewhere is not forgotten here yet: %s", error)
-                return False
-            self._last = entries[-1][0].decode()
-            self._save()
-        return True
-
-    def _saved(self) -> str:
-        try:
-            return str(json.loads(self._path.read_text())["forgotten"]) if self._path else "0-0"
-        except (OSError, ValueError, KeyError, TypeError):
-            return "0-0"
-
-    def _save(self) -> None:
-        if self._path is None:
-            return
-        try:
-            replace_file(self._path, json.dumps({"forgotten": self._last}).encode())
-        except OSError as error:
-            log.warning("it cannot be kept who was forgotten elsewhere: %s", error)
 
 
 @dataclass(slots=True)
