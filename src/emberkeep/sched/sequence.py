@@ -196,7 +196,7 @@ class Sequence:
 
     @property
     def lineage(self) -> Lineage:
-        """Whose state it computes now: its own, from the first token on that rests on what was moved or spliced."""
+        """Whose state it computes now: its own from where it rests on moved or spliced state."""
         return self._lineage.stored if self.approximate_from is None else self._lineage
 
     def shown_to(self, lineage: Lineage) -> int:
