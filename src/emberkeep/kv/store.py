@@ -80,8 +80,8 @@ class KvStore(StoreLookups):
         holders: Holders | None = None,
     ) -> None:
         """`about` is written into the store's folder, for people and tools that come without the model.
-        `shared` opens the tier that other hosts share, for this store and so many bytes a prompt, and notes in
-        that folder; the tier belongs to the store. `holders`: who else holds what its users sent; it joins them."""
+        `shared` opens the tier that other hosts share, for this store, of so many bytes a prompt, with notes
+        in that folder; the tier belongs to the store. `holders`: who else holds what its users sent."""
         self.fingerprint = fingerprint
         self.costs = CostModel()
         self.counters = StoreCounters()
