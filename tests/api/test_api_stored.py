@@ -11,8 +11,7 @@ from emberkeep.api.answer import lookup_json
 from emberkeep.api.stored import entry_from_json, entry_json, lookup_from_json
 from emberkeep.types.cache import CacheEntry, EntryKind
 from emberkeep.types.events import Divergence, LookupRecord, MissReason
-from emberkeep.types.lineage import Repair
-from emberkeep.types.request import Ttl
+from emberkeep.types.request import Repair, Ttl
 
 ENTRY = CacheEntry(
     id="c-1",

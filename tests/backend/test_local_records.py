@@ -10,8 +10,7 @@ import pytest
 from emberkeep.backend.local import ForgottenUsers, RecentLookups
 from emberkeep.kv.disk.forgotten import of_user
 from emberkeep.types.events import Divergence, LookupRecord, MissReason
-from emberkeep.types.lineage import private_namespace
-from emberkeep.types.request import Request
+from emberkeep.types.request import Request, private_namespace
 
 ANN, BOB = (Request(user=user, namespace=private_namespace(user)) for user in ("ann", "bob"))
 

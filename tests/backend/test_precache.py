@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from emberkeep.backend.local import LocalBackend
+from emberkeep.config.kinds import Lifetimes
 from emberkeep.config.settings import Config
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.types.events import Completed
-from emberkeep.types.lineage import SHARED, Lineage, private_namespace
-from emberkeep.types.request import Message, Request, Tool, Ttl
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import SHARED, Lineage, Message, Request, Sampling, Tool, Ttl, private_namespace
 from helpers.events import end_of, read_events
 from helpers.fake_backend import fake_backend, settle
 from helpers.scheduling import Unmeasured
@@ -119,7 +118,7 @@ def test_a_declared_prefix_is_there_after_a_restart_without_evaluation(house):
 
 
 def test_a_prefix_is_touched_before_it_expires_and_an_unused_one_is_not(house):
-    backend, engine = house.open(ttl_short_s=300)
+    backend, engine = house.open()
     until_warm(backend, [PREFIX])
     clock = backend._store._ledger.clock
     (before,) = backend.cache.entries()
@@ -153,7 +152,7 @@ def test_a_prefix_that_was_lost_is_evaluated_again(house):
 
 
 def test_the_prefix_of_an_open_conversation_is_kept_and_of_a_closed_one_let_go(house):
-    backend, _ = house.open(ttl_long_s=3600)
+    backend, _ = house.open()
     completed(backend, chat("When?", namespace=ALICE))
     ((key, prefix),) = backend.warmer._prefixes.items()
     assert key[0] == Lineage(ALICE)
@@ -204,7 +203,7 @@ def test_where_a_ttl_is_a_promise_an_idle_conversation_is_nowhere_after_it(house
 
 
 def test_what_is_idle_without_a_name_is_let_go_where_a_ttl_is_a_promise(house):
-    backend, _ = house.open(expire=True, ram_budget=0, disk_budget=0, ttl_short_s=2)
+    backend, _ = house.open(expire=True, ram_budget=0, disk_budget=0, ttl=Lifetimes(short=2.0))
     completed(backend, chat("When is it open?", namespace=ALICE))
     settle(backend)
     backend.warmer.sweep()

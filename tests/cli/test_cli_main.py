@@ -12,7 +12,8 @@ import pytest
 
 from emberkeep import __version__
 from emberkeep.cli.main import app, main
-from emberkeep.config.settings import Config, default_of, help_for, type_of
+from emberkeep.config.describe import default_of, help_for, type_of
+from emberkeep.config.settings import Config
 from emberkeep.errors import ModelNotFound
 from emberkeep.library.emberkeep import Emberkeep
 from helpers.commands import Commands

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from emberkeep.cluster.slots import config_of_replica, forget_rest, take_slot
-from emberkeep.config.settings import Config, ttls
+from emberkeep.config.settings import Config
 from emberkeep.errors import StoreFailed
 from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.library.stores import ClosedStore, store_folders
 from emberkeep.memory.memory import Memory
-from emberkeep.types.lineage import private_namespace
+from emberkeep.types.request import private_namespace
 from helpers.kv_building import FINGERPRINT, LONG, put
 
 
@@ -58,7 +58,7 @@ def filled_store(data_dir: Path) -> KvStore:
 
 def users_in(data_dir: Path) -> set[str]:
     (folder,) = store_folders(data_dir, pytest.fail)
-    with closing(ClosedStore(folder, ttls(Config()))) as store:
+    with closing(ClosedStore(folder, Config().ttl.by_class())) as store:
         return {entry.user for entry in store.entries()}
 
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from emberkeep.config.describe import default_of, help_for
 from emberkeep.config.kinds import parse_size
 from emberkeep.config.machine import total_ram
-from emberkeep.config.settings import Config, check_exposure, default_of, help_for, public_values, show_value
+from emberkeep.config.settings import Config, check_exposure, public_values, show_value
 from emberkeep.config.sources import file_in, load_config
 from emberkeep.errors import ConfigError
 

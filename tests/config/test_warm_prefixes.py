@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from emberkeep.config.kinds import Lifetimes
 from emberkeep.config.sources import load_config
 from emberkeep.config.tables import WarmPrefix
 from emberkeep.errors import ConfigError
 from emberkeep.library.declared_prefixes import declared_prefixes
-from emberkeep.types.lineage import SHARED
-from emberkeep.types.request import Message, Ttl
+from emberkeep.types.request import SHARED, Message, Ttl
 
 
 def prefixes(*given: object, cwd: Path) -> tuple[WarmPrefix, ...]:
@@ -102,4 +102,5 @@ def test_a_prefix_with_a_bad_message_is_refused_before_the_model_is_loaded(tmp_p
 
 @pytest.mark.parametrize(("given", "settled"), [(0.1, 2), (-5, 2), (600, 600), (1e12, 365 * 86_400)])
 def test_intervals_are_clamped_to_what_makes_sense(tmp_path, given, settled):
-    assert load_config({"ttl_short_s": given}, env={}, cwd=tmp_path).config.ttl_short_s == settled
+    config = load_config({"ttl": {"short": given}}, env={}, cwd=tmp_path).config
+    assert config.ttl == Lifetimes(short=settled)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config.settings import Config, default_of, public_values
+from emberkeep.config.describe import default_of
+from emberkeep.config.settings import Config, public_values
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -60,7 +61,7 @@ def test_a_default_that_is_told_beside_its_setting_is_the_codes(page: Path) -> N
 
 def test_such_places_are_found() -> None:
     keys = {key for page in PAGES for key, _ in defaults_on(page)}
-    assert {"disk_writes_per_day", "flash_attention", "gpu_layers"} <= keys
+    assert {"disk_writes_per_day", "tool_timeout_s"} <= keys
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -98,8 +99,8 @@ def in_words(seconds: float) -> str:
 DEFAULTS = Config()
 SENTENCES = [
     ("docs/guide.md", f"unloaded {in_words(DEFAULTS.unload_after_s or 0)} after"),
-    ("docs/cache-api.md", f"(`{DEFAULTS.ttl_short_s / 60:g}m`: `ttl_short_s`"),
-    ("docs/cache-api.md", f"`{DEFAULTS.ttl_long_s / 3600:g}h`: `ttl_long_s`)"),
+    ("docs/cache-api.md", f"(`{DEFAULTS.ttl.short / 60:g}m`: `short`"),
+    ("docs/cache-api.md", f"`{DEFAULTS.ttl.long / 3600:g}h`: `long`)"),
     (
         "docs/configuration.md",
         f'By default only programs on this machine can connect (`host = "{DEFAULTS.host}"`)',

@@ -49,7 +49,7 @@ def test_a_warm_prefix_is_ready_stays_ready_and_survives_a_kill(
 ) -> None:
     data = tmp_path / "data"
     quick = tmp_path / "quick.toml"
-    quick.write_text("ttl_short_s = 3\nsweep_s = 1\n")
+    quick.write_text("ttl = {short = 3}\nsweep_s = 1\n")
     options = ("--warm", str(rules), "--config", str(quick))
     with serve(smollm2, data, *options) as server:
         (prefix,) = until(server, lambda listed: len(listed) == 1 and listed[0]["turns"])

@@ -14,9 +14,8 @@ from emberkeep.errors import EmberkeepError, InvalidField, MemoryFailed, MemoryO
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.user_memory import UserMemory, open_memory, write_lines
 from emberkeep.memory.memory import Memory
-from emberkeep.types.lineage import private_namespace
 from emberkeep.types.memory import ToolUse, Turn
-from emberkeep.types.request import Message, Recall
+from emberkeep.types.request import Message, Recall, private_namespace
 from helpers.scripted_backend import ScriptedBackend, answer
 
 KEY = "sk-proj-Abcd1234Efgh5678Ijkl9012Mnop3456Qrst7890Uvwx"

@@ -12,8 +12,7 @@ from emberkeep.chat.prompt import Splice
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
 from emberkeep.kv.tree import Chunk
-from emberkeep.types.lineage import Lineage
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Lineage, Sampling
 from helpers.kv_building import check_ledger, chunks_of, exported
 from helpers.late_exports import LateEngine
 from helpers.scheduling import (

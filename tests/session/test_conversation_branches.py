@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from emberkeep.types.events import MissReason
-from emberkeep.types.lineage import private_namespace
-from emberkeep.types.request import Message, Request
+from emberkeep.types.request import Message, Request, private_namespace
 from helpers.conversing import SYSTEM, Client, Harbour, line
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.errors import MemoryFailed
-from emberkeep.types.lineage import private_namespace
-from emberkeep.types.request import Message, Recall
+from emberkeep.types.request import Message, Recall, private_namespace
 from helpers.conversing import Answer, Client, Harbour, ScriptedEngine, line
 
 CONTEXT = 1280

@@ -12,8 +12,7 @@ from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Policy, Sessions
 from emberkeep.session.view import View
 from emberkeep.types.events import Eviction, Usage
-from emberkeep.types.lineage import private_namespace
-from emberkeep.types.request import Message, Recall, Request, ToolCall
+from emberkeep.types.request import Message, Recall, Request, ToolCall, private_namespace
 
 POLICY = Policy(context=1000)
 SAID = ["anchor", "barge", "cargo", "dock", "eddy", "the anchor?"]

@@ -14,7 +14,7 @@ from emberkeep.api.stored import MAX_VERIFY_S, entry_from_json, lookup_from_json
 from emberkeep.cli.console import complain
 from emberkeep.cli.model_setup import install_model, open_model
 from emberkeep.cli.running_server import RunningServer, find_server
-from emberkeep.config.settings import Config, ttls
+from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError, NoSuchEntry
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.stores import ClosedStore, StoreFolder, replica_folder, replica_folders, store_folders
@@ -77,7 +77,9 @@ def open_stores(config: Config, model: str | None, *, shared: bool = False) -> I
             try:
                 link = open_link(config) if shared else None
                 found.append(
-                    opened.enter_context(closing(ClosedStore(folder, ttls(config), link, expire=config.expire)))
+                    opened.enter_context(
+                        closing(ClosedStore(folder, config.ttl.by_class(), link, expire=config.expire))
+                    )
                 )
             except OSError as error:
                 complain(f"{folder.path} is left out: {error}.")

@@ -32,14 +32,14 @@ from emberkeep.cli.commands import one_command
 from emberkeep.cli.console import complain
 from emberkeep.cli.flags import with_settings
 from emberkeep.cli.model_setup import install_model, open_model
-from emberkeep.config.settings import DEFAULT_MODEL, OFF, Config, TooLong, is_model_name
+from emberkeep.config.settings import DEFAULT_MODEL, OFF, Config, TooLong
 from emberkeep.config.sources import LoadedConfig
+from emberkeep.config.trust import is_model_name
 from emberkeep.errors import EmberkeepError, ModelNotFound
 from emberkeep.files import private_folder
 from emberkeep.logs import is_verbose
 from emberkeep.types.memory import SavedConversation
-from emberkeep.types.request import Message
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Message, Sampling
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
@@ -119,21 +119,10 @@ class ChatCommand(TyperCommand):
 
 
 @with_settings(
-    *("model", "ctx", "lora", "kv_type", "flash_attention", "gpu_layers", "cpu_moe", "tensor_split"),
-    *(
-        "engine",
-        "device",
-        "dtype",
-        "quantization",
-        "attention",
-        "kv_bits",
-        "approximate",
-        "too_long",
-        "recall",
-    ),
-    *("residency", "gpu_memory", "speculation"),
-    *("tools", "enable_tools", "disable_tools", "tools_from", "tools_root", "backend", "base_url"),
-    *("continued", "save", "list_all", "export", "data_dir", "config"),
+    *("model", "backend", "ctx", "data_dir", "continued", "save", "list_all", "export", "config"),
+    *("base_url", "lora", "kv_type", "speculation", "kv_bits", "approximate", "too_long", "recall", "tools"),
+    *("enable_tools", "disable_tools", "tools_from", "tools_root", "engine", "flash_attention", "device", "dtype"),
+    *("quantization", "attention", "residency", "gpu_memory", "gpu_layers", "cpu_moe", "tensor_split"),
 )
 def chat(*, loaded: LoadedConfig, words: Words = None, answers: AnswerFlags, saved: SavedFlags) -> None:
     """Talk to a model in this terminal; /help lists what can be done there.

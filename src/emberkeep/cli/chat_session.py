@@ -290,7 +290,7 @@ def _parts(result: Result, max_tokens: int | None, context: int) -> Iterator[str
         if usage.completion_tokens == max_tokens:
             yield "cut at --max-tokens"
         elif result.exchanges and usage.total_tokens < _FULL * context:
-            yield "cut after as many rounds of tools as tool_turns allows"
+            yield "cut after as many rounds of tools as there may be"
         else:
             yield f"the context of {context} tokens is full, /clear begins anew"
 

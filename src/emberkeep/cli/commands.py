@@ -11,8 +11,13 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from emberkeep.config.describe import GROUPS, USED_FIRST, grouped
 from emberkeep.config.removed import why_gone
+from emberkeep.config.settings import FIELDS
 from emberkeep.errors import ConfigError
+
+_MANY_SETTINGS = 12
+_FIRST, _OWN = "Used first", "Options"
 
 
 class Home(NamedTuple):
@@ -73,9 +78,24 @@ def _reading_plainly(command: Any) -> Any:
 
     command.get_params = get_params
     command.parse_args = partial(_parse_args, command.parse_args)
+    if sum(param.name in FIELDS for param in command.params) >= _MANY_SETTINGS:
+        command.format_options = partial(_format_sections, command)
     for inner in getattr(command, "commands", {}).values():
         _reading_plainly(inner)
     return command
+
+
+def _format_sections(command: Any, context: Any, formatter: Any) -> None:
+    """The flags of a command for `--help`: those that people use first, its own, and the settings by group."""
+    titles = {key: group for group, keys in grouped().items() for key in keys} | dict.fromkeys(USED_FIRST, _FIRST)
+    sections: dict[str, list[Any]] = {title: [] for title in (_FIRST, _OWN, *GROUPS)}
+    for param in command.get_params(context):
+        if record := param.get_help_record(context):
+            sections[titles.get(param.name, _OWN)].append(record)
+    for title, records in sections.items():
+        if records:
+            with formatter.section(title):
+                formatter.write_dl(records)
 
 
 def _parse_args(parse: Callable[[Any, list[str]], list[str]], context: Any, arguments: list[str]) -> list[str]:

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import stat
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
@@ -15,8 +16,9 @@ import typer
 
 from emberkeep.cli.console import ask_first, plural, printable
 from emberkeep.cli.flags import ConfigFlag, JsonFlag, YesFlag, logged, settle
+from emberkeep.config.describe import accepted_briefly, default_of, grouped, help_for
 from emberkeep.config.kinds import public_url
-from emberkeep.config.settings import help_for, public_values, show_value
+from emberkeep.config.settings import FIELDS, is_harmless, public_values, show_value
 from emberkeep.config.sources import FILE_NAMES, ConfigFile, LoadedConfig, file_in, read_config_file
 from emberkeep.config.tables import McpServer
 from emberkeep.config.trust import is_trusted, trust, withdraw
@@ -32,6 +34,9 @@ app = typer.Typer(
 
 Where = Annotated[Path, typer.Argument(metavar="[PATH]", help="The file, or its folder. [default: this folder]")]
 
+DOCS_BEGIN, DOCS_END = "<!-- settings -->", "<!-- end of settings -->"
+_ELSEWHERE = {"data_dir": "your data folder", "tools_root": "the current folder"}
+"""Defaults that differ from machine to machine, in words."""
 _EFFECTS = {
     "mcp": "starts these programs, or connects to these addresses, for what tools they have",
     "tools_from": "runs these Python files",
@@ -103,6 +108,33 @@ def _file_at(path: Path) -> Path:
     if found is None:
         raise ConfigError(f"There is no {' or '.join(FILE_NAMES)} in {path.resolve()}: name the file to trust.")
     return found
+
+
+@app.command("docs", epilog="Example: emberkeep config docs docs/configuration.md")
+@logged
+def write_docs(
+    page: Annotated[Path | None, typer.Argument(help="A page to write them into, between its two marks.")] = None,
+) -> None:
+    """Every setting as a table in Markdown: its default, what it accepts and what it is for."""
+    table = "\n".join(_docs())
+    if page is None:
+        print(table)
+        return
+    before, begin, rest = page.read_text("utf-8").partition(DOCS_BEGIN)
+    _, end, after = rest.partition(DOCS_END)
+    if not (begin and end):
+        raise ConfigError(f"{page} has no place for them: write {DOCS_BEGIN} and {DOCS_END} into it, a line each.")
+    page.write_text(f"{before}{begin}\n{table}\n{end}{after}", "utf-8")
+
+
+def _docs() -> Iterator[str]:
+    for group, keys in grouped().items():
+        yield from (f"\n### {group}\n", "| setting and default | |", "|---|---|")
+        for key in keys:
+            default = _ELSEWHERE.get(key) or default_of(key)
+            yield f"| `{key} = {default}` | {help_for(key)} ({accepted_briefly(key)}) |"
+    harmless = ", ".join(f"`{key}`" for key in FIELDS if is_harmless(key, default_of(key)))
+    yield "\n" + textwrap.fill(f"A file of the current folder sets by itself: {harmless}.", 115)
 
 
 # ── what a file would do, for the person who decides ──

@@ -15,7 +15,8 @@ from typer.models import OptionInfo
 
 from emberkeep.cli.console import complain
 from emberkeep.config import sources
-from emberkeep.config.settings import FIELDS, Config, default_of, help_for, is_list, type_of
+from emberkeep.config.describe import default_of, help_for, is_list, type_of
+from emberkeep.config.settings import FIELDS, Config
 from emberkeep.logs import begin_logging
 
 Command = Callable[..., None]

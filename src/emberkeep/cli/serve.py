@@ -18,23 +18,13 @@ Examples:
 
 
 @with_settings(
-    *("model", "models", "aliases", "pinned", "unload_after_s", "model_memory"),
-    *("host", "port", "data_dir", "ctx", "parallel", "ram_budget", "disk_budget", "remote"),
-    *("kv_bits", "approximate", "api_key", "threads", "lora", "kv_type", "flash_attention"),
-    *("mlock",),
-    *("gpu_layers", "cpu_moe", "tensor_split", "engine", "device", "dtype", "quantization", "attention", "warm"),
-    *("residency", "gpu_memory"),
-    *("max_tokens", "max_concurrent_per_user", "speculation"),
-    *(
-        "memory_margin",
-        "too_long",
-        "recall",
-        "pooling",
-        "server_tools",
-        "enable_tools",
-        "disable_tools",
-    ),
-    *("tools_from", "tools_root", "tools", "reasoning", "backend", "base_url", "config"),
+    *("model", "backend", "ctx", "parallel", "host", "port", "api_key", "data_dir", "ram_budget", "disk_budget"),
+    *("models", "aliases", "pinned", "unload_after_s", "model_memory", "base_url", "lora", "kv_type", "pooling"),
+    *("speculation", "remote", "kv_bits", "approximate", "warm", "ttl", "max_concurrent_per_user", "max_tokens"),
+    *("too_long", "memory_margin", "reasoning", "recall", "tools", "server_tools", "enable_tools"),
+    *("disable_tools", "tools_from", "tools_root", "engine", "threads", "mlock", "flash_attention", "device"),
+    *("dtype", "quantization", "attention", "residency", "gpu_memory", "gpu_layers", "cpu_moe", "tensor_split"),
+    "config",
 )
 def serve(config: Config) -> None:
     """Answer OpenAI-compatible requests over HTTP until stopped.

@@ -6,7 +6,7 @@ from time import perf_counter
 
 from emberkeep.cli.cache_stores import closed_folders, open_link, served_stores
 from emberkeep.config.kinds import public_url, readable_size
-from emberkeep.config.settings import Config, ttls
+from emberkeep.config.settings import Config
 from emberkeep.errors import ConfigError, StoreFailed
 from emberkeep.kv.remote.link import RemoteLink, Unreachable
 from emberkeep.kv.remote.listing import holdings
@@ -68,7 +68,7 @@ def known_users(config: Config) -> set[str]:
     with served_stores(config) as served:
         found = {entry.user for store in served for entry in store.entries()}
         for folder in closed_folders(config, None, served):
-            store = ClosedStore(folder, ttls(config))
+            store = ClosedStore(folder, config.ttl.by_class())
             found |= {entry.user for entry in store.entries()}
             store.close()
     return found | {""}

@@ -17,8 +17,7 @@ from emberkeep.config.settings import Config
 from emberkeep.errors import ConfigError, EmberkeepError, NoSuchEntry
 from emberkeep.text import did_you_mean
 from emberkeep.types.events import Caller
-from emberkeep.types.lineage import private_namespace
-from emberkeep.types.request import Json, Tool, ToolCall
+from emberkeep.types.request import Json, Tool, ToolCall, private_namespace
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

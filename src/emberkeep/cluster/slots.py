@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from time import monotonic, sleep
 
-from emberkeep.config.settings import Config, ttls
+from emberkeep.config.settings import Config
 from emberkeep.errors import StoreFailed
 from emberkeep.files import private_folder
 from emberkeep.library.stores import ClosedStore, replica_folder, replica_folders, store_folders
@@ -76,7 +76,7 @@ def forget_rest(config: Config, user: str, asked: frozenset[str]) -> None:
     broken: list[str] = []
     for folder in (config.data_dir, *replica_folders(config.data_dir)):
         for store in store_folders(folder, broken.append) if folder not in held else ():
-            with closing(ClosedStore(store, ttls(config))) as closed:
+            with closing(ClosedStore(store, config.ttl.by_class())) as closed:
                 closed.remove_user(user)
     if broken:
         raise StoreFailed(broken[0])

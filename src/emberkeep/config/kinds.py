@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from emberkeep.types.request import Json
+from emberkeep.types.request import Json, Ttl
 from emberkeep.values import dataclass
 
 MASK = "***"
@@ -227,6 +227,45 @@ def clamped_seconds(low: float, high: float) -> Kind:
 
     accepts = f"seconds; less than {low:g} means {low:g}, more than {high:g} means {high:g}"
     return Kind(parse, accepts, "seconds", _show_float)
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetimes:
+    """Seconds of each class of TTL."""
+
+    short: float = 300.0
+    long: float = 3600.0
+    extended: float = 86_400.0
+
+    def by_class(self) -> dict[Ttl, float]:
+        return {Ttl.SHORT: self.short, Ttl.LONG: self.long, Ttl.EXTENDED: self.extended}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={seconds:g}" for name, seconds in self.by_class().items())
+
+
+_LIFETIME = clamped_seconds(2, 365 * 86_400)
+
+
+def _parse_lifetimes(value: object) -> Lifetimes:
+    """Classes that are not named keep their usual time."""
+    if isinstance(value, Lifetimes):
+        return value
+    if isinstance(value, Mapping):
+        pairs = list(value.items())
+    else:
+        parts = [parse_text(part).partition("=") for part in _parts(value)]
+        pairs = [(name.strip(), seconds) for name, _, seconds in parts]
+    return Lifetimes(**{str(Ttl(name)): _LIFETIME.parse(seconds) for name, seconds in pairs})
+
+
+LIFETIMES = Kind(
+    _parse_lifetimes,
+    "a table of short, long and extended with seconds from 2 on, or short=300 (several: separated by commas)",
+    "class=seconds",
+    public=lambda times: {str(name): seconds for name, seconds in times.by_class().items()},
+    is_list=True,
+)
 
 
 def one_number_of(*numbers: int) -> Kind:

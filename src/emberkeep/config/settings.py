@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import Field, field, fields, replace
 from enum import StrEnum
@@ -15,6 +14,7 @@ import platformdirs
 from emberkeep.config.kinds import (
     ALIASES,
     BYTES,
+    LIFETIMES,
     LORAS,
     NAMES,
     OTHERS,
@@ -28,6 +28,7 @@ from emberkeep.config.kinds import (
     URL,
     Alias,
     Kind,
+    Lifetimes,
     LoraFile,
     clamped_seconds,
     layers,
@@ -43,12 +44,12 @@ from emberkeep.config.kinds import (
 )
 from emberkeep.config.machine import total_ram
 from emberkeep.config.tables import HYGIENE, PREFIXES, REMOTES, SERVERS, McpServer, WarmPrefix
+from emberkeep.config.trust import has_cores, is_name_here
 from emberkeep.errors import ConfigError
 from emberkeep.logs import AUTO
 from emberkeep.types.hygiene import HygieneRule
-from emberkeep.types.lineage import Repair
 from emberkeep.types.models import AttentionTier, Quantization, RemoteModel, Residency
-from emberkeep.types.request import Json, Recall, Ttl
+from emberkeep.types.request import Json, Recall, Repair
 from emberkeep.values import dataclass
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -57,6 +58,8 @@ NEVER = "never"
 OFF = "off"
 """`approximate`: state that was stored at another position is not reused. `speculation`: nothing is drafted."""
 
+TOOL_TURNS = 16
+"""Rounds of tool calls before a model has to answer."""
 DRAIN_S = 20.0
 """How long running requests may take to finish when a server stops."""
 PREFILL_SLICE = 512
@@ -97,24 +100,6 @@ def _harmless(default: object, kind: Kind, help: str) -> Any:
     return _setting(default, kind, help, harmless=lambda value: True)
 
 
-def is_model_name(value: object) -> bool:
-    """It names an installed model, and none by where its files are, whatever lies in the current folder."""
-    name = value.strip() if isinstance(value, str) else "."
-    return not ("/" in name or name.startswith(".") or name.endswith(".gguf"))
-
-
-def _is_name_here(value: object) -> bool:
-    """Where a service answers, `:` in a name may choose who computes: an Ollama that runs here sends what
-    `model:cloud` is asked to its maker."""
-    return is_model_name(value) and ":" not in str(value)
-
-
-def _has_cores(value: object) -> bool:
-    """Threads that have no core of their own wait for each other by spinning: with hundreds of them the machine is
-    busy for minutes with one token."""
-    return value == "auto" or (isinstance(value, int) and value <= (os.cpu_count() or 1))
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class Config:
     model: str | None = _setting(
@@ -122,7 +107,7 @@ class Config:
         or_word(TEXT, "auto"),
         f"Model to load: an installed name, a .gguf file, or a folder of safetensors; auto: {DEFAULT_MODEL} here, "
         "and elsewhere what a backend takes by itself.",
-        harmless=_is_name_here,
+        harmless=is_name_here,
     )
     models: tuple[str, ...] = _setting(
         (),
@@ -144,20 +129,20 @@ class Config:
         or_word(BYTES, "auto"),
         "Memory for all models that are loaded at a time; auto: five eighths of RAM, and what GPUs have.",
     )
-    host: str = _setting("127.0.0.1", TEXT, "Address to listen on.")
-    port: int = _setting(8080, whole(0, 65535), "Port to listen on; 0 takes any free one.")
-    api_key: str | None = _setting(
-        None, SECRET, "Key that clients must send; required when listening beyond this machine."
+    backend: str = _setting(
+        "auto",
+        TEXT,
+        "Who answers: auto, local, a name from `emberkeep api list`, or a kind (openai, anthropic, gemini, "
+        "grok, ollama, trtllm); several, separated by commas, stand in for each other.",
     )
-    data_dir: Path = _setting(_user_data_dir, PATH, "Folder for models, stored state and chat history.")
+    backends: tuple[RemoteModel, ...] = _setting(
+        (), REMOTES, "Models that run somewhere else, as `emberkeep api add` adds them."
+    )
+    base_url: str | None = _setting(None, or_word(URL, "none"), "Address of a backend that is named by its kind.")
     ctx: int | None = _harmless(
         None,
         or_word(whole(128, 1 << 24), "auto"),
         "Longest conversation in tokens; auto takes the model's own length, capped.",
-    )
-    parallel: int = _harmless(4, whole(1, 256), "Requests that are generated at the same time.")
-    threads: int | None = _setting(
-        None, or_word(whole(1, 1024), "auto"), "CPU threads; auto takes every core.", harmless=_has_cores
     )
     lora: tuple[LoraFile, ...] = _setting(
         (), LORAS, "LoRA adapters (GGUF) to apply to a GGUF model, and how strongly; 1 unless told."
@@ -167,26 +152,159 @@ class Config:
         one_of("f16", "q8_0", "q4_0"),
         "Numbers in which a GGUF model's state is held and stored: q8_0 takes half the room, q4_0 a quarter.",
     )
-    flash_attention: str = _harmless(
+    speculation: str = _setting(
         "auto",
-        one_of("auto", "on", "off"),
-        "Whether llama.cpp computes attention in one pass; auto changes to what is quicker for the work at hand.",
+        TEXT,
+        "What drafts tokens before the model computes them: auto (stored texts, where that is faster), off, "
+        "or besides these a small model with the same vocabulary.",
+        harmless=is_name_here,
     )
-    mlock: bool = _setting(
-        False,
-        SWITCH,
-        "Lock weights in RAM, so that they are never swapped out, where the limit of the system allows it.",
+    pooling: str = _harmless(
+        "auto",
+        one_of("auto", "mean", "cls", "last"),
+        "How states become one vector for embeddings; auto: as the model says, and a chat model gives none.",
     )
-    gpu_layers: int | None = _harmless(
+    ram_budget: int = _setting(
+        _quarter_of_ram,
+        or_word(BYTES, "auto", _quarter_of_ram),
+        "RAM for stored prompt state; auto takes a quarter of the memory.",
+    )
+    disk_budget: int = _setting(20 << 30, BYTES, "Disk space for stored prompt state.")
+    disk_writes_per_day: int | None = _setting(
+        200 << 30, or_word(BYTES, "none"), "Bytes a day written to disk; beyond them only what has been reused is."
+    )
+    remote: str | None = _setting(
         None,
-        or_word(layers(), "auto"),
-        "Layers of a GGUF model to put on GPUs that llama.cpp can use (all: every one); auto: as many as fit.",
+        or_word(SHARED_SERVER, "none"),
+        "Valkey or Redis server in which hosts share prompt state, such as valkey://user:password@10.0.0.5:6379; "
+        "with a password best in EMBERKEEP_REMOTE.",
     )
-    cpu_moe: int = _harmless(
-        0, layers(), "Layers, from the first on, whose experts stay in RAM when the rest of them is on a GPU."
+    remote_key: str | None = _setting(
+        None, SECRET, "Secret that all hosts have, with which everything in that server is encrypted."
     )
-    tensor_split: tuple[float, ...] | None = _harmless(
-        None, or_word(SHARES, "auto"), "How layers are shared out among several GPUs; auto: by their free memory."
+    kv_bits: int = _harmless(
+        16,
+        one_number_of(16, 8, 4),
+        "Bits in which prompt state is stored: 8 halves it and 4 halves it again, and is no longer exact.",
+    )
+    approximate: str = _harmless(
+        OFF,
+        one_of(OFF, NEVER, *Repair),
+        "How state from another position is repaired and reused, unless a request says; it is not exact. "
+        "never: who asks for that, or for fewer kv_bits, is refused.",
+    )
+    warm: tuple[WarmPrefix, ...] = _setting(
+        (), PREFIXES, "System prompt to have ready for all users, or a file with one (.json: messages and tools)."
+    )
+    hygiene: tuple[HygieneRule, ...] = _setting(
+        (),
+        HYGIENE,
+        "Rules for parts of prompts that change with every call: what they do so that the rest is reused.",
+    )
+    ttl: Lifetimes = _setting(
+        Lifetimes(),
+        LIFETIMES,
+        "Seconds after its last use that a prefix (short), a conversation (long) and what asks for extended "
+        "are kept ready.",
+    )
+    expire: bool = _setting(
+        False, SWITCH, "Delete what has outlived its TTL, from RAM and disk too, at the next sweep; pins stay."
+    )
+    sweep_s: float = _setting(
+        30.0, clamped_seconds(1, 3600), "How often to look for prefixes to warm again and conversations to let go."
+    )
+    host: str = _setting("127.0.0.1", TEXT, "Address to listen on.")
+    port: int = _setting(8080, whole(0, 65535), "Port to listen on; 0 takes any free one.")
+    api_key: str | None = _setting(
+        None, SECRET, "Key that clients must send; required when listening beyond this machine."
+    )
+    allow: tuple[str, ...] = _setting(
+        (),
+        NAMES,
+        "Names by which clients may call the server besides this machine's own; origins of pages that may, "
+        "such as http://localhost:3000.",
+    )
+    data_dir: Path = _setting(_user_data_dir, PATH, "Folder for models, stored state and chat history.")
+    parallel: int = _harmless(4, whole(1, 256), "Requests that are generated at the same time.")
+    queue: int = _setting(64, whole(0, 100_000), "Requests that may wait before new ones are refused.")
+    max_concurrent_per_user: int | None = _setting(
+        None,
+        or_word(whole(1, 100_000), "none"),
+        "Requests that one user may have here at a time, running or waiting.",
+    )
+    max_tokens: int | None = _setting(
+        None,
+        or_word(whole(1, 1 << 24), "none"),
+        "Most tokens of an answer, also where a request asks for more or says nothing.",
+    )
+    deadline_s: float | None = _setting(
+        None, or_word(seconds(0.001, 86_400), "none"), "Longest time one request may take."
+    )
+    too_long: str = _harmless(
+        str(TooLong.EVICT),
+        one_of(*TooLong),
+        "What becomes of a conversation that is too long: its oldest messages leave and are archived, its "
+        "oldest part is left out, or it is refused.",
+    )
+    memory_margin: float | None = _setting(
+        0.1,
+        or_word(share(0, 10), OFF),
+        "Share of a request's predicted memory that is kept free besides; off: memory is not predicted, and "
+        "nothing refused for it.",
+    )
+    reasoning: str = _harmless(
+        "separate",
+        one_of("separate", "strip", "inline"),
+        "Where reasoning goes, unless a request says: a field of its own, nowhere, or into the text.",
+    )
+    log_level: str = _setting(
+        AUTO,
+        one_of(AUTO, "debug", "info", "warning", "error"),
+        "How much is logged; auto: info in servers, and warnings in other commands.",
+    )
+    memory: bool = _setting(True, SWITCH, "Archive what leaves a context, so that it can be found again.")
+    memory_budget: int = _setting(
+        10 << 30, BYTES, "Size of the memory on disk; beyond it the oldest archived turns and stored responses go."
+    )
+    recall: str = _setting(
+        str(Recall.AUTO),
+        one_of(*Recall),
+        "How archived turns come back: tool lets the model search, auto puts the best before the question.",
+    )
+    embeddings: bool = _setting(
+        False, SWITCH, "Search memory by meaning too; needs the extra emberkeep[embeddings]."
+    )
+    tools: str = _setting(
+        "auto",
+        one_of("auto", "on", OFF),
+        "Whether models are told of tools; auto: in a chat, where the template knows them; off: of none, also "
+        "where clients send some.",
+    )
+    server_tools: str = _setting(
+        OFF,
+        one_of(OFF, "safe", ASK),
+        "Tools that the server runs by itself for clients that send none: safe ones, or (ask) all that its "
+        "client asks a person about.",
+    )
+    enable_tools: tuple[str, ...] = _setting(
+        (), NAMES, "Tools or groups to use (all: every one); none named: all, but in a server no dangerous ones."
+    )
+    disable_tools: tuple[str, ...] = _setting((), NAMES, "Tools or groups that are not to be used.")
+    tools_from: tuple[Path, ...] = _setting(
+        (), PATHS, "Python files whose functions, marked with @tool, are tools too."
+    )
+    tools_root: Path = _setting(Path.cwd, PATH, "Folder that file tools cannot leave, and where commands run.")
+    tool_timeout_s: float = _setting(60.0, seconds(0.1, 86_400), "Longest time one tool call may take.")
+    http_private: tuple[str, ...] = _setting(
+        (), NAMES, "Hosts in private networks, or host:port, that the HTTP tools may reach all the same."
+    )
+    mcp: tuple[McpServer, ...] = _setting(
+        (), SERVERS, "MCP servers whose tools, resources and prompts can be used."
+    )
+    engine: str = _harmless(
+        "auto",
+        one_of("auto", "llamacpp", "hf"),
+        "What runs the model; auto takes llamacpp for GGUF, hf for safetensors.",
     )
     llama_library: str = _setting(
         "auto",
@@ -194,10 +312,18 @@ class Config:
         "Which llama.cpp is used: native (compiled here), ready-made, or the path of a libllama; "
         "auto takes the first of them that runs on this CPU.",
     )
-    engine: str = _harmless(
+    threads: int | None = _setting(
+        None, or_word(whole(1, 1024), "auto"), "CPU threads; auto takes every core.", harmless=has_cores
+    )
+    mlock: bool = _setting(
+        False,
+        SWITCH,
+        "Lock weights in RAM, so that they are never swapped out, where the limit of the system allows it.",
+    )
+    flash_attention: str = _harmless(
         "auto",
-        one_of("auto", "llamacpp", "hf"),
-        "What runs the model; auto takes llamacpp for GGUF, hf for safetensors.",
+        one_of("auto", "on", "off"),
+        "Whether llama.cpp computes attention in one pass; auto changes to what is quicker for the work at hand.",
     )
     device: str = _harmless(
         "auto",
@@ -229,154 +355,16 @@ class Config:
     gpu_memory: int | None = _setting(
         None, or_word(BYTES, "auto"), "Most memory of a GPU that the hf engine uses; auto: what is free."
     )
-    ram_budget: int = _setting(
-        _quarter_of_ram,
-        or_word(BYTES, "auto", _quarter_of_ram),
-        "RAM for stored prompt state; auto takes a quarter of the memory.",
-    )
-    disk_budget: int = _setting(20 << 30, BYTES, "Disk space for stored prompt state.")
-    remote: str | None = _setting(
+    gpu_layers: int | None = _harmless(
         None,
-        or_word(SHARED_SERVER, "none"),
-        "Valkey or Redis server in which hosts share prompt state, such as valkey://user:password@10.0.0.5:6379; "
-        "with a password best in EMBERKEEP_REMOTE.",
+        or_word(layers(), "auto"),
+        "Layers of a GGUF model to put on GPUs that llama.cpp can use (all: every one); auto: as many as fit.",
     )
-    remote_key: str | None = _setting(
-        None, SECRET, "Secret that all hosts have, with which everything in that server is encrypted."
+    cpu_moe: int = _harmless(
+        0, layers(), "Layers, from the first on, whose experts stay in RAM when the rest of them is on a GPU."
     )
-    kv_bits: int = _harmless(
-        16,
-        one_number_of(16, 8, 4),
-        "Bits in which prompt state is stored: 8 halves it and 4 halves it again, and is no longer exact.",
-    )
-    approximate: str = _harmless(
-        OFF,
-        one_of(OFF, NEVER, *Repair),
-        "How state from another position is repaired and reused, unless a request says; it is not exact. "
-        "never: who asks for that, or for fewer kv_bits, is refused.",
-    )
-    speculation: str = _setting(
-        "auto",
-        TEXT,
-        "What drafts tokens before the model computes them: auto (stored texts, where that is faster), off, "
-        "or besides these a small model with the same vocabulary.",
-        harmless=_is_name_here,
-    )
-    memory_margin: float | None = _setting(
-        0.1,
-        or_word(share(0, 10), OFF),
-        "Share of a request's predicted memory that is kept free besides; off: memory is not predicted, and "
-        "nothing refused for it.",
-    )
-    max_tokens: int | None = _setting(
-        None,
-        or_word(whole(1, 1 << 24), "none"),
-        "Most tokens of an answer, also where a request asks for more or says nothing.",
-    )
-    queue: int = _setting(64, whole(0, 100_000), "Requests that may wait before new ones are refused.")
-    max_concurrent_per_user: int | None = _setting(
-        None,
-        or_word(whole(1, 100_000), "none"),
-        "Requests that one user may have here at a time, running or waiting.",
-    )
-    too_long: str = _harmless(
-        str(TooLong.EVICT),
-        one_of(*TooLong),
-        "What becomes of a conversation that is too long: its oldest messages leave and are archived, its "
-        "oldest part is left out, or it is refused.",
-    )
-    memory: bool = _setting(True, SWITCH, "Archive what leaves a context, so that it can be found again.")
-    memory_budget: int = _setting(
-        10 << 30, BYTES, "Size of the memory on disk; beyond it the oldest archived turns and stored responses go."
-    )
-    recall: str = _setting(
-        str(Recall.AUTO),
-        one_of(*Recall),
-        "How archived turns come back: tool lets the model search, auto puts the best before the question.",
-    )
-    embeddings: bool = _setting(
-        False, SWITCH, "Search memory by meaning too; needs the extra emberkeep[embeddings]."
-    )
-    pooling: str = _harmless(
-        "auto",
-        one_of("auto", "mean", "cls", "last"),
-        "How states become one vector for embeddings; auto: as the model says, and a chat model gives none.",
-    )
-    tools: str = _setting(
-        "auto",
-        one_of("auto", "on", OFF),
-        "Whether models are told of tools; auto: in a chat, where the template knows them; off: of none, also "
-        "where clients send some.",
-    )
-    server_tools: str = _setting(
-        OFF,
-        one_of(OFF, "safe", ASK),
-        "Tools that the server runs by itself for clients that send none: safe ones, or (ask) all that its "
-        "client asks a person about.",
-    )
-    enable_tools: tuple[str, ...] = _setting(
-        (), NAMES, "Tools or groups to use (all: every one); none named: all, but in a server no dangerous ones."
-    )
-    disable_tools: tuple[str, ...] = _setting((), NAMES, "Tools or groups that are not to be used.")
-    tools_from: tuple[Path, ...] = _setting(
-        (), PATHS, "Python files whose functions, marked with @tool, are tools too."
-    )
-    tools_root: Path = _setting(Path.cwd, PATH, "Folder that file tools cannot leave, and where commands run.")
-    tool_timeout_s: float = _setting(60.0, seconds(0.1, 86_400), "Longest time one tool call may take.")
-    tool_turns: int = _setting(16, whole(1, 1000), "Rounds of tool calls before a model has to answer.")
-    http_private: tuple[str, ...] = _setting(
-        (), NAMES, "Hosts in private networks, or host:port, that the HTTP tools may reach all the same."
-    )
-    reasoning: str = _harmless(
-        "separate",
-        one_of("separate", "strip", "inline"),
-        "Where reasoning goes, unless a request says: a field of its own, nowhere, or into the text.",
-    )
-    mcp: tuple[McpServer, ...] = _setting(
-        (), SERVERS, "MCP servers whose tools, resources and prompts can be used."
-    )
-    backend: str = _setting(
-        "auto",
-        TEXT,
-        "Who answers: auto, local, a name from `emberkeep api list`, or a kind (openai, anthropic, gemini, "
-        "grok, ollama, trtllm); several, separated by commas, stand in for each other.",
-    )
-    backends: tuple[RemoteModel, ...] = _setting(
-        (), REMOTES, "Models that run somewhere else, as `emberkeep api add` adds them."
-    )
-    base_url: str | None = _setting(None, or_word(URL, "none"), "Address of a backend that is named by its kind.")
-    warm: tuple[WarmPrefix, ...] = _setting(
-        (), PREFIXES, "System prompt to have ready for all users, or a file with one (.json: messages and tools)."
-    )
-    hygiene: tuple[HygieneRule, ...] = _setting(
-        (),
-        HYGIENE,
-        "Rules for parts of prompts that change with every call: what they do so that the rest is reused.",
-    )
-    ttl_short_s: float = _setting(
-        300.0, clamped_seconds(2, _YEAR_S), "Seconds after its last use that a prefix is kept ready."
-    )
-    ttl_long_s: float = _setting(
-        3600.0, clamped_seconds(2, _YEAR_S), "The same for conversations, and for what asks for the class long."
-    )
-    ttl_extended_s: float = _setting(86_400.0, clamped_seconds(2, _YEAR_S), "The same for the class extended.")
-    expire: bool = _setting(
-        False, SWITCH, "Delete what has outlived its TTL, from RAM and disk too, at the next sweep; pins stay."
-    )
-    sweep_s: float = _setting(
-        30.0, clamped_seconds(1, 3600), "How often to look for prefixes to warm again and conversations to let go."
-    )
-    disk_writes_per_day: int | None = _setting(
-        200 << 30, or_word(BYTES, "none"), "Bytes a day written to disk; beyond them only what has been reused is."
-    )
-    deadline_s: float | None = _setting(
-        None, or_word(seconds(0.001, 86_400), "none"), "Longest time one request may take."
-    )
-    allow: tuple[str, ...] = _setting(
-        (),
-        NAMES,
-        "Names by which clients may call the server besides this machine's own; origins of pages that may, "
-        "such as http://localhost:3000.",
+    tensor_split: tuple[float, ...] | None = _harmless(
+        None, or_word(SHARES, "auto"), "How layers are shared out among several GPUs; auto: by their free memory."
     )
     replicas: tuple[int, int] = _setting(
         (2, 2),
@@ -399,11 +387,6 @@ class Config:
         "affinity",
         one_of("affinity", "round_robin", "least_loaded"),
         "Which replica answers: the one that knows the prompt, each in turn, or the one with the least to do.",
-    )
-    log_level: str = _setting(
-        AUTO,
-        one_of(AUTO, "debug", "info", "warning", "error"),
-        "How much is logged; auto: info in servers, and warnings in other commands.",
     )
 
     @property
@@ -437,11 +420,6 @@ def placed_by_itself(config: Config) -> Config:
     )
 
 
-def ttls(config: Config) -> dict[Ttl, float]:
-    """Seconds of each class."""
-    return {Ttl.SHORT: config.ttl_short_s, Ttl.LONG: config.ttl_long_s, Ttl.EXTENDED: config.ttl_extended_s}
-
-
 def memory_file(config: Config) -> Path:
     return config.data_dir / "memory.sqlite3"
 
@@ -450,29 +428,6 @@ def is_harmless(key: str, value: object) -> bool:
     """A file of the current folder may say it, whoever wrote it; `value` as it is written there."""
     harmless: Callable[[object], bool] | None = FIELDS[key].metadata["harmless"]
     return harmless is not None and harmless(value)
-
-
-def help_for(key: str) -> str:
-    return str(FIELDS[key].metadata["help"])
-
-
-def accepts(key: str) -> str:
-    return str(kind_of(key).accepts)
-
-
-def type_of(key: str) -> str:
-    return kind_of(key).type
-
-
-def is_list(key: str) -> bool:
-    """Whether it holds several values, so that its flag may be given several times."""
-    return kind_of(key).is_list
-
-
-def default_of(key: str) -> str:
-    """The default as a person reads it."""
-    kind, default = kind_of(key), getattr(Config(), key)
-    return kind.word if kind.word and kind.parse(kind.word) == default else kind.show(default)
 
 
 def show_value(config: Config, key: str) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -51,3 +52,24 @@ def _read(record: Path) -> Mapping[str, object]:
 
 def _record() -> Path:
     return platformdirs.user_data_path("emberkeep", appauthor=False) / "trusted.json"
+
+
+# ── values that need no trust ──
+
+
+def is_model_name(value: object) -> bool:
+    """It names an installed model, and none by where its files are, whatever lies in the current folder."""
+    name = value.strip() if isinstance(value, str) else "."
+    return not ("/" in name or name.startswith(".") or name.endswith(".gguf"))
+
+
+def is_name_here(value: object) -> bool:
+    """Where a service answers, `:` in a name may choose who computes: an Ollama that runs here sends what
+    `model:cloud` is asked to its maker."""
+    return is_model_name(value) and ":" not in str(value)
+
+
+def has_cores(value: object) -> bool:
+    """Threads that have no core of their own wait for each other by spinning: with hundreds of them the machine is
+    busy for minutes with one token."""
+    return value == "auto" or (isinstance(value, int) and value <= (os.cpu_count() or 1))

@@ -18,7 +18,7 @@ from emberkeep.backend.capabilities import (
     speculation_of,
     warm_prefix,
 )
-from emberkeep.config.settings import Config
+from emberkeep.config.settings import TOOL_TURNS, Config
 from emberkeep.config.sources import load_config
 from emberkeep.errors import EmberkeepError, InvalidField
 from emberkeep.library.arguments import (
@@ -42,9 +42,8 @@ from emberkeep.library.user_memory import UserMemory, require_memory
 from emberkeep.library.verify_report import CANDIDATES, VerifiedPrompt, VerifyReport, VerifySummary
 from emberkeep.text import shorten
 from emberkeep.types.cache import Verified
-from emberkeep.types.lineage import SHARED
 from emberkeep.types.models import AttentionTier, ExpertStats
-from emberkeep.types.request import Json, Request
+from emberkeep.types.request import SHARED, Json, Request
 from emberkeep.types.speculation import SpeculationStats
 
 log = logging.getLogger("emberkeep")
@@ -150,7 +149,7 @@ class Emberkeep:
         from emberkeep.runtime.tools import open_toolbox
 
         tools = open_toolbox(config, memory=self._backend.memory, asks=asks)
-        return ToolSession(self._bridge, self._backend, tools, asks=asks, turns=config.tool_turns)
+        return ToolSession(self._bridge, self._backend, tools, asks=asks, turns=TOOL_TURNS)
 
     def health(self) -> dict[str, Json]:
         """Which backend answers, and why the others do not."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
-from emberkeep.types.lineage import Approximation
-from emberkeep.types.request import Json
+from emberkeep.types.request import Approximation, Json
 
 Approximate = str | bool | Approximation | Mapping[str, Json] | None
 

@@ -14,9 +14,8 @@ from emberkeep.api.fields import FactName, MaxConversations, MaxResults, Questio
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError, InvalidField, MemoryOff
 from emberkeep.memory.redaction import redact
-from emberkeep.types.lineage import private_namespace
 from emberkeep.types.memory import Fact, Forgotten, Recollection, SavedConversation
-from emberkeep.types.request import Json, Message
+from emberkeep.types.request import Json, Message, private_namespace
 
 if TYPE_CHECKING:
     from emberkeep.memory.memory import Memory

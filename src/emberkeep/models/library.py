@@ -22,7 +22,8 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from emberkeep.config.settings import DEFAULT_MODEL, is_model_name
+from emberkeep.config.settings import DEFAULT_MODEL
+from emberkeep.config.trust import is_model_name
 from emberkeep.errors import ModelBroken, ModelError, ModelNotFound
 from emberkeep.files import private_folder, replace_file, sync
 from emberkeep.models import dropped

@@ -17,7 +17,7 @@ from emberkeep.backend.precache import KeepAlive
 from emberkeep.chat.render_pool import begin_worker
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.config.machine import total_ram
-from emberkeep.config.settings import DRAIN_S, NEVER, OFF, PREFILL_SLICE, Config, TooLong, ttls
+from emberkeep.config.settings import DRAIN_S, NEVER, OFF, PREFILL_SLICE, TOOL_TURNS, Config, TooLong
 from emberkeep.engine.base import Engine
 from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.engine.extras import require_hf
@@ -50,9 +50,8 @@ from emberkeep.sched.engine_thread import EngineThread, promised
 from emberkeep.sched.parts import SchedulerSettings
 from emberkeep.sched.probe import DeviceProbe, log_plan, probe, step_seconds
 from emberkeep.sched.scheduler import Scheduler
-from emberkeep.types.lineage import EXACT_BITS, Approximation, Repair
 from emberkeep.types.models import AttentionTier, Quantization, Residency
-from emberkeep.types.request import Json, Lineages, ReasoningFormat
+from emberkeep.types.request import EXACT_BITS, Approximation, Json, Lineages, ReasoningFormat, Repair
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
@@ -238,11 +237,11 @@ def assemble(
     settings = LocalSettings(
         lineages=lineages,
         permits=Permits(config.parallel + config.queue, config.max_concurrent_per_user),
-        keep_alive=KeepAlive(ttls(config), config.sweep_s, 0 if config.expire else _TRACKED),
+        keep_alive=KeepAlive(config.ttl.by_class(), config.sweep_s, 0 if config.expire else _TRACKED),
         hygiene=parts.hygiene,
         admission=admission,
         auto_truncate=config.too_long == TooLong.TRUNCATE,
-        tool_rounds=config.tool_turns + 1,
+        tool_rounds=TOOL_TURNS + 1,
         no_tools=config.tools == OFF,
         reasoning=ReasoningFormat(config.reasoning),
         deadline_s=config.deadline_s,

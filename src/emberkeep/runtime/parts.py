@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Protocol
 
-from emberkeep.config.settings import Config, ttls
+from emberkeep.config.settings import Config
 from emberkeep.engine.former_names import Stored
 from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.disk.folders import stores_under
@@ -275,7 +275,7 @@ def open_store(
     """
     if config.expire and not is_draft:
         delete_vectors(config.data_dir / _VECTORS)
-    keeping = Keeping(ttls(config), writes_per_day=config.disk_writes_per_day, expire=config.expire)
+    keeping = Keeping(config.ttl.by_class(), writes_per_day=config.disk_writes_per_day, expire=config.expire)
     budgets = Budgets(int(config.ram_budget * share), config.disk_budget)
 
     link = None if is_draft else open_link(config)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.choices import Permits
 from emberkeep.backend.server_tools import HostTools
-from emberkeep.config.settings import OFF, Config
+from emberkeep.config.settings import OFF, TOOL_TURNS, Config
 from emberkeep.memory.memory import Memory
 from emberkeep.runtime.memory import open_sessions
 from emberkeep.runtime.parts import OwnParts, Parts
@@ -66,7 +66,7 @@ def open_remote(
             retries=retries,
             max_tokens=remote.max_tokens,
             most_tokens=config.max_tokens,
-            tool_rounds=config.tool_turns + 1,
+            tool_rounds=TOOL_TURNS + 1,
             deadline_s=config.deadline_s,
             reasoning=ReasoningFormat(config.reasoning),
             no_tools=config.tools == OFF,
