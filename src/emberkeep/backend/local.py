@@ -12,12 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import threading
-from collections import deque
 from collections.abc import Callable, Container
 from concurrent.futures import Future
-from contextlib import aclosing, suppress
-from dataclasses import asdict, replace
+from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 
@@ -39,6 +37,8 @@ from emberkeep.backend.choices import (
 from emberkeep.backend.embedder import LocalEmbedder
 from emberkeep.backend.local_capabilities import LocalAttention, LocalExperts, LocalTokenizer
 from emberkeep.backend.precache import KeepAlive, Precache
+from emberkeep.backend.prompt_fitter import PromptFitter, timed
+from emberkeep.backend.recent_requests import ForgottenUsers, RecentLookups
 from emberkeep.backend.samplers import Samplers, SamplerSource
 from emberkeep.backend.server_tools import HostTools, ServerTools, without_tools
 from emberkeep.backend.verify import Verifier
@@ -46,12 +46,10 @@ from emberkeep.chat.output import TextStream, read_answer
 from emberkeep.chat.prompt import Prompt, PromptBuilder
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.errors import (
-    ContextExceeded,
     EmberkeepError,
     EngineError,
     Overloaded,
     RequestError,
-    TooLarge,
 )
 from emberkeep.kv.holders import Forget
 from emberkeep.kv.shared_tier import Arrival
@@ -69,7 +67,6 @@ from emberkeep.types.events import (
     Accepted,
     Completed,
     Events,
-    Fit,
     LookupRecord,
     Marked,
     MissReason,
@@ -84,8 +81,6 @@ from emberkeep.values import dataclass
 log = logging.getLogger("emberkeep.backend")
 
 _WARMUP = " ".join(f"{word} {number}" for number, word in enumerate(["state", "token", "prompt", "cache"] * 64))
-_REMEMBERED_LOOKUPS = 32
-_REMEMBERED_FORGETTINGS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +143,13 @@ class LocalBackend:
         self._conversations = Conversations(
             sessions, self._prompts, settings.lineages.may_splice, auto_truncate=settings.auto_truncate
         )
+        self._fitter = PromptFitter(
+            self._conversations,
+            scheduler,
+            self._lineages,
+            settings.admission,
+            auto_truncate=settings.auto_truncate,
+        )
         self.host_tools = tools
         self._server_tools = ServerTools(sessions, tools, settings.tool_rounds)
         self._hygiene = settings.hygiene
@@ -155,22 +157,13 @@ class LocalBackend:
         self._forgotten = ForgottenUsers()
         self.machine = assumed(scheduler.engine.footprint)
         """What it runs on, as far as it was measured. Set from any thread."""
-        self._refused = self._truncated = 0
-        self._counting = threading.Lock()
         self._warmup()
         self.warmer = Precache(self.generate, self._prepare_prefix, self._prompts, scheduler, settings.keep_alive)
         self.tokenizer = LocalTokenizer(self._vocab, template, self._prompts, self._equip)
         self.experts = LocalExperts(scheduler.engine.experts, scheduler) if scheduler.engine.experts else None
-        self.attention = (
-            LocalAttention(scheduler.engine.attention, scheduler) if scheduler.engine.attention else None
-        )
-        self._explainer = Explainer(
-            scheduler,
-            self._prompts,
-            self._conversations,
-            self._lineages,
-            self._equip,
-        )
+        attention = scheduler.engine.attention
+        self.attention = LocalAttention(attention, scheduler) if attention else None
+        self._explainer = Explainer(scheduler, self._prompts, self._conversations, self._lineages, self._equip)
         verifier = Verifier(self.generate, self._vocab, scheduler.engine.capabilities.context)
         self.cache = StoreCache(scheduler, self._prompts, self._explainer, verifier)
         self.holders = self._store.holders
@@ -182,7 +175,10 @@ class LocalBackend:
             ("texts with their tokens", self._prompts.forget),
             ("engine", self._forget_in_engine),
         )
-        self._join_holders()
+        # First: what requests that are under way leave behind is dropped when they end.
+        self.holders.join("requests under way", self, self._forgotten.add)
+        for name, forget in self._kept_of_requests:
+            self.holders.join(name, self, forget)
 
     def embed_with(self, embedder: LocalEmbedder) -> None:
         """Its model gives embeddings, too. The embedder belongs to it from now on."""
@@ -217,7 +213,7 @@ class LocalBackend:
         try:
             conversation, samplers, arrival = await asyncio.to_thread(self._prepare, request, lineage)
             if arrival is not None:
-                conversation = await self._wait_for(arrival, conversation)
+                conversation = await self._fitter.wait_for(arrival, conversation)
             if self._forgotten.since(asked_at, request.namespace):
                 request = request.decided(is_kept=False)
             prompt, channel = conversation.prompt, Channel[Item](self._outbox)
@@ -246,7 +242,7 @@ class LocalBackend:
                         await asyncio.to_thread(self._note_written, request, sequences)
                     usage = replace(event.usage, marked=await noting) if request.breakpoints else event.usage
                     done = request.execution
-                    fit = replace(_timed(conversation.fit, lookup), clamped_to=done.clamped_to)
+                    fit = replace(timed(conversation.fit, lookup), clamped_to=done.clamped_to)
                     yield replace(event, usage=usage, lookup=lookup, fit=fit, hygiene=done.tidied.rules)
                 else:
                     yield event
@@ -285,76 +281,9 @@ class LocalBackend:
         """What the model sees of a request, as a prompt that fits into its context and into memory, how its
         answer is sampled, and what comes from other hosts for it. Blocks for milliseconds. Raises RequestError:
         ContextExceeded or TooLarge for what does not fit."""
-        try:
-            conversation = self._plan_memory(self._conversations.open(request, lineage))
-        except (ContextExceeded, TooLarge) as error:
-            conversation = self._truncate(request, lineage, error)
-        arrival = self._bring_in(conversation.prompt) if request.use_cache else None
+        conversation = self._fitter.fit(request, lineage)
+        arrival = self._fitter.bring_in(conversation.prompt) if request.use_cache else None
         return conversation, self._samplers.samplers(request, self._prompts.constraint(request)), arrival
-
-    def _bring_in(self, prompt: Prompt) -> Arrival | None:
-        """Ask for what other hosts have computed of a prompt."""
-        wanted, snapshots = (
-            prompt.tokens[: prompt.reusable],
-            self.scheduler.engine.capabilities.kv_unit.has_snapshots,
-        )
-        return self._store.bring_in(prompt.lineage, wanted, snapshots=snapshots)
-
-    async def _wait_for(self, arrival: Arrival, conversation: Conversation) -> Conversation:
-        """With what came for its prompt in time."""
-        coming = asyncio.wrap_future(arrival.done)
-        while not coming.done() and (left := arrival.give_up - monotonic()) > 0:
-            await asyncio.wait([coming], timeout=left)
-        if not coming.done():
-            self._store.was_late(arrival)
-            return conversation
-        return replace(conversation, prompt=replace(conversation.prompt, from_remote=coming.result()))
-
-    def _plan_memory(self, conversation: Conversation) -> Conversation:
-        """With a plan for its memory. Raises TooLarge."""
-        admission, prompt, lineage = self._settings.admission, conversation.prompt, conversation.lineage
-        if admission is None:
-            return conversation
-        admitted = admission.admit(
-            len(prompt),
-            prompt.max_new,
-            bits=lineage.bits,
-            most_slice=conversation.request.prefill_slice,
-            is_kept=conversation.request.execution.is_kept,
-            in_ram=lambda: self._tokens_in_ram(prompt),
-        )
-        bits = self._lineages.repacked(lineage, admitted.plan.kv_bits).bits
-        prompt = replace(
-            prompt, lineage=replace(prompt.lineage, bits=bits), max_new=admitted.max_new, admitted=admitted
-        )
-        fit = replace(conversation.fit, plan=admitted.plan, predicted_bytes=admitted.predicted)
-        return replace(conversation, prompt=prompt, lineage=replace(lineage, bits=bits), fit=fit)
-
-    def _truncate(self, request: Request, lineage: Lineage, error: ContextExceeded | TooLarge) -> Conversation:
-        """The longest end of a request that fits. Raises `error` where there is none, or nothing is truncated."""
-        if self._settings.auto_truncate and not request.execution.is_prefix:
-            limit = (
-                error.suggested_max_tokens
-                if isinstance(error, TooLarge)
-                else self.scheduler.engine.capabilities.context
-            )
-            for shorter in self._conversations.truncations(request, lineage, limit):
-                with suppress(TooLarge):
-                    return self._truncated_to(self._plan_memory(shorter), error.prompt_tokens)
-        with self._counting:
-            self._refused += isinstance(error, TooLarge)
-        raise error
-
-    def _truncated_to(self, conversation: Conversation, prompt_tokens: int) -> Conversation:
-        """With what was left out."""
-        request, prompt = conversation.request, conversation.prompt
-        tokens = prompt_tokens - len(prompt)
-        messages = len(request.messages) - len(prompt.messages)
-        with self._counting:
-            self._truncated += 1
-        log.info("%d tokens (%d messages) were left out of a prompt that does not fit", tokens, messages)
-        fit = replace(conversation.fit, truncated_tokens=tokens, truncated_messages=messages)
-        return replace(conversation, fit=fit)
 
     def _choice(
         self, request: Request, conversation: Conversation, index: int, channel: Channel[Item], permit: Permit
@@ -390,10 +319,6 @@ class LocalBackend:
         """With the tools that its model gets besides, and whose state it may share."""
         equipped = self._server_tools.equip(self._hygiene.apply(self._with_defaults(prefix)))
         return equipped, self._lineages.of(equipped)
-
-    def _tokens_in_ram(self, prompt: Prompt) -> int:
-        snapshots = self.scheduler.engine.capabilities.kv_unit.has_snapshots
-        return self._store.peek(prompt.lineage, prompt.tokens, snapshots=snapshots).warm_tokens
 
     def _leave_nothing(self, request: Request, asked_at: float) -> None:
         """Drop what a request left behind, if its user was forgotten after it came."""
@@ -462,12 +387,6 @@ class LocalBackend:
         ids = sequence.tokens[sequence.prompt_length : sequence.answer_end].tolist()
         self._sessions.answered(request, read_answer(self._vocab, request, sequence.prompt.written.tail, ids))
 
-    def _join_holders(self) -> None:
-        # First: what requests that are under way leave behind is dropped when they end.
-        self.holders.join("requests under way", self, self._forgotten.add)
-        for name, forget in self._kept_of_requests:
-            self.holders.join(name, self, forget)
-
     def _forget_in_engine(self, owners: Container[str]) -> Future[None] | None:
         try:
             return self.scheduler.forget(owners)
@@ -478,7 +397,6 @@ class LocalBackend:
 
     def stats(self) -> dict[str, Json]:
         self._store.notice_forgotten()
-        costs, admission = self._store.costs, self._settings.admission
         tier = self.attention.tier if self.attention else None
         return {
             "model": self.card.id,
@@ -486,25 +404,13 @@ class LocalBackend:
             "store": self._store.stats(),
             "engine": {"attention": tier, **self.scheduler.engine.stats()},
             "speculation": self.speculation_stats().json(),
-            "planning": {
-                "enabled": admission is not None,
-                "margin": admission.margin if admission else None,
-                "footprint": admission.footprint.json() if admission else None,
-                "refused": self._refused,
-                "truncated": self._truncated,
-                **self.scheduler.calibration.stats(),
-            },
+            "planning": {**self._fitter.stats(), **self.scheduler.calibration.stats()},
             "sessions": self._sessions.stats(),
             "memory": self.memory.stats() if self.memory else None,
             "embeddings": self.embedder.stats() if self.embedder else None,
             "machine": self.machine.json(),
             "recent_lookups": self._lookups.json(),
-            "measured": {
-                "evaluate_tokens_per_s": costs.evaluate.value,
-                "import_bytes_per_s": costs.import_.value,
-                "read_bytes_per_s": costs.read.value,
-                "fetch_bytes_per_s": costs.fetch.value,
-            },
+            "measured": self._store.costs.json(),
         }
 
     def timeline(self) -> list[TimelineRecord]:
@@ -542,71 +448,3 @@ class LocalBackend:
         request = Request(prompt=(0,), sampling=Sampling(seed=0))
         TextStream.for_request(self._vocab, request, index=0, prompt="").push(0)
         Sampler(request.sampling).sample(np.zeros(self._vocab.size, np.float32), self._vocab.pieces)
-
-
-def _timed(fit: Fit, lookup: LookupRecord) -> Fit:
-    """With what the engine needed for what left the context."""
-    if not fit.evictions:
-        return fit
-    latest = replace(fit.evictions[-1], engine_ms=lookup.cut_ms)
-    return replace(fit, evictions=(*fit.evictions[:-1], latest))
-
-
-def _lookup_line(request: Request, lookup: LookupRecord) -> str:
-    """For the log. No text of a message is in it."""
-    whose = f" of conversation {request.conversation_id}" if request.conversation_id else ""
-    tiers = {"hot": lookup.hot_tokens, "warm": lookup.warm_tokens, "cold": lookup.cold_tokens}
-    tiers |= {"remote": lookup.remote_tokens, "moved": lookup.moved_tokens}
-    found = ", ".join(f"{tokens} {tier}" for tier, tokens in tiers.items() if tokens) or "none"
-    told = f"of {lookup.prompt_tokens} tokens{whose} reused: {found}; {lookup.load_ms:.1f} ms to load; "
-    if (place := lookup.divergence) is None:
-        return f"{told}why no more: {lookup.reason}"
-    where = f" in {place.where}" if place.where else ""
-    return f"{told}why no more: {lookup.reason} at token {place.token_index}{where}"
-
-
-class RecentLookups:
-    """What the latest requests reused and why not more, for the figures. Added to and read by any thread. An
-    operator reads it, so no text of a request is in it."""
-
-    def __init__(self) -> None:
-        self._latest: deque[tuple[str, dict[str, Json]]] = deque(maxlen=_REMEMBERED_LOOKUPS)
-
-    def add(self, request: Request, lookup: LookupRecord) -> None:
-        record = {
-            "conversation_id": request.conversation_id,
-            "user": request.user or None,
-            "reused_tokens": lookup.reused_tokens,
-            **asdict(lookup),
-            "divergence": {"token_index": lookup.divergence.token_index} if lookup.divergence else None,
-        }
-        self._latest.append((request.namespace, record))
-        if log.isEnabledFor(logging.DEBUG):
-            log.debug("%s", _lookup_line(request, lookup))
-
-    def forget(self, owners: Container[str]) -> None:
-        for latest in [latest for latest in list(self._latest) if latest[0] in owners]:
-            self._latest.remove(latest)
-
-    def json(self) -> list[Json]:
-        """The latest first."""
-        return [record for _, record in list(self._latest)][::-1]
-
-
-class ForgottenUsers:
-    """Who was forgotten while a request of theirs was under way: it is answered, and leaves nothing behind. Safe
-    to use from any thread."""
-
-    def __init__(self) -> None:
-        self._latest: deque[tuple[float, Container[str]]] = deque(maxlen=_REMEMBERED_FORGETTINGS)
-
-    def add(self, owners: Container[str]) -> None:
-        self._latest.append((monotonic(), owners))
-
-    def since(self, arrived: float, owner: str) -> bool:
-        """Whether an owner was forgotten after a request had `arrived`; also where that cannot be told any
-        more."""
-        known = list(self._latest)
-        if len(known) == _REMEMBERED_FORGETTINGS and known[0][0] > arrived:
-            return True
-        return any(at >= arrived and owner in owners for at, owners in known)

@@ -106,6 +106,14 @@ class CostModel:
     fetch: Rate = field(default_factory=Rate)
     """Bytes per second from the remote tier into RAM."""
 
+    def json(self) -> dict[str, float | None]:
+        return {
+            "evaluate_tokens_per_s": self.evaluate.value,
+            "import_bytes_per_s": self.import_.value,
+            "read_bytes_per_s": self.read.value,
+            "fetch_bytes_per_s": self.fetch.value,
+        }
+
     def worth_loading(self, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
         """The leading segments whose loading is predicted to be faster than evaluating their tokens.
 

@@ -7,7 +7,7 @@ from time import monotonic
 
 import pytest
 
-from emberkeep.backend.local import ForgottenUsers, RecentLookups
+from emberkeep.backend.recent_requests import ForgottenUsers, RecentLookups
 from emberkeep.kv.disk.forgotten import of_user
 from emberkeep.types.events import Divergence, LookupRecord, MissReason
 from emberkeep.types.request import Request, private_namespace
