@@ -72,7 +72,7 @@ def found_in_memory() -> list[str]:
 def _bytes_of(held: object) -> bytes:
     if isinstance(held, str):
         return held.encode("utf-8", "surrogatepass")
-    if isinstance(held, np.ndarray):
+    if type(held) is np.ndarray:
         return held.astype(np.int32).tobytes() if held.dtype.kind in "iu" else held.tobytes()
     return bytes(held) if isinstance(held, bytes | bytearray) else b""
 

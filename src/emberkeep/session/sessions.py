@@ -17,13 +17,13 @@ from time import perf_counter
 from emberkeep.chat.messages import leaving_turns
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
+from emberkeep.session.latest_answers import LatestAnswers
 from emberkeep.session.recall import NOTHING, archived, fitting, notice, quoted, search
 from emberkeep.session.tool_results import exchange_messages, fit_results, room_for_results, shorten_results
 from emberkeep.session.view import (
     Gone,
     Inserted,
     View,
-    as_written,
     read_gone,
     read_history,
     read_view,
@@ -38,9 +38,6 @@ log = logging.getLogger("emberkeep.session")
 
 _REMEMBERED = 4096
 """Places whose notes are kept in RAM because they are not in the archive."""
-_ANSWERS = 512
-_ANSWER_CHARS = 1 << 16
-"""How many of the latest answers are remembered as the model wrote them, and the longest of them."""
 _CLOSING = 8
 """Tokens, at most, that templates write after an answer."""
 _WINDOW = 512
@@ -123,8 +120,7 @@ class Sessions:
         """What was the last forgetting when the latest answer began at a place."""
         self._last_forgetting = 0
         """As far as it is known."""
-        self._answers: OrderedDict[tuple[str, bytes], Message] = OrderedDict()
-        """The latest with calls or reasoning: a client may send them back in other words."""
+        self._answers = LatestAnswers()
 
     @property
     def memory(self) -> Memory | None:
@@ -170,38 +166,24 @@ class Sessions:
     # ── answers that come back otherwise ──
 
     def answered(self, request: Request, answer: Message) -> None:
-        """What the model wrote for `request`, whose client may send it back in other words. Blocks for
+        """Remember what the model wrote for `request`, whose client may send it back in other words. Blocks for
         milliseconds where it is a long conversation."""
-        size = len(answer.reasoning) + sum(len(call.arguments) for call in answer.tool_calls)
-        if not 0 < size <= _ANSWER_CHARS:
-            return
-        key = read_history((*request.messages, answer), request.conversation_id).keys[-1]
-        with self._lock:
-            self._answers[request.namespace, key] = answer
-            while len(self._answers) > _ANSWERS:
-                self._answers.popitem(last=False)
+        self._answers.add(request, answer)
 
     def forget(self, owners: Container[str]) -> None:
+        """Drop what is remembered of these beside the archive."""
+        self._answers.forget(owners)
         with self._lock:
-            for place in [place for place in self._answers if place[0] in owners]:
-                del self._answers[place]
             for place in [place for place in self._begun if place[0] in owners and place not in self._answering]:
                 del self._begun[place]
 
     def _with_answers(self, owner: str, view: View, *, is_dry_run: bool) -> View:
         """With the latest answers as the model wrote them, where the client sends them otherwise. That is noted:
         after a restart the prompt has to be the same."""
-        history, found = view.history, dict(view.written)
-        with self._lock:
-            places = [(i, self._answers.get((owner, key))) for i, key in enumerate(history.keys)]
-        for place, answer in places:
-            sent = history.messages[history.spoken[place]]
-            if answer is None or place in found or as_written(sent, answer) == sent:
-                continue
-            found[place] = answer
-            if not is_dry_run:
-                self._written(owner, view, [], written_note(history.keys[place], answer))
-        return replace(view, written=found)
+        changed = self._answers.changed_in(owner, view)
+        for place, answer in {} if is_dry_run else changed.items():
+            self._written(owner, view, [], written_note(view.history.keys[place], answer))
+        return replace(view, written={**view.written, **changed})
 
     # ── leaving ──
 
