@@ -11,8 +11,9 @@ import pytest
 
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError, InvalidField, MemoryFailed, MemoryOff
+from emberkeep.json_lines import write_lines
 from emberkeep.library.emberkeep import Emberkeep
-from emberkeep.library.user_memory import UserMemory, open_memory, write_lines
+from emberkeep.library.user_memory import UserMemory, open_memory
 from emberkeep.memory.memory import Memory
 from emberkeep.types.memory import ToolUse, Turn
 from emberkeep.types.request import Message, Recall, private_namespace

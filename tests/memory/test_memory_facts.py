@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.errors import MemoryFailed
+from emberkeep.errors import InvalidField
 from emberkeep.memory.memory import Memory
 from helpers.remembering import PLENTY
 
@@ -53,7 +53,7 @@ def test_facts_belong_to_one_owner(memory: Memory) -> None:
     [("openai", "sk-proj-1234567890abcdefghij"), ("password", "hunter22"), ("ghp_" + "a1" * 18, "x")],
 )
 def test_a_secret_is_no_fact(memory: Memory, name: str, value: str) -> None:
-    with pytest.raises(MemoryFailed, match="does not keep secrets"):
+    with pytest.raises(InvalidField, match="does not keep secrets"):
         memory.set_fact("", name, value)
     assert memory.facts("") == []
 

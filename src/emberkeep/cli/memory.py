@@ -101,7 +101,8 @@ def export(
     user: OfUserOrAll = None,
 ) -> None:
     """Write everything that is remembered, one JSON object per line. An existing file is left alone."""
-    from emberkeep.library.user_memory import line, open_memory, write_lines
+    from emberkeep.json_lines import line, write_lines
+    from emberkeep.library.user_memory import open_memory
 
     with open_memory(config) as memory:
         rows = _with_bar(memory.export(user=user), "Exporting", _rows(memory.stats(user=user)))
@@ -119,7 +120,8 @@ def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that was exported.")],
 ) -> None:
     """Read what was exported, each row for its own user. What is known already is not added twice."""
-    from emberkeep.library.user_memory import open_memory, read_lines
+    from emberkeep.json_lines import read_lines
+    from emberkeep.library.user_memory import open_memory
 
     with open_memory(config) as memory:
         added = memory.import_(_with_bar(read_lines(file), "Importing", None))

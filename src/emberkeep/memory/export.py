@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import apsw
 
-from emberkeep.errors import MemoryFailed
+from emberkeep.errors import InvalidField, MemoryFailed
 from emberkeep.memory import records
 from emberkeep.memory.database import Database, rows, value
 from emberkeep.memory.responses import Item, add_items, put_response, read_items, stored_response
@@ -140,7 +140,7 @@ def _check_header(row: Row) -> None:
 def _put(db: apsw.Connection, line: int, row: Row) -> bool:
     try:
         return _PUTS[row["kind"]](db, records.make_owner(db, _text(row["owner"])), row)
-    except MemoryFailed as error:
+    except (MemoryFailed, InvalidField) as error:
         raise MemoryFailed(f"Line {line}: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         message = f"Line {line} is not a row of an export of memory: correct it, or leave it out."

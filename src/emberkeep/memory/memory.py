@@ -113,10 +113,11 @@ class Memory:
 
     # ── facts and answers ──
 
-    def set_fact(self, owner: str, name: str, value: str) -> None:
-        """Raises MemoryFailed for a secret."""
+    def set_fact(self, owner: str, name: str, value: str) -> Fact:
+        """It replaces one of the same name. Raises InvalidField for a secret."""
         with self._database.transaction() as db:
-            records.set_fact(db, records.make_owner(db, owner), Fact(name, value, time.time()))
+            records.set_fact(db, records.make_owner(db, owner), fact := Fact(name, value, time.time()))
+        return fact
 
     def fact(self, owner: str, name: str) -> Fact | None:
         with self._database.snapshot() as db:

@@ -13,7 +13,7 @@ from typing import Any
 
 import apsw
 
-from emberkeep.errors import MemoryFailed
+from emberkeep.errors import InvalidField
 from emberkeep.memory.database import rows, used_bytes, value
 from emberkeep.memory.redaction import redact
 from emberkeep.memory.terms import LONGEST, stems_of
@@ -161,10 +161,10 @@ _FACTS = "SELECT f.name, value, at FROM facts AS f JOIN owners AS o ON o.id = f.
 
 
 def set_fact(db: apsw.Connection, owner: int, fact: Fact) -> None:
-    """Raises MemoryFailed for a secret."""
+    """Raises InvalidField for a secret."""
     name, text = encodable(fact.name), encodable(fact.value)
     if any(redact(part) != part for part in (name, text, f"{name}: {text}")):
-        raise MemoryFailed("Memory does not keep secrets: leave the key or password out of the fact.")
+        raise InvalidField("value", "memory does not keep secrets such as keys and passwords: leave it out.")
     sql = "INSERT OR REPLACE INTO facts (owner, name, value, at) VALUES (?, ?, ?, ?)"
     db.execute(sql, (owner, name, text, fact.at))
 

@@ -1,4 +1,4 @@
-"""The latest answers with calls or reasoning, as the model wrote them: a client may send them back in other words."""
+"""The latest answers with calls or reasoning, as written: a client may send them back in other words."""
 
 from __future__ import annotations
 

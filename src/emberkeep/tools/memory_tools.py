@@ -34,7 +34,7 @@ def memory_tools(memory: Memory) -> list[ToolFunction]:
 
 
 class MemoryTools:
-    """Every tool blocks. Those that write raise MemoryFailed, also for what looks like a secret."""
+    """Every tool blocks. Those that write raise MemoryFailed, and InvalidField for what looks like a secret."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory

@@ -6,10 +6,10 @@ Every route concerns one user and no other.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ConfigDict
 from starlette.convertors import StringConvertor, register_url_convertor
@@ -22,14 +22,18 @@ from emberkeep.api.openai.messages import message_json
 from emberkeep.api.stored import found_json
 from emberkeep.backend.base import Backend
 from emberkeep.errors import EmberkeepError, InvalidField, NoSuchEntry
-from emberkeep.library.user_memory import check_fact, line, require_memory
+from emberkeep.json_lines import line
+from emberkeep.library.user_memory import require_memory
 from emberkeep.server.routes.base import LINES, PageParameters, Routes, Served, json_response, page_response
 from emberkeep.server.side_work import SideWork
 from emberkeep.types.memory import Fact, Forgotten, SavedConversation
 from emberkeep.types.request import Json
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from emberkeep.memory.memory import Memory
+
+T = TypeVar("T")
 
 _ROWS = 256
 _BYTES = 1 << 20
@@ -47,10 +51,10 @@ class AnswerBody(UserFields):
 
 def one_owner(body: UserFields, query: UserFields) -> str:
     """The user may be named in the query or in the body. Raises InvalidField if they differ."""
-    told, asked = body.to_namespace(), query.to_namespace()
-    if told and asked and told != asked:
+    in_body, in_query = body.to_namespace(), query.to_namespace()
+    if in_body and in_query and in_body != in_query:
         raise InvalidField("user_id", "the query and the body name different users: name one.")
-    return told or asked
+    return in_body or in_query
 
 
 class _AnyText(StringConvertor):
@@ -96,79 +100,11 @@ class ForgetParameters(Whose):
 
 def routes(served: Served) -> Routes:
     routes, backend, side = Routes(), served.models.default, served.side
-    _add_search(routes, backend, side)
-    _add_facts(routes, backend, side)
-    _add_conversations(routes, backend, side)
-    _add_whole_memory(routes, backend, side)
-    return routes
 
-
-def _add_search(routes: Routes, backend: Backend, side: SideWork) -> None:
-    @routes.get("/v1/memory/search")
-    async def search(query: SearchParameters) -> Json:
-        memory = require_memory(backend.memory)
-        owner, of = query.to_namespace(), query.conversation_id or None
-
-        def found() -> Json:
-            turns = memory.search(owner, query.query, max_results=query.max_results, conversation=of)
-            return found_json(turns)
-
-        return await side.run(found)
-
-    example = {"question": "Where is the spare key?", "answer": "Under the blue pot."}
-
-    @routes.post("/v1/memory/answers", example=example)
-    async def store_answer(query: Whose, body: AnswerBody) -> Json:
-        memory = require_memory(backend.memory)
-        owner = one_owner(body, query)
-        return answer_json(await side.run(memory.store_answer, owner, body.question, body.answer))
-
-
-def _add_facts(routes: Routes, backend: Backend, side: SideWork) -> None:
-    @routes.get("/v1/memory/facts")
-    async def facts(query: FactsParameters) -> Json:
-        memory = require_memory(backend.memory)
-        owner = query.to_namespace()
-        return await side.run(lambda: page_response(memory.facts(owner), fact_json, query))
-
-    @routes.get("/v1/memory/facts/{name:any_text}")
-    async def fact(query: FactParameters) -> Json:
-        memory = require_memory(backend.memory)
-        return fact_json(await side.run(_fact, memory, query.to_namespace(), query.name))
-
-    @routes.put("/v1/memory/facts/{name:any_text}", example={"value": "Ada"})
-    async def set_fact(query: FactParameters, body: FactBody) -> Json:
-        memory = require_memory(backend.memory)
-        check_fact(query.name, body.value)
-        told = await side.run(_set_fact, memory, one_owner(body, query), query.name, body.value)
-        return fact_json(told)
-
-    @routes.delete("/v1/memory/facts/{name:any_text}")
-    async def delete_fact(query: FactParameters) -> Json:
-        memory = require_memory(backend.memory)
-        if not await side.run(memory.delete_fact, query.to_namespace(), query.name):
-            raise _no_fact(query.name)
-        return forgotten_json(Forgotten(facts=1))
-
-
-def _add_conversations(routes: Routes, backend: Backend, side: SideWork) -> None:
-    @routes.get("/v1/memory/conversations")
-    async def conversations(query: ConversationsParameters) -> Json:
-        memory = require_memory(backend.memory)
-        saved = await side.run(memory.conversations, query.to_namespace(), query.limit)
-        return conversations_json(saved)
-
-    @routes.get("/v1/memory/conversations/{conversation_id:any_text}")
-    async def conversation(query: ConversationParameters) -> Json:
-        memory = require_memory(backend.memory)
-        return await side.run(_conversation, memory, query.to_namespace(), query.conversation_id)
-
-
-def _add_whole_memory(routes: Routes, backend: Backend, side: SideWork) -> None:
-    @routes.get("/v1/memory/stats")
-    async def stats(query: Whose) -> Json:
-        memory = require_memory(backend.memory)
-        return stats_json(await side.run(memory.stats, query.to_namespace()))
+    ask = Asker(backend, side)
+    _add_search(routes, ask)
+    _add_facts(routes, ask)
+    _add_whole_memory(routes, ask)
 
     @routes.get("/v1/memory/export", content=LINES)
     async def export(query: Whose) -> Response:
@@ -177,30 +113,85 @@ def _add_whole_memory(routes: Routes, backend: Backend, side: SideWork) -> None:
         first = await side.run(_next_lines, rows)
         return StreamingResponse(_export_from(first, rows), media_type="application/x-ndjson")
 
+    return routes
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    backend: Backend
+    side: SideWork
+
+    async def __call__(self, work: Callable[[Memory], T]) -> T:
+        """Works with the memory beside the loop. Raises MemoryOff, and what the work raises."""
+        return await self.side.run(work, require_memory(self.backend.memory))
+
+
+def _add_search(routes: Routes, ask: Asker) -> None:
+    @routes.get("/v1/memory/search")
+    async def search(query: SearchParameters) -> Json:
+        owner, only, most = query.to_namespace(), query.conversation_id or None, query.max_results
+        return await ask(
+            lambda memory: found_json(memory.search(owner, query.query, max_results=most, conversation=only))
+        )
+
+    example = {"question": "Where is the spare key?", "answer": "Under the blue pot."}
+
+    @routes.post("/v1/memory/answers", example=example)
+    async def store_answer(query: Whose, body: AnswerBody) -> Json:
+        id_ = await ask(lambda memory: memory.store_answer(one_owner(body, query), body.question, body.answer))
+        return {"object": "memory.answer", "id": id_}
+
+
+def _add_facts(routes: Routes, ask: Asker) -> None:
+    @routes.get("/v1/memory/facts")
+    async def facts(query: FactsParameters) -> Response:
+        return await ask(lambda memory: page_response(memory.facts(query.to_namespace()), fact_json, query))
+
+    @routes.get("/v1/memory/facts/{name:any_text}")
+    async def fact(query: FactParameters) -> Json:
+        found = await ask(lambda memory: memory.fact(query.to_namespace(), query.name))
+        if found is None:
+            raise _no_fact(query.name)
+        return fact_json(found)
+
+    @routes.put("/v1/memory/facts/{name:any_text}", example={"value": "Ada"})
+    async def set_fact(query: FactParameters, body: FactBody) -> Json:
+        return fact_json(await ask(lambda memory: memory.set_fact(one_owner(body, query), query.name, body.value)))
+
+    @routes.delete("/v1/memory/facts/{name:any_text}")
+    async def delete_fact(query: FactParameters) -> Json:
+        if not await ask(lambda memory: memory.delete_fact(query.to_namespace(), query.name)):
+            raise _no_fact(query.name)
+        return forgotten_json(Forgotten(facts=1))
+
+
+def _add_whole_memory(routes: Routes, ask: Asker) -> None:
+    @routes.get("/v1/memory/conversations")
+    async def conversations(query: ConversationsParameters) -> Json:
+        saved = await ask(lambda memory: memory.conversations(query.to_namespace(), query.limit))
+        return {"object": "list", "data": [_head_json(conversation) for conversation in saved]}
+
+    @routes.get("/v1/memory/conversations/{conversation_id:any_text}")
+    async def conversation(query: ConversationParameters) -> Response:
+        return await ask(lambda memory: _conversation(memory, query.to_namespace(), query.conversation_id))
+
+    @routes.get("/v1/memory/stats")
+    async def stats(query: Whose) -> Json:
+        stats = await ask(lambda memory: memory.stats(query.to_namespace()))
+        # Without the size of the file, which depends on other users.
+        return {key: value for key, value in stats.items() if key not in ("bytes", "limit")}
+
     @routes.delete("/v1/memory")
     async def forget(query: ForgetParameters) -> Json:
-        memory = require_memory(backend.memory)
-        forgotten = await side.run(memory.forget, _named_owner(query), query.conversation_id)
-        return forgotten_json(forgotten)
+        return forgotten_json(await ask(lambda memory: memory.forget(_named_owner(query), query.conversation_id)))
 
 
 def _conversation(memory: Memory, owner: str, conversation_id: str) -> Response:
     saved = memory.conversation(owner, conversation_id)
     if saved is None:
         raise NoSuchEntry("No such conversation is saved: GET /v1/memory/conversations lists those that are.")
-    return json_response(conversation_json(saved))
-
-
-def _fact(memory: Memory, owner: str, name: str) -> Fact:
-    found = memory.fact(owner, name)
-    if found is None:
-        raise _no_fact(name)
-    return found
-
-
-def _set_fact(memory: Memory, owner: str, name: str, value: str) -> Fact:
-    memory.set_fact(owner, name, value)
-    return _fact(memory, owner, name)
+    messages = [message_json(message) for message in saved.messages]
+    return json_response({**_head_json(saved), "messages": messages})
 
 
 def _no_fact(name: str) -> NoSuchEntry:
@@ -242,33 +233,10 @@ def fact_json(fact: Fact) -> dict[str, Json]:
     return {"object": "memory.fact", **asdict(fact)}
 
 
-def answer_json(answer_id: int) -> dict[str, Json]:
-    return {"object": "memory.answer", "id": answer_id}
-
-
-def conversations_json(conversations: Sequence[SavedConversation]) -> dict[str, Json]:
-    return {"object": "list", "data": [_head_json(conversation) for conversation in conversations]}
-
-
-def conversation_json(conversation: SavedConversation) -> dict[str, Json]:
-    return {**_head_json(conversation), "messages": [message_json(message) for message in conversation.messages]}
-
-
 def _head_json(conversation: SavedConversation) -> dict[str, Json]:
-    return {
-        "id": conversation.id,
-        "object": "memory.conversation",
-        "title": conversation.title,
-        "model": conversation.model,
-        "created": conversation.created,
-        "updated": conversation.updated,
-        "message_count": conversation.message_count,
-    }
-
-
-def stats_json(stats: Mapping[str, Json]) -> dict[str, Json]:
-    """Without the size of the file, which depends on other users."""
-    return {key: value for key, value in stats.items() if key not in ("bytes", "limit")}
+    names = ("title", "model", "created", "updated", "message_count")
+    fields = {name: getattr(conversation, name) for name in names}
+    return {"id": conversation.id, "object": "memory.conversation", **fields}
 
 
 def forgotten_json(forgotten: Forgotten) -> dict[str, Json]:
