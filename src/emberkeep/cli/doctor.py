@@ -23,9 +23,10 @@ from emberkeep.cli.commands import one_command
 from emberkeep.cli.console import console
 from emberkeep.cli.devices import describe, describe_cpu, llamacpp_view, torch_view
 from emberkeep.cli.flags import with_settings
+from emberkeep.config.exposure import check_exposure
 from emberkeep.config.kinds import readable_size
 from emberkeep.config.machine import free_ram, total_ram
-from emberkeep.config.settings import DEFAULT_MODEL, Config, check_exposure, memory_file
+from emberkeep.config.settings import DEFAULT_MODEL, Config, memory_file
 from emberkeep.config.tables import McpServer
 from emberkeep.engine.devices import amd_advice, read_cpu
 from emberkeep.engine.extras import has_hf, hf_versions

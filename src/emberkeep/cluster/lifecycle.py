@@ -31,7 +31,8 @@ from emberkeep.cluster.deployment import (
 )
 from emberkeep.cluster.environment import alone_on, forget_address, note_address, noted_address, prepare_start
 from emberkeep.cluster.replica import Opening
-from emberkeep.config.settings import Config, check_exposure, show_value
+from emberkeep.config.exposure import check_exposure
+from emberkeep.config.settings import Config, show_value
 from emberkeep.errors import EmberkeepError
 from emberkeep.library.declared_prefixes import declared_prefixes
 from emberkeep.models.library import ModelLibrary

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable, Mapping
 from dataclasses import Field, field, fields, replace
 from enum import StrEnum
@@ -45,7 +44,6 @@ from emberkeep.config.kinds import (
 from emberkeep.config.machine import total_ram
 from emberkeep.config.tables import HYGIENE, PREFIXES, REMOTES, SERVERS, McpServer, WarmPrefix
 from emberkeep.config.trust import has_cores, is_name_here
-from emberkeep.errors import ConfigError
 from emberkeep.logs import AUTO
 from emberkeep.types.hygiene import HygieneRule
 from emberkeep.types.models import AttentionTier, Quantization, RemoteModel, Residency
@@ -438,21 +436,6 @@ def show_value(config: Config, key: str) -> str:
 def public_values(config: Config) -> dict[str, Json]:
     """Every setting as JSON, secrets masked."""
     return {key: kind_of(key).public(getattr(config, key)) for key in FIELDS}
-
-
-def check_exposure(config: Config) -> None:
-    """Raises ConfigError when others could reach the server without a key."""
-    if config.api_key is None and not is_loopback(config.host):
-        raise ConfigError(
-            f"Listening on {config.host} lets other machines in: set --api-key or EMBERKEEP_API_KEY."
-        )
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 def kind_of(key: str) -> Kind:

@@ -18,7 +18,8 @@ from contextvars import Context
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from emberkeep.config.settings import Config, check_exposure
+from emberkeep.config.exposure import check_exposure
+from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.library.declared_prefixes import declared_prefixes
 from emberkeep.logs import begin_logging
