@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import field, replace
 from pathlib import Path
 
-from emberkeep.bench.http_client import BenchClient, Messages, Reply
-from emberkeep.bench.report import BenchResult, Row, Series, Table, series, speedup
+from emberkeep.bench.http_client import STATS, BenchClient, Messages, Reply
+from emberkeep.bench.report import BenchResult, Row, Series, Table, series
 from emberkeep.bench.servers import OwnServer, chunk_files, drop_from_page_cache
 from emberkeep.bench.workspace import Workspace
 from emberkeep.types.request import Json
@@ -99,7 +99,7 @@ def _host(workspace: Workspace, plan: HostsPlan, data_dir: Path, *, shares: bool
 async def _when_shared(client: BenchClient) -> dict[str, Json]:
     """What the server tells of the remote tier, when everything that it has is there."""
     while True:
-        stats = await client.stats()
+        stats = await client.get(STATS)
         remote: dict[str, Json] = stats["store"]["remote"]
         if not stats["scheduler"]["active"] and not remote["pending_chunks"]:
             return remote
@@ -122,7 +122,7 @@ def _rows(size: _Size) -> Iterable[Row]:
             f"{size.tokens:,} tokens, {name}",
             {
                 "TTFT": ttft,
-                "faster than evaluated": speedup(evaluated, ttft),
+                "faster than evaluated": series((evaluated.median / one for one in ttft.samples), "×"),
                 "evaluated tokens": series((one.prompt_tokens - one.cached_tokens for one in replies), ""),
                 "mostly from": " ".join(sorted({one.tier for one in replies})),
             },

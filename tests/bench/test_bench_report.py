@@ -6,7 +6,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from emberkeep.bench.report import BenchResult, Row, Table, percentile, ratios, render, series, speedup
+from emberkeep.bench.report import BenchResult, Row, Table, percentile, ratios, render, series
 
 RESULT = BenchResult(
     "restart",
@@ -67,10 +67,6 @@ def test_ratios_are_taken_pair_by_pair() -> None:
     assert ratios(series([10, 40], "ms"), series([5, 10], "ms")).samples == (2, 4)
     with pytest.raises(ValueError, match="shorter"):
         ratios(series([1, 2], "ms"), series([1], "ms"))
-
-
-def test_a_speedup_compares_every_sample_with_the_median_of_the_reference() -> None:
-    assert speedup(series([90, 100, 300], "ms"), series([10, 20], "ms")).samples == (10, 5)
 
 
 @pytest.mark.parametrize(("percent", "expected"), [(95, 19), (100, 20), (50, 10), (1, 1), (0, 1)])

@@ -21,6 +21,7 @@ Messages = Sequence[Mapping[str, str]]
 
 _FIRST_TOKEN = re.compile(rb'"(?:content|text)": ?"[^"]')
 """An event that carries text; a role or a report of progress is none."""
+STATS = "/v1/stats"
 _POLL_S = 0.01
 _READ_BYTES = 1 << 16
 
@@ -34,10 +35,6 @@ class TimedExchange:
     """When the first byte of the first event with text was here; the end, if there was none."""
     ended: float
     raw: bytes
-
-    @property
-    def ttft_ms(self) -> float:
-        return 1e3 * (self.first - self.sent)
 
     def body(self) -> bytes:
         """Raises EmberkeepError when the server answered with an error."""
@@ -89,9 +86,6 @@ class BenchClient:
     async def chat(self, messages: Messages, max_tokens: int) -> Reply:
         return parse_stream(await self.post("/v1/chat/completions", chat_body(messages, max_tokens)))
 
-    async def stats(self) -> dict[str, Json]:
-        return dict(await self.get("/v1/stats"))
-
     async def prompt_tokens(self, messages: Messages) -> list[int]:
         """The token ids that a fresh conversation with these messages is evaluated as."""
         prompt = json.loads((await self.post("/apply-template", {"messages": messages})).body())["prompt"]
@@ -102,9 +96,9 @@ class BenchClient:
 
     async def wait_until_settled(self) -> dict[str, Json]:
         """Wait until nothing runs and everything computed is on disk; the stats at that moment."""
-        while not is_settled(stats := await self.stats()):
+        while not is_settled(stats := await self.get(STATS)):
             await asyncio.sleep(_POLL_S)
-        return stats
+        return dict(stats)
 
     async def get(self, path: str) -> Json:
         return json.loads((await self._exchange("GET", path, b"")).body())
@@ -149,7 +143,7 @@ def parse_stream(exchange: TimedExchange) -> Reply:
         raise EmberkeepError(f"The server under test answered without a frame: {exchange.body()[:200]!r}")
     details = (frame["emberkeep"] for frame in frames if "timings" in frame and "emberkeep" in frame)
     return Reply(
-        ttft_ms=exchange.ttft_ms,
+        ttft_ms=1e3 * (exchange.first - exchange.sent),
         text="".join(_text(frame) for frame in frames),
         usage=frames[-1]["usage"],
         timings=frames[-1]["timings"],

@@ -24,10 +24,8 @@ _ANSWER = 16
 WARM_UP = 48
 """Tokens of the answers before those that are timed: the prompts are evaluated then, and a server has come to the
 state that it stays in, whatever it did before."""
-_STREAM_PROMPT = 48
-"""Most tokens of a prompt whose continuation is timed."""
 _SPARE = 256
-"""Tokens of the answers, the second question and what the template adds."""
+"""Tokens of the answers, the second question, what the template adds, and a prompt whose continuation is timed."""
 _FIRST_QUESTION = "Which of these words is the first?"
 
 
@@ -43,7 +41,7 @@ class PeersPlan:
 
     @property
     def context(self) -> int:
-        return max(*self.tokens, _STREAM_PROMPT + self.answer_tokens) + self.turn_tokens + _SPARE
+        return max(*self.tokens, self.answer_tokens) + self.turn_tokens + _SPARE
 
     def quick(self) -> PeersPlan:
         return replace(self, tokens=(500,), answer_tokens=16, clients=2, repeat=2)

@@ -52,11 +52,6 @@ class Table:
     title: str
     rows: tuple[Row, ...]
 
-    @property
-    def columns(self) -> list[str]:
-        """Every column of every row, in the order of first appearance."""
-        return list(dict.fromkeys(column for row in self.rows for column in row.values))
-
     def json(self) -> dict[str, Json]:
         return {"title": self.title, "rows": [_row_json(row) for row in self.rows]}
 
@@ -86,11 +81,6 @@ def ratios(over: Series, under: Series, unit: str = "×") -> Series:
     return series((a / b for a, b in zip(over.samples, under.samples, strict=True)), unit)
 
 
-def speedup(reference: Series, faster: Series) -> Series:
-    """How many times faster each sample is than the reference's median: the two may differ in number."""
-    return series((reference.median / sample for sample in faster.samples), "×")
-
-
 def percentile(samples: Sequence[float], percent: float) -> float:
     """The smallest sample that at least `percent` of them do not exceed."""
     ordered = sorted(samples)
@@ -105,10 +95,11 @@ def render(result: BenchResult) -> Iterator[RenderableType]:
 
     for table in result.tables:
         grid = Grid("", box=box.MARKDOWN)
-        for column in table.columns:
+        columns = list(dict.fromkeys(column for row in table.rows for column in row.values))
+        for column in columns:
             grid.add_column(Text(column), justify="right")
         for row in table.rows:
-            grid.add_row(*(Text(cell) for cell in [row.label, *_cells(row, table.columns)]))
+            grid.add_row(*(Text(cell) for cell in [row.label, *_cells(row, columns)]))
         yield Text(f"\n## {result.name}: {table.title}")
         yield grid
     for note in result.notes:

@@ -74,6 +74,9 @@ class ServerUnderTest:
         self.process.kill()
         self.process.wait()
 
+    async def settle(self) -> None:
+        """Returns when it has nothing left to do in the background, which would disturb another server."""
+
     @contextmanager
     def pause(self) -> Iterator[None]:
         """The process stands still: threads of an idle server may spin, and take the cores of what is measured."""
@@ -134,7 +137,6 @@ class OwnServer(ServerUnderTest):
         super().__init__(command, self.data_dir / "serve.log", env)
 
     async def settle(self) -> None:
-        """Returns when it has nothing left to do: that would disturb another server."""
         await self.client.wait_until_settled()
 
     async def resume(self, messages: Messages, max_tokens: int) -> Reply:
@@ -163,9 +165,6 @@ class PeerServer(ServerUnderTest):
         self.flags = [*numbers, "--kv-unified", "--cache-reuse", "256", *more]
         places = ["--model", str(workspace.model), "--host", "127.0.0.1", "--slot-save-path", str(self._folder)]
         super().__init__([str(program), *places, *self.flags], self._folder / "peer.log")
-
-    async def settle(self) -> None:
-        """It does nothing in the background."""
 
     async def resume(self, messages: Messages, max_tokens: int) -> Reply:
         """Its client saves the slot before and restores it afterwards; cold where it can do neither."""

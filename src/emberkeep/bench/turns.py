@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from emberkeep.bench.http_client import BenchClient, Reply
+from emberkeep.bench.http_client import STATS, BenchClient, Reply
 from emberkeep.bench.report import BenchResult, Row, Series, Table, ratios, series
 from emberkeep.bench.servers import OwnServer
 from emberkeep.bench.workspace import Workspace
@@ -54,7 +54,7 @@ async def _talk(workspace: Workspace, plan: TurnsPlan, client: BenchClient, numb
     state = 0
     for _ in range(plan.turns):
         messages.append({"role": "user", "content": question})
-        evaluated_before = (await client.stats())["scheduler"]["evaluated_tokens"]
+        evaluated_before = (await client.get(STATS))["scheduler"]["evaluated_tokens"]
         reply = await client.chat(messages, plan.answer_tokens)
         stats = await client.wait_until_settled()
         turns.append((reply, state))

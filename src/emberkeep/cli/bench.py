@@ -40,10 +40,8 @@ _MOVED = ("accuracy", "cluster", "hosts", "replay", "shared", "speculation")
 _REMOVED = {
     **{name: f"run `make bench ARGS={name}` from a checkout." for name in _MOVED},
     **dict.fromkeys(("report", "--plot"), "--json FILE, and `python -m benchmarks.plot FILE` in a checkout."),
-    "--prefix": "run `make bench ARGS=shared` from a checkout.",
 }
-_FACTS = ("python", "platform", "packages", "llama.cpp", "cpu", "gpu", "memory", "speed")
-"""Of what `emberkeep doctor` says of the machine."""
+_FACTS = ("python", "platform", "packages", "llama.cpp", "cpu", "gpu", "memory", "speed")  # of the doctor
 
 
 class _BenchCommand(TyperCommand):
