@@ -34,7 +34,9 @@ from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence as Sequence_
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.events import TokenLogprob
-from emberkeep.types.request import EXACT, EXACT_BITS, Execution, Lineage, Request, Sampling, private_namespace
+from emberkeep.types.lineage import EXACT, EXACT_BITS, Lineage, private_namespace
+from emberkeep.types.request import Execution, Request
+from emberkeep.types.sampling import Sampling
 
 Logits = npt.NDArray[np.float32]
 

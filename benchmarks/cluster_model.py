@@ -24,7 +24,7 @@ from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import no_garbage_collection
 from emberkeep.routing import Replica, RouteKeys, Routing
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types.request import EXACT
+from emberkeep.types.lineage import EXACT
 from emberkeep.values import dataclass
 
 _PATIENCE_S = 2.0

@@ -28,7 +28,8 @@ from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence as Sequence_
 from emberkeep.types.cache import EntryKind, Label
-from emberkeep.types.request import Request, Sampling
+from emberkeep.types.request import Request
+from emberkeep.types.sampling import Sampling
 
 _CONTEXT = 4096
 _PRINTABLE = (32, 127)

@@ -15,7 +15,8 @@ from emberkeep.bench.report import BenchResult, Row, Series, Table, ratios, seri
 from emberkeep.bench.turns import TurnsPlan
 from emberkeep.bench.workspace import Workspace
 from emberkeep.engine.hf.baseline import PlainModel
-from emberkeep.types.request import Message, Request, Sampling
+from emberkeep.types.request import Message, Request
+from emberkeep.types.sampling import Sampling
 
 _ROOM = 128
 """For what the template writes around messages."""

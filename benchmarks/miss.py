@@ -28,7 +28,8 @@ from emberkeep.engine.llamacpp.engine import LlamaEngine
 from emberkeep.runtime.local_model import assemble
 from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types.request import Request, Sampling
+from emberkeep.types.request import Request
+from emberkeep.types.sampling import Sampling
 
 _POLL_S = 0.002
 _ROOM = 64

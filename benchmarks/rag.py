@@ -18,7 +18,9 @@ from benchmarks.questions import Question, made_up_questions, read_questions
 from emberkeep.bench.report import BenchResult, Row, Table, Value, ratios, series
 from emberkeep.bench.workspace import Workspace
 from emberkeep.library.verify_report import CANDIDATES, f1, kl
-from emberkeep.types.request import Approximation, Message, Repair, Request, Sampling
+from emberkeep.types.lineage import Approximation, Repair
+from emberkeep.types.request import Message, Request
+from emberkeep.types.sampling import Sampling
 
 _BETWEEN = 2
 """Tokens between two passages."""

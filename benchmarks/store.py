@@ -20,7 +20,7 @@ from emberkeep.kv.policy import CHUNK_TOKENS
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import Made
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types.request import EXACT
+from emberkeep.types.lineage import EXACT
 
 _FINGERPRINT = hashlib.sha256(b"bench store").digest()
 _PAYLOAD = memoryview(bytes(256))

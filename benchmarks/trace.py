@@ -22,7 +22,7 @@ from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.policy import LOW_WATER
 from emberkeep.kv.tree import Chunk, path_to
-from emberkeep.types.request import EXACT
+from emberkeep.types.lineage import EXACT
 
 _NEVER = 1 << 62
 

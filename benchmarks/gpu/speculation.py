@@ -22,7 +22,8 @@ from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types.request import Request, Sampling
+from emberkeep.types.request import Request
+from emberkeep.types.sampling import Sampling
 
 _PARALLEL = 8
 _STORED = 4 << 30

@@ -13,19 +13,18 @@ from hypothesis import strategies as st
 from emberkeep.api.body import parse_body
 from emberkeep.api.openai.body import ChatBody
 from emberkeep.errors import InvalidField
+from emberkeep.types.lineage import SHARED, user_of
 from emberkeep.types.request import (
-    SHARED,
     Breakpoint,
     ChoiceFormat,
     GrammarFormat,
     JsonFormat,
     RegexFormat,
     Request,
-    Sampling,
     ToolCall,
     Ttl,
-    user_of,
 )
+from emberkeep.types.sampling import Sampling
 
 HELLO = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "t"}}

@@ -11,7 +11,8 @@ from emberkeep.api.answer import lookup_json
 from emberkeep.api.stored import entry_from_json, entry_json, lookup_from_json
 from emberkeep.types.cache import CacheEntry, EntryKind
 from emberkeep.types.events import Divergence, LookupRecord, MissReason
-from emberkeep.types.request import Repair, Ttl
+from emberkeep.types.lineage import Repair
+from emberkeep.types.request import Ttl
 
 ENTRY = CacheEntry(
     id="c-1",

@@ -16,7 +16,9 @@ from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import Overloaded
 from emberkeep.types.events import Completed, MissReason
-from emberkeep.types.request import Message, Request, Sampling, Tool, private_namespace
+from emberkeep.types.lineage import private_namespace
+from emberkeep.types.request import Message, Request, Tool
+from emberkeep.types.sampling import Sampling
 from helpers.events import end_of, read_events
 from helpers.fake_backend import fake_backend, settle
 

@@ -26,7 +26,8 @@ from emberkeep.kv.holders import Holders
 from emberkeep.runtime.local_model import OpenedDraft, assemble
 from emberkeep.session.sessions import Policy, Sessions
 from emberkeep.types.events import TextDelta
-from emberkeep.types.request import Message, Request, Tool, ToolChoice, private_namespace
+from emberkeep.types.lineage import private_namespace
+from emberkeep.types.request import Message, Request, Tool, ToolChoice
 from helpers.fake_backend import CHATML, fake_backend, settle
 from helpers.fake_embedding import FakeEmbeddingEngine, embedder_over
 

@@ -16,7 +16,8 @@ from emberkeep.engine.base import Rows
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError, EngineError, StepFailed
 from emberkeep.types.events import TextDelta
-from emberkeep.types.request import Request, Sampling
+from emberkeep.types.request import Request
+from emberkeep.types.sampling import Sampling
 from helpers.fake_backend import fake_backend
 from helpers.scheduling import PATIENCE, Gate
 

@@ -19,7 +19,9 @@ from emberkeep.engine.base import KvUnit, Rows
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.kv.remote.link import RemoteSettings
 from emberkeep.types.events import Completed, LookupRecord, Source
-from emberkeep.types.request import Message, Request, Sampling, private_namespace
+from emberkeep.types.lineage import private_namespace
+from emberkeep.types.request import Message, Request
+from emberkeep.types.sampling import Sampling
 from helpers.events import end_of, read_events, text_of
 from helpers.fake_backend import fake_backend, settle
 from helpers.valkey_server import ValkeyServer, running_valkey

@@ -15,7 +15,9 @@ from emberkeep.config.settings import Config
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.types.events import Completed
-from emberkeep.types.request import SHARED, Lineage, Message, Request, Sampling, Tool, Ttl, private_namespace
+from emberkeep.types.lineage import SHARED, Lineage, private_namespace
+from emberkeep.types.request import Message, Request, Tool, Ttl
+from emberkeep.types.sampling import Sampling
 from helpers.events import end_of, read_events
 from helpers.fake_backend import fake_backend, settle
 from helpers.scheduling import Unmeasured

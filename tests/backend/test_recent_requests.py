@@ -10,7 +10,8 @@ import pytest
 from emberkeep.backend.recent_requests import ForgottenUsers, RecentLookups
 from emberkeep.kv.disk.forgotten import of_user
 from emberkeep.types.events import Divergence, LookupRecord, MissReason
-from emberkeep.types.request import Request, private_namespace
+from emberkeep.types.lineage import private_namespace
+from emberkeep.types.request import Request
 
 ANN, BOB = (Request(user=user, namespace=private_namespace(user)) for user in ("ann", "bob"))
 

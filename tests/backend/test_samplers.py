@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from emberkeep.backend.samplers import SamplerSource
 from emberkeep.engine.fake import FakeVocab
-from emberkeep.types.request import Request, Sampling
+from emberkeep.types.request import Request
+from emberkeep.types.sampling import Sampling
 
 VOCAB = FakeVocab()
 

@@ -16,7 +16,8 @@ from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence
 from emberkeep.types.events import Progress, TokenLogprob
-from emberkeep.types.request import Request, Sampling
+from emberkeep.types.request import Request
+from emberkeep.types.sampling import Sampling
 from helpers.engines import RecordingEngine
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,9 @@ import pytest
 from emberkeep.config.settings import Config
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
+from emberkeep.types.lineage import private_namespace
 from emberkeep.types.memory import ToolUse
-from emberkeep.types.request import Json, Message, private_namespace
+from emberkeep.types.request import Json, Message
 from helpers.page_view import open_view, who_is_shut_out
 from helpers.remembering import turn
 from helpers.scripted_server import ScriptedBackend, running

@@ -12,7 +12,8 @@ import pytest
 
 from emberkeep.kv.store import KvStore
 from emberkeep.types.cache import EntryKind, Label
-from emberkeep.types.request import Json, Lineage, private_namespace
+from emberkeep.types.lineage import Lineage, private_namespace
+from emberkeep.types.request import Json
 from helpers.cache_server import SYSTEM, Served, served, user
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from emberkeep.chat.prompt import PromptBuilder
 from emberkeep.chat.seams import SeamedText
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.errors import InvalidField
-from emberkeep.types.request import EXACT, Infill, Request, SourceFile
+from emberkeep.types.lineage import EXACT
+from emberkeep.types.request import Infill, Request, SourceFile
 from helpers.byte_vocab import TinyVocab
 
 QWEN = TinyVocab(("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>", "<|endoftext|>"))

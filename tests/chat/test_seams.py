@@ -15,7 +15,8 @@ from emberkeep.chat.prompt import Prompt, PromptBuilder
 from emberkeep.chat.seams import SeamedTemplate, SeamedText
 from emberkeep.chat.template import CHATML, ChatTemplate
 from emberkeep.errors import InvalidField
-from emberkeep.types.request import EXACT, Infill, Message, Request, Role, SourceFile, Tool, ToolCall
+from emberkeep.types.lineage import EXACT
+from emberkeep.types.request import Infill, Message, Request, Role, SourceFile, Tool, ToolCall
 from helpers.byte_vocab import TinyVocab
 
 VOCAB = TinyVocab()

@@ -20,8 +20,9 @@ from emberkeep.errors import InvalidField, MemoryFailed, MemoryOff, NoSuchEntry
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.user_memory import open_memory
 from emberkeep.runtime.memory import open_memory as open_file
+from emberkeep.types.lineage import private_namespace
 from emberkeep.types.memory import ToolUse, Turn
-from emberkeep.types.request import Json, Message, private_namespace
+from emberkeep.types.request import Json, Message
 from helpers.commands import Commands
 from helpers.scripted_backend import ScriptedBackend, answer
 

@@ -16,7 +16,7 @@ from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.remote.link import RemoteLink
 from emberkeep.kv.remote.tier import RemoteTier
 from emberkeep.kv.store import Budgets, KvStore
-from emberkeep.types.request import private_namespace
+from emberkeep.types.lineage import private_namespace
 from helpers.kv_building import FINGERPRINT, LONG, put
 from helpers.valkey_server import ValkeyServer, running_valkey
 

@@ -14,7 +14,7 @@ from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.library.stores import ClosedStore, store_folders
 from emberkeep.memory.memory import Memory
-from emberkeep.types.request import private_namespace
+from emberkeep.types.lineage import private_namespace
 from helpers.kv_building import FINGERPRINT, LONG, put
 
 

@@ -12,7 +12,8 @@ from emberkeep.config.sources import load_config
 from emberkeep.config.tables import WarmPrefix
 from emberkeep.errors import ConfigError
 from emberkeep.library.declared_prefixes import declared_prefixes
-from emberkeep.types.request import SHARED, Message, Ttl
+from emberkeep.types.lineage import SHARED
+from emberkeep.types.request import Message, Ttl
 
 
 def prefixes(*given: object, cwd: Path) -> tuple[WarmPrefix, ...]:

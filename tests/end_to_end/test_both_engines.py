@@ -23,7 +23,9 @@ from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.results import Result
 from emberkeep.types.cache import EntryKind
 from emberkeep.types.events import FinishReason, MissReason, Progress
-from emberkeep.types.request import Execution, JsonFormat, Message, Request, Sampling, private_namespace
+from emberkeep.types.lineage import private_namespace
+from emberkeep.types.request import Execution, JsonFormat, Message, Request
+from emberkeep.types.sampling import Sampling
 from helpers import tiny_gguf
 from helpers.serve_command import assistant, serve, system, user
 from helpers.server_process import OwnServer

@@ -19,7 +19,8 @@ from time import sleep
 
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.types.request import Approximation, Json, Message, Repair, Request, ToolCall, private_namespace
+from emberkeep.types.lineage import Approximation, Repair, private_namespace
+from emberkeep.types.request import Json, Message, Request, ToolCall
 from helpers.conversing import CONTEXT, GREEDY, Answer, Client, Harbour, ScriptedEngine, line
 
 ARCHIVE = Path(__file__).parent / "stores" / "before.tar.xz"

@@ -11,7 +11,9 @@ from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.kv.ghosts import Ghosts
 from emberkeep.types.events import Completed
-from emberkeep.types.request import Message, Request, Sampling, private_namespace
+from emberkeep.types.lineage import private_namespace
+from emberkeep.types.request import Message, Request
+from emberkeep.types.sampling import Sampling
 from helpers.chance import times
 from helpers.fake_backend import fake_backend
 from helpers.growth import descriptors, sizes_below, threads

@@ -14,7 +14,7 @@ from faulty_disk import FaultyDisk
 
 from emberkeep.errors import StoreFailed
 from emberkeep.kv.store import KvStore
-from emberkeep.types.request import Lineage
+from emberkeep.types.lineage import Lineage
 from helpers.canaries import TOKENS, Canary, found_in
 from helpers.chance import seed, times
 from helpers.kv_building import check_ledger, chunk_files, load, new_store

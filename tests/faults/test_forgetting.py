@@ -15,7 +15,7 @@ import pytest
 from emberkeep.errors import StoreFailed
 from emberkeep.kv.disk import chunkfile
 from emberkeep.kv.store import KvStore
-from emberkeep.types.request import Lineage
+from emberkeep.types.lineage import Lineage
 from helpers.canaries import TOKENS, Canary, found_in
 from helpers.chance import seed, times
 from helpers.kv_building import chunk_files, chunks_of, load, new_store, reopened

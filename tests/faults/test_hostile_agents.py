@@ -38,8 +38,9 @@ from emberkeep.types.events import (
     ToolCallDelta,
     Usage,
 )
+from emberkeep.types.lineage import EXACT
 from emberkeep.types.models import RemoteModel
-from emberkeep.types.request import EXACT, Message, Request, Tool
+from emberkeep.types.request import Message, Request, Tool
 from helpers.conversing import Harbour, ScriptedEngine
 from helpers.events import read_events, text_of
 from helpers.raw_web_server import Loopback, answer, redirect

@@ -15,7 +15,7 @@ from emberkeep.kv.disk import index
 from emberkeep.kv.ghosts import Ghosts
 from emberkeep.kv.store import KvStore
 from emberkeep.types.cache import EntryKind, Label
-from emberkeep.types.request import EXACT, Lineage, private_namespace
+from emberkeep.types.lineage import EXACT, Lineage, private_namespace
 from helpers.chance import times
 from helpers.growth import descriptors, sizes_below, threads
 from helpers.kv_building import PIECES, check_ledger, new_store
@@ -66,7 +66,7 @@ def visit(store: KvStore, number: int) -> None:
 
 
 def _moving() -> Any:
-    from emberkeep.types.request import Approximation
+    from emberkeep.types.lineage import Approximation
 
     return Approximation()
 

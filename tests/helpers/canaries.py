@@ -14,7 +14,7 @@ from emberkeep.kv.policy import CHUNK_TOKENS
 from emberkeep.kv.store import KvStore
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import EntryKind, Label
-from emberkeep.types.request import Lineage, private_namespace
+from emberkeep.types.lineage import Lineage, private_namespace
 from helpers.kv_building import exported, prompt
 
 TOKENS = 420

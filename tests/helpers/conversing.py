@@ -20,7 +20,9 @@ from emberkeep.memory.memory import Memory
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence as Sequence_
 from emberkeep.types.events import Completed, Event, Eviction, Finished, FinishReason, LookupRecord, TextDelta
-from emberkeep.types.request import Json, Message, Request, Sampling, Tool, ToolCall, private_namespace
+from emberkeep.types.lineage import private_namespace
+from emberkeep.types.request import Json, Message, Request, Tool, ToolCall
+from emberkeep.types.sampling import Sampling
 from helpers.events import calls_of, text_of
 from helpers.fake_backend import fake_backend, settle
 

@@ -10,7 +10,7 @@ from emberkeep.engine.base import KvUnit, Outcome, Rows
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.kv.drafts.ngram_index import Continuation
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types.request import Lineage
+from emberkeep.types.lineage import Lineage
 
 Drafts = Callable[[list[int], int], list[int]]
 """From the latest tokens (at most 32) and the most that may be drafted."""

@@ -17,7 +17,7 @@ from emberkeep.kv.policy import CHUNK_TOKENS
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import Chunk, Cursor, Made
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types.request import Lineage
+from emberkeep.types.lineage import Lineage
 
 FINGERPRINT = FakeEngine().fingerprint
 PIECES = FakeVocab().pieces

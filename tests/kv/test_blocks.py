@@ -4,7 +4,7 @@ import numpy as np
 
 from emberkeep.kv.disk.chunkfile import Description
 from emberkeep.kv.remote.blocks import BLOCK_TOKENS, BlockPlaces, Place, blocks_of
-from emberkeep.types.request import EXACT, Lineage, Repair
+from emberkeep.types.lineage import EXACT, Lineage, Repair
 from helpers.kv_building import FINGERPRINT, LONG, new_store, put
 
 

@@ -9,7 +9,7 @@ import pytest
 from emberkeep.kv.disk import chunkfile
 from emberkeep.kv.disk.transfers import FetchState
 from emberkeep.types.cache import EntryKind, Label
-from emberkeep.types.request import EXACT
+from emberkeep.types.lineage import EXACT
 from helpers.kv_building import (
     LONG,
     check_ledger,

@@ -10,7 +10,7 @@ import pytest
 from emberkeep.errors import StoreFailed
 from emberkeep.kv.disk import chunkfile
 from emberkeep.types.cache import EntryKind, Label
-from emberkeep.types.request import EXACT, private_namespace
+from emberkeep.types.lineage import EXACT, private_namespace
 from helpers.kv_building import (
     LONG,
     check_ledger,

@@ -10,7 +10,7 @@ from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.disk.chunkfile import Damaged, Description, write
 from emberkeep.kv.keys import ROOT, chunk_key, store_name
 from emberkeep.kv.tree import Made
-from emberkeep.types.request import EXACT
+from emberkeep.types.lineage import EXACT
 from helpers.kv_building import FINGERPRINT, chunk_files, exported, load, new_store, prompt, put
 
 OTHER = bytes(32)

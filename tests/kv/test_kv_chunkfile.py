@@ -13,7 +13,7 @@ from emberkeep.kv.disk.chunkfile import Buffers, Damaged, Description, EndsEarly
 from emberkeep.kv.keys import ROOT, ChunkKey, chunk_key, pack_fields, pack_spans
 from emberkeep.kv.tree import Made
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types.request import Lineage
+from emberkeep.types.lineage import Lineage
 from helpers.kv_building import FINGERPRINT, exported, ids, prompt
 
 TOKENS = prompt(20)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from emberkeep.kv.content import WINDOW, ContentIndex, Moved, to_pieces
 from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import Chunk, Segment
-from emberkeep.types.request import EXACT, SHARED, Approximation, Lineage, Repair
+from emberkeep.types.lineage import EXACT, SHARED, Approximation, Lineage, Repair
 from helpers.kv_building import (
     LONG,
     PLENTY,

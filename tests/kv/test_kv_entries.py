@@ -13,7 +13,8 @@ from emberkeep.kv.policy import Keeping, StoreClock
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.types.cache import EntryKind, Label
 from emberkeep.types.events import MissReason
-from emberkeep.types.request import EXACT, SHARED, Lineage, Ttl, private_namespace
+from emberkeep.types.lineage import EXACT, SHARED, Lineage, private_namespace
+from emberkeep.types.request import Ttl
 from helpers.kv_building import (
     CHUNK_BYTES,
     FINGERPRINT,

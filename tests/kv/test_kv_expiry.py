@@ -21,7 +21,8 @@ from emberkeep.kv.policy import Keeping, StoreClock
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.types.cache import EntryKind, Label
 from emberkeep.types.events import MissReason
-from emberkeep.types.request import Lineage, Ttl
+from emberkeep.types.lineage import Lineage
+from emberkeep.types.request import Ttl
 from helpers.canaries import TOKENS, Canary, found_in
 from helpers.kv_building import (
     FINGERPRINT,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from emberkeep.types.request import EXACT
+from emberkeep.types.lineage import EXACT
 from helpers.kv_building import (
     LONG,
     chunks_of,

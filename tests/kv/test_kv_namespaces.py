@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from emberkeep.types.request import Lineage, private_namespace
+from emberkeep.types.lineage import Lineage, private_namespace
 from helpers.kv_building import (
     LONG,
     PIECES,

@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 
-from emberkeep.types.request import EXACT
+from emberkeep.types.lineage import EXACT
 from helpers.kv_building import (
     LONG,
     check_ledger,

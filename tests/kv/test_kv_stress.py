@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from emberkeep.kv.store import KvStore
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types.request import EXACT
+from emberkeep.types.lineage import EXACT
 from helpers.chance import examples, seed, times
 from helpers.kv_building import CHUNK_TOKENS, check_ledger, chunks_of, exported, load, new_store, right_bytes
 

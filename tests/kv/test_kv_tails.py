@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from emberkeep.kv.disk.transfers import FetchState
-from emberkeep.types.request import EXACT
+from emberkeep.types.lineage import EXACT
 from helpers.kv_building import (
     LONG,
     check_ledger,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from emberkeep.engine.fake import FakeVocab
 from emberkeep.kv.policy import CHUNK_TOKENS
 from emberkeep.kv.tree import Made
-from emberkeep.types.request import EXACT
+from emberkeep.types.lineage import EXACT
 from helpers.kv_building import exported, ids, new_store, put, replayed
 
 VOCAB = FakeVocab()

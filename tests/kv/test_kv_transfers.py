@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from emberkeep.kv.disk.transfers import FetchState
-from emberkeep.types.request import EXACT
+from emberkeep.types.lineage import EXACT
 from helpers.kv_building import (
     LONG,
     PIECES,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from emberkeep.kv.keys import ChunkKey, chunk_key
 from emberkeep.kv.tree import Chunk, Cursor, RadixTree, Segment, descend, new_root, path_to
 from emberkeep.token_arrays import TokenArray, common_prefix
-from emberkeep.types.request import EXACT, SHARED, Lineage
+from emberkeep.types.lineage import EXACT, SHARED, Lineage
 from helpers.chance import examples
 from helpers.kv_building import ids
 

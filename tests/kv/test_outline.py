@@ -18,7 +18,7 @@ from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import Chunk, Cursor, RadixTree, new_chunk, new_root
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import CacheTree, EntryKind, Label
-from emberkeep.types.request import EXACT, SHARED, Lineage, private_namespace
+from emberkeep.types.lineage import EXACT, SHARED, Lineage, private_namespace
 from helpers.chance import examples, times
 from helpers.kv_building import FINGERPRINT, PLENTY, chunks_of, ids, new_store, prompt, put
 

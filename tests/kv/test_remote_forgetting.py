@@ -18,7 +18,8 @@ from emberkeep.kv.remote.tier import RemoteTier
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import EntryKind, Label
-from emberkeep.types.request import EXACT, Lineage, Ttl, private_namespace
+from emberkeep.types.lineage import EXACT, Lineage, private_namespace
+from emberkeep.types.request import Ttl
 from helpers.kv_building import FINGERPRINT, LONG, PLENTY, prompt, put
 from helpers.valkey_server import ValkeyServer, running_valkey
 from helpers.waiting import eventually

@@ -17,7 +17,8 @@ from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.store import KvStore
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import EntryKind, Label
-from emberkeep.types.request import SHARED, Lineage, Ttl, private_namespace
+from emberkeep.types.lineage import SHARED, Lineage, private_namespace
+from emberkeep.types.request import Ttl
 from helpers.canaries import TOKENS, Canary
 from helpers.chance import examples
 from helpers.kv_building import CHUNK_BYTES, LONG, chunks_of, load, new_store, prompt, put, reopened

@@ -15,8 +15,9 @@ from emberkeep.json_lines import write_lines
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.user_memory import UserMemory, open_memory
 from emberkeep.memory.memory import Memory
+from emberkeep.types.lineage import private_namespace
 from emberkeep.types.memory import ToolUse, Turn
-from emberkeep.types.request import Message, Recall, private_namespace
+from emberkeep.types.request import Message, Recall
 from helpers.scripted_backend import ScriptedBackend, answer
 
 KEY = "sk-proj-Abcd1234Efgh5678Ijkl9012Mnop3456Qrst7890Uvwx"

@@ -16,7 +16,7 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import ContextExceeded, InvalidField
 from emberkeep.library.verify_report import f1, kl
 from emberkeep.types.events import TokenLogprob
-from emberkeep.types.request import Approximation, Repair
+from emberkeep.types.lineage import Approximation, Repair
 from helpers.fake_backend import fake_backend
 
 pytestmark = pytest.mark.slow

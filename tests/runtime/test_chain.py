@@ -9,7 +9,8 @@ import pytest
 from emberkeep.config.settings import Config
 from emberkeep.runtime.chain import open_backend
 from emberkeep.types.events import Completed
-from emberkeep.types.request import Request, Sampling
+from emberkeep.types.request import Request
+from emberkeep.types.sampling import Sampling
 from helpers import tiny_gguf
 
 ASKED = Request(prompt="tell me more than sixteen tokens about state", max_tokens=2, sampling=Sampling(seed=1))

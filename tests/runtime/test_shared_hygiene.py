@@ -12,7 +12,9 @@ from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.runtime.parts import SharedParts, open_store
 from emberkeep.types.hygiene import HygieneAction, HygieneRule
-from emberkeep.types.request import Message, Request, Sampling, Tool, private_namespace
+from emberkeep.types.lineage import private_namespace
+from emberkeep.types.request import Message, Request, Tool
+from emberkeep.types.sampling import Sampling
 from helpers.events import end_of, read_events
 from helpers.fake_backend import fake_backend, settle
 

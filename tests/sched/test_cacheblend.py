@@ -14,7 +14,7 @@ from emberkeep.engine.base import Blended, KvUnit, Outcome
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.types.events import MissReason
-from emberkeep.types.request import EXACT, Approximation, Lineage, Repair
+from emberkeep.types.lineage import EXACT, Approximation, Lineage, Repair
 from helpers.chance import examples
 from helpers.kv_building import check_ledger, chunk_files, chunks_of
 from helpers.scheduling import CLOSING, Gate, Recorder, Rig, no_pins, reference, text

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.types.request import Lineage
+from emberkeep.types.lineage import Lineage
 from helpers.chance import examples
 from helpers.kv_building import check_ledger, chunks_of
 from helpers.scheduling import Rig, reference, text

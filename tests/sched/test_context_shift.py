@@ -15,7 +15,8 @@ from emberkeep.engine.base import KvUnit, Outcome
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
 from emberkeep.sched.output import EndReason
-from emberkeep.types.request import Lineage, Sampling
+from emberkeep.types.lineage import Lineage
+from emberkeep.types.sampling import Sampling
 from helpers.chance import examples
 from helpers.kv_building import check_ledger, chunk_files
 from helpers.scheduling import CLOSING, Recorder, Rig, no_pins, prompt_of, reference, text

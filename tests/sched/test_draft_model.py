@@ -16,7 +16,8 @@ from emberkeep.kv.disk.forgotten import of_user
 from emberkeep.sched.model_drafts import ModelDrafts, _Plan
 from emberkeep.sched.sampling import Sampler
 from emberkeep.types.cache import EntryKind, Label
-from emberkeep.types.request import Lineage, Sampling, private_namespace
+from emberkeep.types.lineage import Lineage, private_namespace
+from emberkeep.types.sampling import Sampling
 from helpers.chance import examples
 from helpers.drafting import SmallEngine, ToldCorpus, knows
 from helpers.engines import RecordingEngine

@@ -8,7 +8,7 @@ import pytest
 
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.types.events import MissReason
-from emberkeep.types.request import EXACT
+from emberkeep.types.lineage import EXACT
 from helpers.kv_building import check_ledger, chunk_files, chunks_of
 from helpers.scheduling import (
     CLOSING,

@@ -9,7 +9,7 @@ import pytest
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.kv.policy import CHUNK_TOKENS
-from emberkeep.types.request import Lineage, Repair, private_namespace
+from emberkeep.types.lineage import Lineage, Repair, private_namespace
 from helpers.kv_building import check_ledger, chunks_of
 from helpers.scheduling import CLOSING, PROMPT, Rig, reference, text
 

@@ -12,7 +12,8 @@ from emberkeep.chat.prompt import Splice
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
 from emberkeep.kv.tree import Chunk
-from emberkeep.types.request import Lineage, Sampling
+from emberkeep.types.lineage import Lineage
+from emberkeep.types.sampling import Sampling
 from helpers.kv_building import check_ledger, chunks_of, exported
 from helpers.late_exports import LateEngine
 from helpers.scheduling import (

@@ -11,7 +11,7 @@ from emberkeep.chat.template import ChatTemplate
 from emberkeep.engine.fake import FakeVocab
 from emberkeep.kv.tree import Made
 from emberkeep.sched.stored_text import RecentAnswers, StoredText
-from emberkeep.types.request import EXACT, Lineage
+from emberkeep.types.lineage import EXACT, Lineage
 from helpers.chance import examples
 from helpers.kv_building import exported, new_store, prompt, put
 

@@ -17,8 +17,12 @@ from helpers.engines import evaluate
 GPU = Footprint("cuda:0", 1000, 400, 0, 0, 0, 0)
 
 
-def test_what_can_be_measured_is_measured_and_nothing_stays_in_the_folder(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def a_machine_may_be_busy(monkeypatch):
     monkeypatch.setattr(probing, "_EACH_S", 60)
+
+
+def test_what_can_be_measured_is_measured_and_nothing_stays_in_the_folder(tmp_path):
     machine = probe(tmp_path, GPU, lambda: 0.25)
     for reading in (machine.copy_speed, machine.disk_speed):
         assert reading.measured

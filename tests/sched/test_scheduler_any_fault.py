@@ -20,7 +20,7 @@ from emberkeep.sched.output import SequenceOutput
 from emberkeep.sched.prefix_cache import PrefixCache
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.slots import Planner, SlotAffinity
-from emberkeep.types.request import Sampling
+from emberkeep.types.sampling import Sampling
 from helpers.chance import times
 from helpers.faulty_crowd import (
     ERRORS,

@@ -9,7 +9,7 @@ import pytest
 
 from emberkeep.engine.base import Outcome, Payload, Rows
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.types.request import Sampling
+from emberkeep.types.sampling import Sampling
 from helpers.scheduling import PROMPT, SLICE, Gate, Rig, reference, text
 
 ENDLESS = Sampling(temperature=0, logit_bias=dict.fromkeys(FakeEngine().vocab.eog, -1e9))

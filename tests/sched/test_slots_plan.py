@@ -7,7 +7,8 @@ from emberkeep.kv.tree import Cursor, new_root
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.sequence import Phase, Sequence
 from emberkeep.sched.slots import Planner
-from emberkeep.types.request import EXACT, Request
+from emberkeep.types.lineage import EXACT
+from emberkeep.types.request import Request
 from helpers.scheduling import GREEDY, Recorder, prompt_of
 
 

@@ -14,7 +14,8 @@ from emberkeep.chat.grammar import Grammars
 from emberkeep.engine.base import KvUnit, Logits
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.sched.sampling import Sampler
-from emberkeep.types.request import JsonFormat, Request, Sampling
+from emberkeep.types.request import JsonFormat, Request
+from emberkeep.types.sampling import Sampling
 from helpers.chance import examples
 from helpers.drafting import ToldCorpus, knows, wrong_at
 from helpers.engines import RecordingEngine

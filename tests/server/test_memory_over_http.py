@@ -25,8 +25,9 @@ from emberkeep.memory.memory import Memory
 from emberkeep.server.app import create_app
 from emberkeep.server.request_log import RequestLog
 from emberkeep.types.events import Eviction, Finished, FinishReason, Fit
+from emberkeep.types.lineage import private_namespace
 from emberkeep.types.memory import ToolUse, Turn
-from emberkeep.types.request import Json, Message, Recall, ToolCall, private_namespace
+from emberkeep.types.request import Json, Message, Recall, ToolCall
 from helpers.cache_server import served
 from helpers.scripted_server import COMPLETED, Running, ScriptedBackend, running
 

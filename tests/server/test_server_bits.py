@@ -12,7 +12,8 @@ from emberkeep.config.settings import Config
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import ConfigError
-from emberkeep.types.request import SHARED, Message, Request
+from emberkeep.types.lineage import SHARED
+from emberkeep.types.request import Message, Request
 from helpers.cache_server import SYSTEM, Served, served, user
 from helpers.fake_backend import fake_backend
 

@@ -23,7 +23,8 @@ from emberkeep.server.app import create_app
 from emberkeep.server.metrics import FIGURES
 from emberkeep.server.request_log import RequestLog
 from emberkeep.types.events import Finished, FinishReason, MissReason, TextDelta
-from emberkeep.types.request import Json, Request, Sampling
+from emberkeep.types.request import Json, Request
+from emberkeep.types.sampling import Sampling
 from emberkeep.types.speculation import LENGTH_BUCKETS, SourceStats, SpeculationStats
 from helpers.events import text_of
 from helpers.fake_backend import fake_backend

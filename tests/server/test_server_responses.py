@@ -20,7 +20,8 @@ from emberkeep.config.settings import Config
 from emberkeep.errors import ContextExceeded, EngineError
 from emberkeep.memory.memory import Memory
 from emberkeep.types.events import Finished, FinishReason, ReasoningDelta, TextDelta, ToolCallDelta
-from emberkeep.types.request import Message, ToolCall, private_namespace
+from emberkeep.types.lineage import private_namespace
+from emberkeep.types.request import Message, ToolCall
 from helpers.scripted_server import COMPLETED, HANG, Running, ScriptedBackend, running, says
 
 MODEL = "default"

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from emberkeep.chat.prompt import Prompt, PromptBuilder
 from emberkeep.errors import ContextExceeded
-from emberkeep.types.request import Message, ToolCall, private_namespace
+from emberkeep.types.lineage import private_namespace
+from emberkeep.types.request import Message, ToolCall
 from helpers.chance import examples
 from helpers.conversing import CONTEXT, SYSTEM, Answer, Client, Harbour, ScriptedEngine, line
 

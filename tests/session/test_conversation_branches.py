@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from emberkeep.types.events import MissReason
-from emberkeep.types.request import Message, Request, private_namespace
+from emberkeep.types.lineage import private_namespace
+from emberkeep.types.request import Message, Request
 from helpers.conversing import SYSTEM, Client, Harbour, line
 
 

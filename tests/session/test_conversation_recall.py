@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from emberkeep.errors import MemoryFailed
-from emberkeep.types.request import Message, Recall, private_namespace
+from emberkeep.types.lineage import private_namespace
+from emberkeep.types.request import Message, Recall
 from helpers.conversing import Answer, Client, Harbour, ScriptedEngine, line
 
 CONTEXT = 1280

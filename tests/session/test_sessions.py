@@ -12,7 +12,8 @@ from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Policy, Sessions
 from emberkeep.session.view import View
 from emberkeep.types.events import Eviction, Usage
-from emberkeep.types.request import Message, Recall, Request, ToolCall, private_namespace
+from emberkeep.types.lineage import private_namespace
+from emberkeep.types.request import Message, Recall, Request, ToolCall
 
 POLICY = Policy(context=1000)
 SAID = ["anchor", "barge", "cargo", "dock", "eddy", "the anchor?"]

@@ -28,7 +28,8 @@ from emberkeep.types.events import (
     ToolCallDelta,
     Usage,
 )
-from emberkeep.types.request import Execution, Message, Request, Tool, ToolCall, private_namespace
+from emberkeep.types.lineage import private_namespace
+from emberkeep.types.request import Execution, Message, Request, Tool, ToolCall
 from helpers.events import outcomes_of, text_of
 from helpers.scripted_backend import ScriptedBackend, Step, answer
 from helpers.tool_calls import calling_all, depth, sink

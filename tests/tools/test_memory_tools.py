@@ -10,7 +10,8 @@ import pytest
 from emberkeep.memory.memory import Memory
 from emberkeep.session.recall import SEARCH
 from emberkeep.tools.memory_tools import memory_tools
-from emberkeep.types.request import Json, private_namespace
+from emberkeep.types.lineage import private_namespace
+from emberkeep.types.request import Json
 from helpers.remembering import turn
 from helpers.tool_calls import box_of, refused, told
 

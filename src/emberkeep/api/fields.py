@@ -14,7 +14,8 @@ from emberkeep.api.body import WHOLE, Body, Label, Name
 from emberkeep.api.errors import USER_ID
 from emberkeep.api.sampling import TopLogprobs
 from emberkeep.errors import InvalidField
-from emberkeep.types.request import Breakpoint, Recall, Request, Ttl, private_namespace
+from emberkeep.types.lineage import private_namespace
+from emberkeep.types.request import Breakpoint, Recall, Request, Ttl
 
 MAX_CHOICES = 16
 FactName = Annotated[str, Field(min_length=1, max_length=256)]

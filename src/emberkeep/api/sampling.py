@@ -10,14 +10,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 from emberkeep.api.body import BY_KIND, INT32_MAX, NO_OTHERS, WHOLE, Body, Count, whole
 from emberkeep.api.errors import TOKEN_ID
 from emberkeep.config.settings import OFF
-from emberkeep.types.request import (
-    DEFAULT_SAMPLERS,
-    Approximation,
-    Json,
-    Repair,
-    Request,
-    Sampling,
-)
+from emberkeep.types.lineage import Approximation, Repair
+from emberkeep.types.request import Json, Request
+from emberkeep.types.sampling import DEFAULT_SAMPLERS, Sampling
 
 NO_LIMIT = -1
 ANY_SLOT = -1

@@ -7,8 +7,9 @@ from dataclasses import asdict
 
 from emberkeep.types.cache import CacheEntry, EntryEnd, EntryKind, EntryText, TreeNode
 from emberkeep.types.events import Divergence, LookupRecord, MissReason
+from emberkeep.types.lineage import Repair
 from emberkeep.types.memory import Recollection
-from emberkeep.types.request import Json, Repair, Ttl
+from emberkeep.types.request import Json, Ttl
 
 MAX_VERIFY_S = 600
 """Of one request to verify stored state."""

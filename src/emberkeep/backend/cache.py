@@ -19,7 +19,8 @@ from emberkeep.session.volatility import Volatility, remedy, told
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import CacheEntry, CacheTree, EntryText, Explanation, Removed, Verified
 from emberkeep.types.events import Divergence, LookupRecord, MissReason, Source, Sourced
-from emberkeep.types.request import Approximation, Lineage, Lineages, Request
+from emberkeep.types.lineage import Approximation, Lineage
+from emberkeep.types.request import Lineages, Request
 
 _EXCERPT_TOKENS = 12
 _SHOWN_CHARS = 64

@@ -73,7 +73,9 @@ from emberkeep.types.events import (
     TextDelta,
     TokenLogprob,
 )
-from emberkeep.types.request import Json, Lineage, Lineages, ReasoningFormat, Request, Sampling
+from emberkeep.types.lineage import Lineage
+from emberkeep.types.request import Json, Lineages, ReasoningFormat, Request
+from emberkeep.types.sampling import Sampling
 from emberkeep.types.speculation import SpeculationStats
 from emberkeep.types.timeline import TimelineRecord
 from emberkeep.values import dataclass

@@ -21,7 +21,8 @@ from emberkeep.kv.entries import entry_id
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.types.cache import Warmed
 from emberkeep.types.events import Completed, Events
-from emberkeep.types.request import SHARED, Lineage, Request, Ttl
+from emberkeep.types.lineage import SHARED, Lineage
+from emberkeep.types.request import Request, Ttl
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.backend")

@@ -12,7 +12,8 @@ from emberkeep.sched.dry import Breakers, find_breakers
 from emberkeep.sched.sampler_chain import Chain
 from emberkeep.sched.sampling import Sampler
 from emberkeep.types.models import Vocab
-from emberkeep.types.request import Request, Sampling
+from emberkeep.types.request import Request
+from emberkeep.types.sampling import Sampling
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 from emberkeep.types.cache import CacheEntry, Verified
 from emberkeep.types.events import Completed, Events, LookupRecord, TextDelta
+from emberkeep.types.lineage import SHARED, Lineage
 from emberkeep.types.models import Vocab
-from emberkeep.types.request import SHARED, Execution, Lineage, Request, Sampling
+from emberkeep.types.request import Execution, Request
+from emberkeep.types.sampling import Sampling
 from emberkeep.values import dataclass
 
 

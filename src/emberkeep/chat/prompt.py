@@ -31,8 +31,9 @@ from emberkeep.errors import ContextExceeded, InvalidField, Overloaded, Template
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types.cache import Label
 from emberkeep.types.events import Admitted, Marked
+from emberkeep.types.lineage import EXACT, Lineage
 from emberkeep.types.models import Vocab
-from emberkeep.types.request import EXACT, Breakpoint, Lineage, Message, Request, Tool, Ttl
+from emberkeep.types.request import Breakpoint, Message, Request, Tool, Ttl
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:  # its library is loaded when a request wants it

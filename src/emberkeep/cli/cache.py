@@ -30,7 +30,8 @@ from emberkeep.config.kinds import readable_size
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError, ModelNotFound, RequestError
 from emberkeep.types.cache import CacheEntry, Removed, Verified
-from emberkeep.types.request import EXACT_BITS, Json
+from emberkeep.types.lineage import EXACT_BITS
+from emberkeep.types.request import Json
 
 if TYPE_CHECKING:
     from emberkeep.cli.cache_stores import Listed, StateReader, Store

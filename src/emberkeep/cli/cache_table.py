@@ -10,7 +10,7 @@ from emberkeep.config.kinds import readable_size
 from emberkeep.text import shorten
 from emberkeep.types.cache import CacheEntry, EntryKind, Explanation, Removed, Verified
 from emberkeep.types.events import LookupRecord, expectation
-from emberkeep.types.request import EXACT_BITS
+from emberkeep.types.lineage import EXACT_BITS
 
 if TYPE_CHECKING:
     from rich.text import Text

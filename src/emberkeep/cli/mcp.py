@@ -18,7 +18,8 @@ from emberkeep.cli.flags import JsonFlag, YesFlag, with_settings
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.logs import begin_logging, is_verbose
-from emberkeep.types.request import Json, private_namespace
+from emberkeep.types.lineage import private_namespace
+from emberkeep.types.request import Json
 
 if TYPE_CHECKING:
     from emberkeep.mcp.answers import ListedTool, McpPrompt

@@ -17,7 +17,8 @@ from emberkeep.config.settings import Config
 from emberkeep.errors import ConfigError, EmberkeepError, NoSuchEntry
 from emberkeep.text import did_you_mean
 from emberkeep.types.events import Caller
-from emberkeep.types.request import Json, Tool, ToolCall, private_namespace
+from emberkeep.types.lineage import private_namespace
+from emberkeep.types.request import Json, Tool, ToolCall
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from emberkeep.api.body import parse_object, validate
 from emberkeep.api.fields import UserFields
 from emberkeep.errors import RequestError
 from emberkeep.routing import RouteKeys
-from emberkeep.types.request import Json, private_namespace
+from emberkeep.types.lineage import private_namespace
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 BLOCK_BYTES = 512

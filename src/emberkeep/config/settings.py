@@ -46,8 +46,9 @@ from emberkeep.config.tables import HYGIENE, PREFIXES, REMOTES, SERVERS, McpServ
 from emberkeep.config.trust import has_cores, is_name_here
 from emberkeep.logs import AUTO
 from emberkeep.types.hygiene import HygieneRule
+from emberkeep.types.lineage import Repair
 from emberkeep.types.models import AttentionTier, Quantization, RemoteModel, Residency
-from emberkeep.types.request import Json, Recall, Repair
+from emberkeep.types.request import Json, Recall
 from emberkeep.values import dataclass
 
 DEFAULT_MODEL = "smollm2-135m"

@@ -19,7 +19,7 @@ from emberkeep.kv.tree import Chunk, Cursor
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import CacheEntry, CacheTree, Removed
 from emberkeep.types.events import MissReason
-from emberkeep.types.request import SHARED, Lineage
+from emberkeep.types.lineage import SHARED, Lineage
 from emberkeep.values import dataclass
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from emberkeep.kv.tree import Chunk, Cursor, Segment, descend, path_to
 from emberkeep.token_arrays import TokenArray, common_prefix
-from emberkeep.types.request import SHARED, Approximation, Lineage, Repair
+from emberkeep.types.lineage import SHARED, Approximation, Lineage, Repair
 from emberkeep.values import dataclass
 
 WINDOW = 32

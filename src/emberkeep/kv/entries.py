@@ -19,7 +19,8 @@ from emberkeep.kv.ghosts import Ghost, Ghosts
 from emberkeep.kv.keys import ROOT, ChunkKey, pack_fields
 from emberkeep.kv.tree import Chunk, Cursor, RadixTree, held_at
 from emberkeep.types.cache import EntryKind, Label
-from emberkeep.types.request import Lineage, Ttl
+from emberkeep.types.lineage import Lineage
+from emberkeep.types.request import Ttl
 from emberkeep.values import dataclass
 
 RING = 8

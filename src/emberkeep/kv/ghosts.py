@@ -14,7 +14,7 @@ from emberkeep.kv.keys import ChunkKey, chunk_key, token_bytes
 from emberkeep.kv.tree import Chunk, Cursor
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.events import MissReason
-from emberkeep.types.request import Lineage
+from emberkeep.types.lineage import Lineage
 from emberkeep.values import dataclass
 
 GHOST_LIMIT = 50_000

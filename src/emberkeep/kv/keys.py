@@ -15,7 +15,7 @@ from typing import NewType
 import numpy as np
 
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types.request import Lineage
+from emberkeep.types.lineage import Lineage
 
 ChunkKey = NewType("ChunkKey", bytes)
 

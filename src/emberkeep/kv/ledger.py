@@ -22,7 +22,8 @@ from emberkeep.kv.ram_tier import RamTier, Tally
 from emberkeep.kv.tree import Chunk, Cursor, RadixTree, held_at, sibling_with
 from emberkeep.types.cache import Label
 from emberkeep.types.events import MissReason
-from emberkeep.types.request import Lineage, Ttl
+from emberkeep.types.lineage import Lineage
+from emberkeep.types.request import Ttl
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")

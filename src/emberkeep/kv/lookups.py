@@ -21,7 +21,7 @@ from emberkeep.kv.tree import (
 )
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.events import MissReason
-from emberkeep.types.request import Approximation, Lineage
+from emberkeep.types.lineage import Approximation, Lineage
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")

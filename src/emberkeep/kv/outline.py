@@ -16,7 +16,7 @@ import numpy as np
 from emberkeep.kv.entries import Entry, nameless
 from emberkeep.kv.runs import Bools, ChunkTable, Ints, Runs, gently
 from emberkeep.types.cache import CacheTree, EntryEnd, TreeNode
-from emberkeep.types.request import SHARED
+from emberkeep.types.lineage import SHARED
 
 _KEY_BYTES = 8
 _NODE_ID = re.compile(r"(?:([0-9a-f]{16})(?:\.([0-9]{1,9}))?)?(?:~([0-9]{1,9}))?")

@@ -13,7 +13,7 @@ from typing import Protocol
 from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.tree import Chunk
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types.request import Lineage
+from emberkeep.types.lineage import Lineage
 from emberkeep.values import dataclass
 
 

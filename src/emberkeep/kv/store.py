@@ -44,7 +44,8 @@ from emberkeep.kv.tree import (
 )
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import Label
-from emberkeep.types.request import SHARED, Lineage, Ttl
+from emberkeep.types.lineage import SHARED, Lineage
+from emberkeep.types.request import Ttl
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")

@@ -25,7 +25,7 @@ import numpy as np
 
 from emberkeep.kv.keys import ROOT, ChunkKey, Span, chunk_key
 from emberkeep.token_arrays import TokenArray, common_prefix
-from emberkeep.types.request import EXACT, SHARED, Lineage
+from emberkeep.types.lineage import EXACT, SHARED, Lineage
 from emberkeep.values import dataclass
 
 _SNAPSHOT = -1

@@ -33,16 +33,8 @@ from emberkeep.api.tools import call_json, check_choice
 from emberkeep.errors import InvalidField, RequestError
 from emberkeep.library.options import HTTP_NAMES, Approximate, Options, PrefixOptions
 from emberkeep.text import did_you_mean
-from emberkeep.types.request import (
-    Approximation,
-    Json,
-    Message,
-    Request,
-    Tool,
-    ToolCall,
-    Ttl,
-    private_namespace,
-)
+from emberkeep.types.lineage import Approximation, private_namespace
+from emberkeep.types.request import Json, Message, Request, Tool, ToolCall, Ttl
 
 Messages = str | Sequence[Message | Mapping[str, Json]]
 """A text is one message of the user."""

@@ -7,7 +7,8 @@ from dataclasses import replace
 from emberkeep.config.settings import Config
 from emberkeep.config.tables import WarmPrefix
 from emberkeep.errors import ConfigError, RequestError
-from emberkeep.types.request import SHARED, Message, Request
+from emberkeep.types.lineage import SHARED
+from emberkeep.types.request import Message, Request
 
 
 def declared_prefixes(config: Config) -> list[Request]:

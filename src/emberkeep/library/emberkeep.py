@@ -42,8 +42,9 @@ from emberkeep.library.user_memory import UserMemory, require_memory
 from emberkeep.library.verify_report import CANDIDATES, VerifiedPrompt, VerifyReport, VerifySummary
 from emberkeep.text import shorten
 from emberkeep.types.cache import Verified
+from emberkeep.types.lineage import SHARED
 from emberkeep.types.models import AttentionTier, ExpertStats
-from emberkeep.types.request import SHARED, Json, Request
+from emberkeep.types.request import Json, Request
 from emberkeep.types.speculation import SpeculationStats
 
 log = logging.getLogger("emberkeep")

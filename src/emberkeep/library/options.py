@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
-from emberkeep.types.request import Approximation, Json
+from emberkeep.types.lineage import Approximation
+from emberkeep.types.request import Json
 
 Approximate = str | bool | Approximation | Mapping[str, Json] | None
 

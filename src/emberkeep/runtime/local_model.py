@@ -50,8 +50,9 @@ from emberkeep.sched.engine_thread import EngineThread, promised
 from emberkeep.sched.parts import SchedulerSettings
 from emberkeep.sched.probe import DeviceProbe, log_plan, probe, step_seconds
 from emberkeep.sched.scheduler import Scheduler
+from emberkeep.types.lineage import EXACT_BITS, Approximation, Repair
 from emberkeep.types.models import AttentionTier, Quantization, Residency
-from emberkeep.types.request import EXACT_BITS, Approximation, Json, Lineages, ReasoningFormat, Repair
+from emberkeep.types.request import Json, Lineages, ReasoningFormat
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

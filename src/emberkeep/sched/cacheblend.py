@@ -17,7 +17,7 @@ from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.slots import Slots
 from emberkeep.sched.transit import StoredPiece
 from emberkeep.types.events import MissReason
-from emberkeep.types.request import Approximation, Repair
+from emberkeep.types.lineage import Approximation, Repair
 
 _FIRST_LAYERS = 0.15
 """About the share of a moved token's evaluation that goes into finding out how much it differs."""

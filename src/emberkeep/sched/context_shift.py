@@ -16,7 +16,7 @@ from emberkeep.kv.store import KvStore
 from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.slots import Slots
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types.request import Lineage
+from emberkeep.types.lineage import Lineage
 
 log = logging.getLogger("emberkeep.sched")
 

@@ -27,7 +27,7 @@ from emberkeep.sched.model_drafts import Chance
 from emberkeep.sched.prefix_cache import PrefixCache
 from emberkeep.sched.sequence import FAIR_SLICE, Phase, Sequence
 from emberkeep.sched.slots import Planner, Slots
-from emberkeep.types.request import EXACT_BITS
+from emberkeep.types.lineage import EXACT_BITS
 from emberkeep.types.speculation import DraftModelStats, DraftSource
 from emberkeep.values import dataclass
 

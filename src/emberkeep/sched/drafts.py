@@ -18,8 +18,8 @@ from emberkeep.kv.drafts.ngram_index import MAX_MATCH, Continuation, NgramIndex,
 from emberkeep.sched.rewriting import Rewriting
 from emberkeep.sched.sampling import Sampler
 from emberkeep.token_arrays import TokenArray, common_prefix
+from emberkeep.types.lineage import Lineage
 from emberkeep.types.models import Vocab
-from emberkeep.types.request import Lineage
 from emberkeep.types.speculation import DraftSource
 from emberkeep.values import dataclass
 

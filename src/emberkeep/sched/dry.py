@@ -10,7 +10,7 @@ import numpy as np
 
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.models import Vocab
-from emberkeep.types.request import Sampling
+from emberkeep.types.sampling import Sampling
 
 Breakers = Mapping[int, tuple[tuple[int, ...], ...]]
 """Tokens with which a text begins that ends every repetition, and what may follow each of them to complete it:

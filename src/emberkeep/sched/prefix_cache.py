@@ -35,7 +35,7 @@ from emberkeep.sched.slots import HotMatch, Slots
 from emberkeep.sched.transit import Load, NewChunk, Save, take_together
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.events import MissReason
-from emberkeep.types.request import EXACT_BITS
+from emberkeep.types.lineage import EXACT_BITS
 
 log = logging.getLogger("emberkeep.sched")
 

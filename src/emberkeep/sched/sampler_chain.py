@@ -17,7 +17,7 @@ from emberkeep.sched.candidates import Floats, Ints
 from emberkeep.sched.dry import Breakers, Dry
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.models import Vocab
-from emberkeep.types.request import Sampling
+from emberkeep.types.sampling import Sampling
 
 GREEDY_BELOW = 1e-6
 """Temperatures that differ from 0 in nothing but overflowing."""

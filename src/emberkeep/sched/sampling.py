@@ -28,7 +28,7 @@ from emberkeep.sched.candidates import (
 from emberkeep.sched.sampler_chain import GREEDY_BELOW, Candidates, Chain, penalise
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.events import TokenLogprob
-from emberkeep.types.request import Sampling
+from emberkeep.types.sampling import Sampling
 
 _FORBIDDEN = np.float32(-np.inf)
 

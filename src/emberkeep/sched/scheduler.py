@@ -43,7 +43,7 @@ from emberkeep.sched.sequence import Phase, Sequence
 from emberkeep.sched.steps import Steps
 from emberkeep.sched.stored_text import StoredText
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types.request import Lineage
+from emberkeep.types.lineage import Lineage
 from emberkeep.types.speculation import SpeculationStats
 from emberkeep.types.timeline import TimelineRecord
 

@@ -29,7 +29,8 @@ from emberkeep.types.events import (
     Marked,
     Source,
 )
-from emberkeep.types.request import EXACT_BITS, Approximation, Lineage, Request
+from emberkeep.types.lineage import EXACT_BITS, Approximation, Lineage
+from emberkeep.types.request import Request
 
 FAIR_SLICE = 128
 """Slices of 100 tokens and more give the same bits however a prompt is cut into them."""

@@ -24,7 +24,8 @@ from emberkeep.sched.engine_thread import insist
 from emberkeep.sched.sequence import FAIR_SLICE, Phase, Sequence
 from emberkeep.sched.speculation import Speculation
 from emberkeep.token_arrays import TokenArray, common_prefix
-from emberkeep.types.request import Json, Lineage
+from emberkeep.types.lineage import Lineage
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")

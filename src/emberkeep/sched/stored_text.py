@@ -15,8 +15,8 @@ from emberkeep.kv.store import KvStore
 from emberkeep.kv.text_walk import Replayed, stored_ids
 from emberkeep.kv.tree import Chunk, Cursor
 from emberkeep.token_arrays import TokenArray
+from emberkeep.types.lineage import Lineage
 from emberkeep.types.models import Vocab
-from emberkeep.types.request import Lineage
 
 
 class StoredText:

@@ -19,7 +19,8 @@ from emberkeep.errors import ContextExceeded
 from emberkeep.session.sessions import Sessions
 from emberkeep.session.view import Gone, View, read_history
 from emberkeep.types.events import Fit
-from emberkeep.types.request import Lineage, Message, Request
+from emberkeep.types.lineage import Lineage
+from emberkeep.types.request import Message, Request
 from emberkeep.values import dataclass
 
 _CLOSE_ENOUGH = 1.15

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from emberkeep.types.events import LookupRecord
-from emberkeep.types.request import EXACT_BITS, Repair, Ttl
+from emberkeep.types.lineage import EXACT_BITS, Repair
+from emberkeep.types.request import Ttl
 from emberkeep.values import dataclass
 
 

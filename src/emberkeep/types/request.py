@@ -2,123 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import field, replace
 from enum import StrEnum
-from functools import lru_cache
 from typing import Any, Literal
 
 from emberkeep.errors import ConfigError, InvalidField
 from emberkeep.types.hygiene import NOT_TIDIED, Tidied
+from emberkeep.types.lineage import EXACT_BITS, Approximation, Lineage
+from emberkeep.types.sampling import Sampling
 from emberkeep.values import dataclass
-
-SHARED = "*"
-"""The owner of what an operator declared shareable: all users read it, only `--warm` writes it. No user's
-namespace looks like this (see `private_namespace`)."""
-
-EXACT_BITS = 16
-"""State in the engine's own type, whichever that is."""
-
-_SPLICE = "cut-"
-
-
-class Repair(StrEnum):
-    """What is evaluated again of state that was moved from another position."""
-
-    NONE = "none"  # nothing: its keys are rotated to where they stand now
-    SELECTIVE = "selective"  # the tokens next to each seam
-    CACHEBLEND = "cacheblend"  # the tokens that differ most after the first layers
-
-
-def private_namespace(user: str, salt: str = "") -> str:
-    """The owner of one user's state. A JSON list: no user and salt can be chosen to look like another pair."""
-    return json.dumps([user, salt]) if user or salt else ""
-
-
-def user_of(owner: str) -> str:
-    """The inverse of `private_namespace`, without the salt. Raises ValueError, LookupError, TypeError."""
-    return str(json.loads(owner)[0]) if owner.startswith("[") else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Lineage:
-    """Where a chunk of state comes from: its owner, and what was done to it that makes it approximate.
-
-    Each way to be approximate is a mark of its own. A lookup sees the chunks of its owner, and shared ones, that
-    have no mark that it does not have itself: an exact lookup sees exact chunks only.
-
-    In keys, files and the index a lineage is its name, `str(lineage)`: `~MARKS~OWNER`, or the owner alone where it
-    is exact. Stored state depends on that.
-    """
-
-    owner: str = ""
-    bits: int = EXACT_BITS
-    """In how many bits the state is stored."""
-    repair: Repair | None = None
-    """How state that was moved from other positions was repaired. None: nothing was moved."""
-    splice: str = ""
-    """Names the conversation in which messages were taken out of the context, and out of the state with them.
-    Empty: nothing was."""
-
-    @property
-    def is_exact(self) -> bool:
-        return self.bits == EXACT_BITS and self.repair is None and not self.splice
-
-    @property
-    def stored(self) -> Lineage:
-        """The lineage of its state as long as nothing was moved or spliced."""
-        return Lineage(self.owner, self.bits)
-
-    @property
-    def user(self) -> str:
-        return user_of(self.owner)
-
-    def sees(self, other: Lineage) -> bool:
-        """Whether a request of this lineage may reuse state of the other one."""
-        return (
-            (other.owner == self.owner or other.owner == SHARED)
-            and (other.bits == EXACT_BITS or other.bits == self.bits)
-            and (other.repair is None or other.repair is self.repair)
-            and (not other.splice or other.splice == self.splice)
-        )
-
-    def __str__(self) -> str:
-        marks = [] if self.bits == EXACT_BITS else [str(self.bits)]
-        marks += [self.repair] if self.repair else []
-        marks += [f"{_SPLICE}{self.splice}"] if self.splice else []
-        return f"~{'+'.join(sorted(marks))}~{self.owner}" if marks else self.owner
-
-    @staticmethod
-    @lru_cache(maxsize=4096)
-    def parse(name: str) -> Lineage:
-        """The inverse of `str`. What is no name of ours becomes an owner that no user is: nothing sees it."""
-        marks, _, owner = name[1:].partition("~")
-        if not name.startswith("~"):
-            return Lineage(name)
-        bits, repair, splice = EXACT_BITS, None, ""
-        for mark in marks.split("+"):
-            if mark.isdecimal():
-                bits = int(mark)
-            elif mark in _REPAIRS:
-                repair = Repair(mark)
-            else:
-                splice = mark.removeprefix(_SPLICE)
-        parsed = Lineage(owner, bits, repair, splice)
-        return parsed if str(parsed) == name else Lineage(name)
-
-
-_REPAIRS = frozenset(Repair)
-
-EXACT = Lineage()
-"""The exact lineage of requests without a user."""
-
-
-def owner_of(name: str) -> str:
-    """The owner of a lineage by its name, also where that is none of ours."""
-    return name[1:].partition("~")[2] if name.startswith("~") else name
-
 
 Json = Any
 """Anything that `json.loads` returns."""
@@ -192,91 +86,6 @@ class ToolChoice:
     """The only functions that may be called of those that the model is told of. None: all of them."""
 
 
-DEFAULT_SAMPLERS = (
-    "penalties",
-    "dry",
-    "top_n_sigma",
-    "top_k",
-    "typ_p",
-    "top_p",
-    "min_p",
-    "xtc",
-    "temperature",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next token is drawn. `temperature == 0` is greedy. Names and meanings are llama.cpp's."""
-
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    seed: int | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    text_bias: tuple[tuple[str, float], ...] = ()
-    """The same for every token of a text."""
-    ignore_eos: bool = False
-    """Nothing that ends a generation is drawn."""
-    repeat_last_n: int | None = None
-    """Penalties look at so many tokens, those of the prompt included. None: at all of the answer, and no more."""
-    dry_multiplier: float = 0.0
-    """Above 0: a token that would go on with a repetition is penalised, the more the longer that is."""
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = 64
-    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
-    top_n_sigma: float = -1.0
-    """Above 0: only logits within so many standard deviations of the highest."""
-    xtc_probability: float = 0.0
-    """How often all but the least likely of the tokens above `xtc_threshold` are left out."""
-    xtc_threshold: float = 0.1
-    dynatemp_range: float = 0.0
-    """The temperature is up to so much lower or higher, by how sure the model is."""
-    dynatemp_exponent: float = 1.0
-    mirostat: Literal[0, 1, 2] = 0
-    """1 and 2 take the place of every other sampler but the temperature."""
-    mirostat_tau: float = 5.0
-    mirostat_eta: float = 0.1
-    samplers: tuple[str, ...] = DEFAULT_SAMPLERS
-    """Which are used, and in which order."""
-    min_keep: int = 0
-    """So many tokens at least are left to draw from by top-p, min-p, typical-p and XTC."""
-
-    @property
-    def penalises(self) -> bool:
-        """Tokens that came before are less likely, or more."""
-        return bool(self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0)
-
-    @property
-    def uses_dry(self) -> bool:
-        return self.dry_multiplier != 0 and self.dry_base >= 1 and self.dry_penalty_last_n > 0
-
-    @property
-    def uses_xtc(self) -> bool:
-        return self.xtc_probability > 0 and self.xtc_threshold <= 0.5
-
-    @property
-    def needs_chain(self) -> bool:
-        """Whether something is asked for besides bias, penalties on the answer, top-k, typical-p, top-p, min-p and
-        temperature in their usual order."""
-        return bool(
-            self.samplers != DEFAULT_SAMPLERS
-            or self.mirostat
-            or self.min_keep
-            or self.dynatemp_range > 0
-            or self.top_n_sigma > 0
-            or self.uses_xtc
-            or self.uses_dry
-            or (self.repeat_last_n is not None and self.penalises)
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
     param: str = field(default="response_format", compare=False)
@@ -347,23 +156,6 @@ class ReasoningFormat(StrEnum):
     SEPARATE = "separate"  # beside the answer
     STRIP = "strip"  # nowhere
     INLINE = "inline"  # it stays in the text, as the model wrote it
-
-
-@dataclass(frozen=True, slots=True)
-class Approximation:
-    """Stored state may be reused at other positions than where it was computed. The result is not exact."""
-
-    repair: Repair = Repair.CACHEBLEND
-    ratio: float = 0.15
-    """`cacheblend`: the share of the moved tokens that is evaluated again."""
-    boundary: int = 16
-    """`selective`: how many tokens at a seam are evaluated again."""
-    side: Literal["first", "last", "both"] = "first"
-    """`selective`: at which end of what was moved they are."""
-    overlap: int = 0
-    """Where two matches overlap, at most so many of the tokens that both know are evaluated again."""
-    sinks: int = 4
-    """The first tokens of a sequence (attention sinks), which are neither moved nor replaced."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from emberkeep.backend.remote.anthropic import AnthropicProvider
 from emberkeep.errors import InvalidField, RequestError
 from emberkeep.types.events import Completed, Event, Finished, FinishReason, Marked, ToolCallDelta, Usage
 from emberkeep.types.models import RemoteModel
-from emberkeep.types.request import Image, JsonFormat, Message, Request, Sampling, Tool, ToolCall, ToolChoice, Ttl
+from emberkeep.types.request import Image, JsonFormat, Message, Request, Tool, ToolCall, ToolChoice, Ttl
+from emberkeep.types.sampling import Sampling
 from helpers.vendors.anthropic_server import (
     KEY,
     MODELS,

@@ -20,17 +20,8 @@ from emberkeep.tools.function import as_tool
 from emberkeep.tools.host_tools import HostToolBox
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
 from emberkeep.types.events import Event, FinishReason, ReasoningDelta, TextDelta
-from emberkeep.types.request import (
-    Image,
-    JsonFormat,
-    Message,
-    RegexFormat,
-    Request,
-    Sampling,
-    Tool,
-    ToolCall,
-    ToolChoice,
-)
+from emberkeep.types.request import Image, JsonFormat, Message, RegexFormat, Request, Tool, ToolCall, ToolChoice
+from emberkeep.types.sampling import Sampling
 from helpers.events import calls_of, end_of, outcomes_of, text_of
 from helpers.tool_calls import depth
 from helpers.vendors.driving import (

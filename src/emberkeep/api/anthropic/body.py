@@ -23,6 +23,7 @@ from emberkeep.api.openai.messages import MAX_MESSAGES
 from emberkeep.api.sampling import GenerationFields, Stops
 from emberkeep.api.tools import ToolName, check_choice
 from emberkeep.errors import InvalidField
+from emberkeep.types.lineage import private_namespace
 from emberkeep.types.request import (
     Breakpoint,
     Image,
@@ -36,7 +37,6 @@ from emberkeep.types.request import (
     ToolCall,
     ToolChoice,
     Ttl,
-    private_namespace,
 )
 from emberkeep.values import dataclass
 

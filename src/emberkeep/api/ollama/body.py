@@ -34,9 +34,9 @@ from emberkeep.types.request import (
     ReasoningFormat,
     Request,
     Role,
-    Sampling,
     ToolCall,
 )
+from emberkeep.types.sampling import Sampling
 
 _FILL_CONTEXT = -2
 """As `num_predict`: as many tokens as the context has room for, which is what no limit means here."""

@@ -15,7 +15,8 @@ from typing import Generic, Protocol, TypeVar
 from emberkeep.errors import InvalidField
 from emberkeep.types.events import Events
 from emberkeep.types.models import RemoteModel
-from emberkeep.types.request import Json, JsonFormat, Request, Sampling
+from emberkeep.types.request import Json, JsonFormat, Request
+from emberkeep.types.sampling import Sampling
 from emberkeep.values import dataclass
 
 T = TypeVar("T")

@@ -48,7 +48,7 @@ from emberkeep.kv.keys import (
 )
 from emberkeep.kv.tree import MADE, Chunk, Made
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types.request import Lineage
+from emberkeep.types.lineage import Lineage
 from emberkeep.values import dataclass
 
 MAGIC = b"EMBERKV2"

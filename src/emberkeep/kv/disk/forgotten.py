@@ -24,7 +24,7 @@ from typing import Any
 
 from emberkeep.files import private_folder, replace_file
 from emberkeep.kv.disk.index import ChunkRow
-from emberkeep.types.request import SHARED, owner_of, user_of
+from emberkeep.types.lineage import SHARED, owner_of, user_of
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")

@@ -25,7 +25,8 @@ from emberkeep.kv.tree import MADE, Made
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import EntryKind, Label
 from emberkeep.types.events import MissReason
-from emberkeep.types.request import Lineage, Ttl
+from emberkeep.types.lineage import Lineage
+from emberkeep.types.request import Ttl
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")

@@ -27,7 +27,7 @@ from emberkeep.kv.drafts.ngram_index import MAX_MATCH, Continuation, NgramIndex
 from emberkeep.kv.ledger import Transact
 from emberkeep.kv.tree import Chunk, Cursor, RadixTree, places_along
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types.request import SHARED, Lineage
+from emberkeep.types.lineage import SHARED, Lineage
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")

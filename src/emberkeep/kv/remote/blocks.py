@@ -20,7 +20,7 @@ from emberkeep.kv.disk.chunkfile import Description
 from emberkeep.kv.keys import ROOT, ChunkKey, Span, chunk_key
 from emberkeep.kv.tree import Chunk, Cursor, Made, tokens_to
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types.request import Lineage
+from emberkeep.types.lineage import Lineage
 from emberkeep.values import dataclass
 
 BLOCK_TOKENS = 128

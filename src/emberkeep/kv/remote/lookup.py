@@ -22,7 +22,7 @@ from emberkeep.kv.remote.reader import BlockReader, Found, Whole
 from emberkeep.kv.shared_tier import Arrival
 from emberkeep.kv.tree import Chunk, Cursor, Made, place_at
 from emberkeep.token_arrays import TokenArray, common_prefix
-from emberkeep.types.request import EXACT_BITS, SHARED, Lineage
+from emberkeep.types.lineage import EXACT_BITS, SHARED, Lineage
 from emberkeep.values import dataclass
 
 T = TypeVar("T")

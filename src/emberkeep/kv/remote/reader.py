@@ -13,7 +13,7 @@ from typing import Any
 from emberkeep.kv.disk.chunkfile import Damaged, Description, verified
 from emberkeep.kv.policy import CostModel
 from emberkeep.kv.remote.link import RemoteLink
-from emberkeep.types.request import Lineage
+from emberkeep.types.lineage import Lineage
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")

@@ -28,7 +28,7 @@ from emberkeep.kv.remote.writer import RemoteWriter
 from emberkeep.kv.shared_tier import Arrival
 from emberkeep.kv.tree import Chunk, held_at
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types.request import SHARED, Lineage
+from emberkeep.types.lineage import SHARED, Lineage
 
 log = logging.getLogger("emberkeep.kv")
 

@@ -23,7 +23,7 @@ from emberkeep.kv.remote.blocks import BlockPlaces, Placed
 from emberkeep.kv.remote.forgotten_log import ForgottenLog
 from emberkeep.kv.remote.link import FOLLOWERS, SLOTS, SNAPSHOTS, RemoteLink, Unreachable
 from emberkeep.kv.tree import Chunk
-from emberkeep.types.request import SHARED, Lineage
+from emberkeep.types.lineage import SHARED, Lineage
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
