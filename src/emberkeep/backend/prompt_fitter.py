@@ -16,7 +16,8 @@ from emberkeep.sched.admission import Admission
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.session.conversation import Conversation, Conversations
 from emberkeep.types.events import Fit, LookupRecord
-from emberkeep.types.request import Json, Lineage, Lineages, Request
+from emberkeep.types.lineage import Lineage
+from emberkeep.types.request import Json, Lineages, Request
 
 log = logging.getLogger("emberkeep.backend")
 

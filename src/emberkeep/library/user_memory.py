@@ -12,8 +12,9 @@ from emberkeep.api.fields import FactName, MaxConversations, MaxResults, Questio
 from emberkeep.config.settings import Config
 from emberkeep.errors import InvalidField, MemoryOff
 from emberkeep.json_lines import read_lines, write_lines
+from emberkeep.types.lineage import private_namespace
 from emberkeep.types.memory import Fact, Forgotten, Recollection, SavedConversation
-from emberkeep.types.request import Json, Message, private_namespace
+from emberkeep.types.request import Json, Message
 
 if TYPE_CHECKING:
     from emberkeep.memory.memory import Memory
