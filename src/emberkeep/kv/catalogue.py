@@ -57,7 +57,7 @@ class Catalogue:
         """Everything that is stored, the latest used first. The store is held up only while references are
         copied."""
         held = self._transact(lambda ledger: _Held(ledger, copied=True))
-        listed = [_view(held, *found) for _, part in gently(held.all()) for found in part]
+        listed = [_view(held, *found) for found in gently(held.all())]
         return sorted(listed, key=lambda entry: entry.idle_s)
 
     def entry(self, entry_id: EntryId) -> CacheEntry | None:
