@@ -13,8 +13,8 @@ thousands of chunks: other threads get the interpreter after every thousand.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter, defaultdict
+from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import field
 from itertools import pairwise
@@ -75,12 +75,12 @@ class Run:
 
     def add(self, chunk: Chunk, begin: int, end: int, hot: int) -> None:
         """The tokens [begin, end) of a chunk, the first `hot` tokens of which are in the engine."""
-        length, size = len(chunk.tokens), chunk.bytes
-        hot = min(max(hot - begin, 0), end - begin)
-        self.last, self.ends_whole = chunk, end - begin == length
-        self.tokens += end - begin
+        length, size, tokens = len(chunk.tokens), chunk.bytes, end - begin
+        hot = min(max(hot - begin, 0), tokens) if hot else 0
+        self.last, self.ends_whole = chunk, tokens == length
+        self.tokens += tokens
         self.hot += hot
-        self.warm += end - begin - hot if chunk.payload is not None else 0
+        self.warm += tokens - hot if chunk.payload is not None else 0
         self.bytes += size * end // length - size * begin // length
         self.chunks += begin == 0
         self.hits, self.used = max(self.hits, chunk.hits), max(self.used, chunk.last_used)
@@ -101,7 +101,10 @@ class Runs:
         """The runs of these."""
         self._cut([chunk for chunk in gently(chunks) if len(chunk.tokens)], _hot_tokens(resident))
         for chunk in gently(chunks):
-            if chunk.is_snapshot and (run := self._before(chunk)):
+            if not chunk.is_snapshot:
+                continue
+            above, take = _goes_on_from(chunk)
+            if above is not None and (run := self.run_at(above, take)):
                 run.bytes += chunk.bytes
                 run.chunks += 1
         for run in self.runs:
@@ -115,7 +118,7 @@ class Runs:
         return len(self.runs)
 
     def run_at(self, chunk: Chunk, used: int) -> Run | None:
-        """The run that holds the last of the first `used` tokens of a chunk; None for a chunk that is not there."""
+        """The run that has the last of the first `used` tokens of a chunk; None for a chunk that is not there."""
         ends = self._ends.get(id(chunk))
         return self._parts[id(chunk)][bisect_left(ends, used)] if ends else None
 
@@ -126,26 +129,22 @@ class Runs:
 
     def _cut(self, texts: Sequence[Chunk], hot: dict[int, int]) -> None:
         self._ends = {id(chunk): [len(chunk.tokens)] for chunk in texts}
-        cuts: defaultdict[int, set[int]] = defaultdict(set)
-        branches: Counter[tuple[int, int]] = Counter()
-        for chunk in gently(texts):
-            above, take = _goes_on_from(chunk)
-            if id(above) in self._ends:
-                cuts[id(above)].add(take)
-                branches[id(above), take] += 1
-        for key, takes in cuts.items():
-            ends = self._ends[key] = sorted(takes | {self._ends[key][-1]})
-            branches.update((key, end) for end in ends[:-1])  # the chunk itself goes on there
-        for chunk in gently(texts):
-            run, alone = self._before(chunk), branches[_place_before(chunk)] == 1
+        places = [_goes_on_from(chunk) for chunk in gently(texts)]
+        branches = Counter((id(above), take) for above, take in places)
+        for identity, take in branches:
+            if (ends := self._ends.get(identity)) and take < ends[-1]:
+                insort(ends, take)
+                branches[identity, take] += 1  # the chunk itself goes on there
+        for chunk, (above, take) in zip(gently(texts), places, strict=True):
+            ends = self._ends[id(chunk)]
+            run = self.run_at(above, take) if above is not None and take else None
+            follows = run is not None and branches[id(above), take] == 1 and chunk.lineage == run.last.lineage
             parts = self._parts[id(chunk)] = []
-            for begin, end in pairwise([0, *self._ends[id(chunk)]]):
-                follows = run is not None and not begin and chunk.lineage == run.last.lineage
-                if run is None or not (alone and follows):
+            for begin, end in pairwise([0, *ends]):
+                if run is None or begin or not follows:
                     run = self._new(run, chunk, begin)
                 run.add(chunk, begin, end, hot.get(id(chunk), 0))
                 parts.append(run)
-                alone = False
 
     def _new(self, parent: Run | None, chunk: Chunk, offset: int) -> Run:
         run = Run(len(self.runs), parent, chunk, offset, chunk)
@@ -154,10 +153,6 @@ class Runs:
             parent.children.append(run)
         return run
 
-    def _before(self, chunk: Chunk) -> Run | None:
-        above, take = _goes_on_from(chunk)
-        return self.run_at(above, take) if above is not None and take else None
-
 
 def _goes_on_from(chunk: Chunk) -> tuple[Chunk | None, int]:
     """What is before a chunk, and how many tokens of it: what uses none of its parent goes on from before that."""
@@ -165,11 +160,6 @@ def _goes_on_from(chunk: Chunk) -> tuple[Chunk | None, int]:
     while above is not None and take == 0:
         take, above = above.take, above.parent
     return above, take
-
-
-def _place_before(chunk: Chunk) -> tuple[int, int]:
-    above, take = _goes_on_from(chunk)
-    return id(above), take
 
 
 def _hot_tokens(resident: Iterable[tuple[Cursor, int]]) -> dict[int, int]:
