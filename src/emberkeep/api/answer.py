@@ -113,7 +113,7 @@ class Answer:
                     self._called.append(event)
 
     def keep_best(self, tried: int, kept: int, *, with_logprobs: bool) -> None:
-        """Of each `tried` choices, which belong to one prompt, the `kept` likeliest, the best first."""
+        """Keeps the `kept` likeliest of each `tried` choices, which belong to one prompt, the best first."""
         groups = [self.choices[start : start + tried] for start in range(0, len(self.choices), tried)]
         self.choices = [choice for group in groups for choice in likeliest(group, kept)]
         if not with_logprobs:

@@ -101,7 +101,7 @@ OPENAI_ERRORS = OpenAiErrors()
 ANTHROPIC_ERRORS = AnthropicErrors()
 OLLAMA_ERRORS = OllamaErrors()
 _SHAPES: tuple[tuple[str, ErrorShape], ...] = (("/v1/messages", ANTHROPIC_ERRORS), ("/api/", OLLAMA_ERRORS))
-"""Of the paths that begin so; all others have OpenAI's."""
+"""Shapes of the paths that begin so; all others have OpenAI's."""
 
 
 def error_shape(path: str) -> ErrorShape:

@@ -202,7 +202,7 @@ class InfillBody(LlamaBody):
         return [replace(self.to_base(), prompt=self.input_prefix, infill=infill)]
 
 
-# ── what was asked, as an answer tells it ──
+# ── what was used, as an answer has it ──
 
 
 def settings_json(request: Request, *, stream: bool = False) -> dict[str, Json]:
@@ -258,7 +258,7 @@ class LlamaEnvelope:
     """One for each prompt; filled while the answer is made."""
 
     def record(self, index: int) -> PromptRecord:
-        """Of the prompt that choice `index` belongs to."""
+        """The record of the prompt that choice `index` belongs to."""
         return self.records[index // self.records[0].request.n]
 
     def final(
@@ -268,7 +268,7 @@ class LlamaEnvelope:
         record = self.record(index)
         completed = record.completed
         assert completed is not None
-        told = {
+        fields = {
             "index": index,
             "content": choice.text,
             "tokens": list(tokens),
@@ -287,17 +287,17 @@ class LlamaEnvelope:
             "timings": native_timings(completed.timings),
         }
         if choice.logprobs and self.body.wants_probs:
-            told["completion_probabilities"] = probabilities_json(choice.logprobs, self.body)
-        return _only(told, self.body.response_fields) if self.body.response_fields else told
+            fields["completion_probabilities"] = probabilities_json(choice.logprobs, self.body)
+        return _only(fields, self.body.response_fields) if self.body.response_fields else fields
 
 
 def whole_json(choices: Sequence[ChoiceAnswer], envelope: LlamaEnvelope) -> Json:
     """One object, or a list where there are several choices or prompts."""
-    told = [
+    fields = [
         envelope.final(index, choice, choice.tokens if envelope.body.return_tokens else (), "\n" in choice.text)
         for index, choice in enumerate(choices)
     ]
-    return told[0] if len(told) == 1 else told
+    return fields[0] if len(fields) == 1 else fields
 
 
 def _stop_type(choice: ChoiceAnswer) -> str:
@@ -306,11 +306,11 @@ def _stop_type(choice: ChoiceAnswer) -> str:
     return "limit" if choice.finish is FinishReason.LENGTH else "eos"
 
 
-def _only(told: dict[str, Json], fields: Iterable[str]) -> dict[str, Json]:
+def _only(whole: dict[str, Json], paths: Iterable[str]) -> dict[str, Json]:
     """`a/b` is the `b` of `a`, under that name. What there is not is left out."""
     chosen: dict[str, Json] = {}
-    for path in fields:
-        value: Json = told
+    for path in paths:
+        value: Json = whole
         for key in path.split("/"):
             value = value.get(key, _MISSING) if isinstance(value, dict) else _MISSING
         if value is not _MISSING:
@@ -338,15 +338,15 @@ def probabilities_json(tokens: Sequence[TokenLogprob], body: LlamaBody) -> list[
 
 
 def _entry(token: TokenLogprob) -> dict[str, Json]:
-    return _told(token) | {"logprob": max(token.logprob, LOWEST)}
+    return _token_json(token) | {"logprob": max(token.logprob, LOWEST)}
 
 
 def _drawn_entry(token: TokenLogprob) -> dict[str, Json]:
-    return _told(token) | {"prob": math.exp(token.logprob)}
+    return _token_json(token) | {"prob": math.exp(token.logprob)}
 
 
-def _told(token: TokenLogprob) -> dict[str, Json]:
-    # A piece may end in the middle of a character: what of it is text is told.
+def _token_json(token: TokenLogprob) -> dict[str, Json]:
+    # A piece may end in the middle of a character: what of it is text is shown.
     text = token.piece.decode("utf-8", "ignore")
     return {"id": token.token_id, "token": text, "bytes": list(token.piece)}
 
@@ -360,7 +360,7 @@ class _Choice:
 
     answer: ChoiceAnswer = field(default_factory=ChoiceAnswer)
     has_new_line: bool = False
-    is_told: bool = False
+    is_written: bool = False
 
     @property
     def predicted(self) -> int:
@@ -426,7 +426,7 @@ class LlamaFrames(SseFrames):
         return sse(chunk | more)
 
     def _timings(self, choice: _Choice) -> dict[str, Json]:
-        """What can be told before the end."""
+        """What can be fields before the end."""
         if self._began is None:
             self._began = self._now()
         spent = 1e3 * (self._now() - self._began)
@@ -435,6 +435,6 @@ class LlamaFrames(SseFrames):
     def _finals(self) -> Iterable[bytes]:
         for index, choice in enumerate(self._choices):
             is_over = choice.answer.finish is not None and self._envelope.record(index).completed is not None
-            if is_over and not choice.is_told:
-                choice.is_told = True
+            if is_over and not choice.is_written:
+                choice.is_written = True
                 yield sse(self._envelope.final(index, choice.answer, (), choice.has_new_line))

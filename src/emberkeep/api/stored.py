@@ -12,7 +12,7 @@ from emberkeep.types.memory import Recollection
 from emberkeep.types.request import Json, Ttl
 
 MAX_VERIFY_S = 600
-"""Of one request to verify stored state."""
+"""How long one request may verify stored state."""
 
 
 _ENTRY = {

@@ -125,19 +125,19 @@ _NO_THREAD = Failure(
 """Clients send everything again when they read this code."""
 
 
-def user_of_metadata(said: str) -> tuple[str, str]:
+def user_of_metadata(user_id: str) -> tuple[str, str]:
     """The user and the session in a `user_id`: agents write both into it. What is stored is the user's, because
     the next session begins with the same system prompt. Who names nothing but a session is alone in it."""
-    user, _, session = said.partition("_session_")
+    user, _, session = user_id.partition("_session_")
     try:
-        told = json.loads(said)
+        fields = json.loads(user_id)
     except ValueError:
-        return user or said, session
-    if not isinstance(told, dict):
-        return said, ""
-    session = told.pop("session_id", "")
-    named = {key: value for key, value in told.items() if value not in (None, "")}
-    return json.dumps(named, sort_keys=True) if named else said, str(session)
+        return user or user_id, session
+    if not isinstance(fields, dict):
+        return user_id, ""
+    session = fields.pop("session_id", "")
+    named = {key: value for key, value in fields.items() if value not in (None, "")}
+    return json.dumps(named, sort_keys=True) if named else user_id, str(session)
 
 
 # ── bodies ──

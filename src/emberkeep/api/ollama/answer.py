@@ -30,7 +30,7 @@ class OllamaEnvelope:
     def head(self) -> dict[str, Json]:
         return {"model": self.model, "created_at": now()}
 
-    def said(self, text: str, thinking: str = "", calls: Sequence[Json] = ()) -> dict[str, Json]:
+    def piece(self, text: str, thinking: str = "", calls: Sequence[Json] = ()) -> dict[str, Json]:
         more: dict[str, Json] = {"thinking": thinking} if thinking else {}
         if calls:
             more["tool_calls"] = calls
@@ -56,32 +56,32 @@ class OllamaEnvelope:
 
 
 class GenerateEnvelope(OllamaEnvelope):
-    """Of `/api/generate`."""
+    """What every object of an answer of `/api/generate` has in common."""
 
-    def said(self, text: str, thinking: str = "", calls: Sequence[Json] = ()) -> dict[str, Json]:
+    def piece(self, text: str, thinking: str = "", calls: Sequence[Json] = ()) -> dict[str, Json]:
         return {"response": text, **({"thinking": thinking} if thinking else {})}
 
     def ended(self, answer: Answer) -> dict[str, Json]:
-        told = OllamaEnvelope.ended(self, answer)
-        return told if self.request.prompt is not None else {**told, "context": self._context(answer)}
+        ending = OllamaEnvelope.ended(self, answer)
+        return ending if self.request.prompt is not None else {**ending, "context": self._context(answer)}
 
     def _context(self, answer: Answer) -> list[int]:
-        said = answer.choices[0]
-        return to_context([*self.request.messages, Message("assistant", said.text, said.reasoning)])
+        choice = answer.choices[0]
+        return to_context([*self.request.messages, Message("assistant", choice.text, choice.reasoning)])
 
 
 def loaded_json(envelope: OllamaEnvelope, reason: str) -> dict[str, Json]:
     """For a request that asks nothing: its model is there now (`load`), or gone (`unload`)."""
-    return {**envelope.head(), **envelope.said(""), "done": True, "done_reason": reason}
+    return {**envelope.head(), **envelope.piece(""), "done": True, "done_reason": reason}
 
 
 def whole_json(answer: Answer, envelope: OllamaEnvelope) -> dict[str, Json]:
-    said = answer.choices[0]
-    calls = [call for index in sorted(said.calls) for call in _calls_json(index, said.calls[index])]
+    choice = answer.choices[0]
+    calls = [call for index in sorted(choice.calls) for call in _calls_json(index, choice.calls[index])]
     return {
         **envelope.head(),
-        **envelope.said(said.text, said.reasoning, calls),
-        **_logprobs_json(said.logprobs),
+        **envelope.piece(choice.text, choice.reasoning, calls),
+        **_logprobs_json(choice.logprobs),
         **envelope.ended(answer),
     }
 
@@ -97,7 +97,7 @@ class OllamaFrames:
         self._texts: list[str] = []
         self._open_call: int | None = None
         """The call whose arguments are being written: Ollama's clients get them all at once."""
-        text = {**envelope.head(), "created_at": "\0", **envelope.said("\0"), "done": False}
+        text = {**envelope.head(), "created_at": "\0", **envelope.piece("\0"), "done": False}
         self._around = _line(text).rsplit(_MARKER, 2)  # the model's name, before them, is the client's word
 
     def frame(self, event: Event) -> bytes:
@@ -109,7 +109,7 @@ class OllamaFrames:
             case TextDelta():
                 return before + self._text(event)
             case ReasoningDelta() if event.text:
-                before += self._line(self._envelope.said("", event.text))
+                before += self._line(self._envelope.piece("", event.text))
             case ToolCallDelta():
                 self._open_call = event.call_index
         self._answer.add([event])
@@ -118,7 +118,7 @@ class OllamaFrames:
     def end(self) -> bytes:
         self._answer.add([TextDelta(0, "".join(self._texts))])
         envelope = self._envelope
-        return _line({**envelope.head(), **envelope.said(""), **envelope.ended(self._answer)})
+        return _line({**envelope.head(), **envelope.piece(""), **envelope.ended(self._answer)})
 
     def idle(self) -> bytes:
         return b""  # its clients take every line for a part of the answer
@@ -129,7 +129,7 @@ class OllamaFrames:
     def _text(self, event: TextDelta) -> bytes:
         self._texts.append(event.text)
         if event.logprobs:
-            return self._line(self._envelope.said(event.text), event.logprobs)
+            return self._line(self._envelope.piece(event.text), event.logprobs)
         if not event.text:
             return b""
         before, between, after = self._around
@@ -141,10 +141,10 @@ class OllamaFrames:
         if index is None:
             return b""
         calls = _calls_json(index, self._answer.choices[0].calls[index])
-        return self._line(self._envelope.said("", calls=calls)) if calls else b""
+        return self._line(self._envelope.piece("", calls=calls)) if calls else b""
 
-    def _line(self, said: dict[str, Json], logprobs: Sequence[TokenLogprob] = ()) -> bytes:
-        return _line({**self._envelope.head(), **said, "done": False, **_logprobs_json(logprobs)})
+    def _line(self, piece: dict[str, Json], logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+        return _line({**self._envelope.head(), **piece, "done": False, **_logprobs_json(logprobs)})
 
 
 _MARKER = json.dumps("\0").encode()
@@ -166,8 +166,8 @@ def _calls_json(index: int, call: ToolCall) -> list[Json]:
 
 
 def _logprobs_json(tokens: Sequence[TokenLogprob]) -> dict[str, Json]:
-    told = chat_logprobs(tokens)
-    return {"logprobs": told["content"]} if told else {}
+    logprobs = chat_logprobs(tokens)
+    return {"logprobs": logprobs["content"]} if logprobs else {}
 
 
 def embedded_json(embedded: Embedded, model: str, began: float) -> dict[str, Json]:

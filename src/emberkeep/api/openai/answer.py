@@ -53,7 +53,7 @@ class CallShape:
     """The client sent `functions`: an answer has one `function_call`."""
 
     def in_message(self, calls: Sequence[ToolCall]) -> dict[str, Json]:
-        """Of one call or more."""
+        """The fields of a message with one call or more."""
         if self.is_legacy:
             return {"function_call": {"name": calls[0].name, "arguments": calls[0].arguments}}
         return {"tool_calls": [self._whole(call) for call in calls]}
@@ -85,15 +85,15 @@ class StreamedCalls:
         """What to write in the choice of `event`."""
         if self.shape.is_legacy:
             return [{"function_call": _function(event)}] if event.call_index == 0 else []
-        told = self.rest(event.index) if event.name is not None else []
+        deltas = self.rest(event.index) if event.name is not None else []
         if event.name in self.shape.custom:
             self._held[event.index] = event.call_index, event.added_to(None)
         elif event.index in self._held and event.name is None:
             number, call = self._held[event.index]
             self._held[event.index] = number, event.added_to(call)
         else:
-            told.append({"tool_calls": [_call_delta(event)]})
-        return told
+            deltas.append({"tool_calls": [_call_delta(event)]})
+        return deltas
 
     def rest(self, index: int) -> list[Json]:
         """What is still to be told of a choice that goes on with something else, or ends."""

@@ -229,7 +229,7 @@ class ChatBody(GenerationBody, RoomFields, LogprobFields, TemplateFields):
 
     @property
     def custom_names(self) -> frozenset[str]:
-        """Of the tools that take a text."""
+        """The tools that take a text."""
         return frozenset(tool.custom.name for tool in self.tools or () if isinstance(tool, CustomTool))
 
     def _tools(self) -> tuple[tuple[Tool, ...], ToolChoice]:

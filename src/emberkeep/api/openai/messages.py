@@ -148,8 +148,8 @@ class MessageBody(MarkFields):
         """A model may call tools, or be cut off while it reasons, before it has any text."""
         if self.content is not None or self.role == "function":
             return True
-        said = self.tool_calls or self.reasoning_content or self.refusal or self.function_call
-        return self.role == "assistant" and bool(said)
+        instead = self.tool_calls or self.reasoning_content or self.refusal or self.function_call
+        return self.role == "assistant" and bool(instead)
 
     def to_message(self, legacy_id: str) -> Message:
         """Each part's text is a line. `legacy_id`: of a `function_call`, which has none, and of its result."""

@@ -44,7 +44,7 @@ class _Block:
     id: str
     place: int
     texts: list[str] = field(default_factory=list)
-    """Of a call: its arguments."""
+    """A call has its arguments here."""
     part_type = ""
     """What its one part is called; empty: it has no parts."""
 
@@ -163,7 +163,7 @@ class Output:
 
     @property
     def status(self) -> str:
-        """Of the answer, and so of its last item."""
+        """The status of the answer, and so of its last item."""
         return INCOMPLETE if self.finish is FinishReason.LENGTH else COMPLETED
 
     def finished(self, head: dict[str, Json], conversation_id: str | None) -> dict[str, Json]:
@@ -216,7 +216,7 @@ def cancelled(head: dict[str, Json], output: Output) -> dict[str, Json]:
 
 
 def _error_code(failure: Failure) -> str:
-    """Of those few that OpenAI has for responses; Codex looks for the first."""
+    """One of those few that OpenAI has for responses; Codex looks for the first."""
     if failure.code in ("context_length_exceeded", "rate_limit_exceeded"):
         return failure.code
     return "invalid_prompt" if failure.status < 500 else "server_error"
@@ -237,8 +237,8 @@ def usage_json(usage: Usage) -> dict[str, Json]:
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> list[Json]:
-    told: Json = chat_logprobs(tokens)
-    return list(told["content"]) if told else []
+    logprobs: Json = chat_logprobs(tokens)
+    return list(logprobs["content"]) if logprobs else []
 
 
 # ── as a stream ──

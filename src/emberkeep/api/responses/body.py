@@ -1,6 +1,6 @@
 """The bodies of OpenAI's Responses API, and what a response tells about itself.
 
-A response is asked for with items (`api/responses_items.py`) and answered with items (`api/responses_output.py`).
+A response is asked for with items (`api/responses/items.py`) and answered with items (`api/responses/answer.py`).
 """
 
 from __future__ import annotations
@@ -393,21 +393,16 @@ def _tool_json(tool: Body) -> dict[str, Json]:
 
 
 def _text_json(text: TextFields | None) -> dict[str, Json]:
-    wanted = text.format if text else None
-    told: dict[str, Json] = {"type": wanted.type if wanted else "text"}
-    if wanted is not None and wanted.type == "json_schema":
-        told |= {"name": wanted.name, "schema": wanted.schema_, "strict": True, "description": None}
-    return {"format": told, "verbosity": text.verbosity if text else None}
+    form = text.format if text else None
+    fields: dict[str, Json] = {"type": form.type if form else "text"}
+    if form is not None and form.type == "json_schema":
+        fields |= {"name": form.name, "schema": form.schema_, "strict": True, "description": None}
+    return {"format": fields, "verbosity": text.verbosity if text else None}
 
 
 def conversation_json(conversation: ApiConversation) -> dict[str, Json]:
-    created = int(conversation.created)
-    return {
-        "id": conversation.id,
-        "object": "conversation",
-        "created_at": created,
-        "metadata": conversation.metadata,
-    }
+    about = {"id": conversation.id, "object": "conversation", "created_at": int(conversation.created)}
+    return {**about, "metadata": conversation.metadata}
 
 
 def items_json(items: Sequence[Item], has_more: bool) -> dict[str, Json]:

@@ -202,7 +202,7 @@ def model_name(name: str, namespace: str | None) -> str:
 
 
 def to_messages(items: Iterable[Item]) -> tuple[tuple[Message, ...], tuple[Breakpoint, ...]]:
-    """Of complete items without references: the messages, and where the beginnings end that are marked in them."""
+    """The messages of complete items without references, and where the beginnings end that are marked in them."""
     messages: list[Message] = []
     breakpoints: list[Breakpoint] = []
     for item in items:
@@ -237,9 +237,9 @@ def _add(messages: list[Message], item: Item) -> None:
             before = _take_reasoning(messages)
             messages.append(replace(before, reasoning=before.reasoning + _reasoning(item)))
         case "function_call" | "custom_tool_call":
-            is_said = bool(messages) and messages[-1].role == "assistant"
-            said = messages.pop() if is_said else Message("assistant")
-            messages.append(replace(said, tool_calls=(*said.tool_calls, _to_call(item))))
+            follows = bool(messages) and messages[-1].role == "assistant"
+            turn = messages.pop() if follows else Message("assistant")
+            messages.append(replace(turn, tool_calls=(*turn.tool_calls, _to_call(item))))
         case _:
             text, images = _read_parts(item["output"])
             messages.append(Message("tool", text, tool_call_id=item["call_id"], images=images))

@@ -153,11 +153,11 @@ class About(TypedDict, total=False):
     bodies: tuple[type[Body], ...]
     """Kinds of a body that the function reads by itself."""
     schema: Mapping[str, Json]
-    """Of a body that no model reads."""
+    """The schema of a body that no model reads."""
     example: Json
     """A body that is accepted."""
     content: Mapping[str, Json]
-    """Of its answer; JSON unless it is said."""
+    """What it answers with; JSON if it is left out."""
     errors: Mapping[int, str]
     """Those that mean something else here than everywhere."""
     is_hidden: bool

@@ -247,16 +247,16 @@ class SavedSlots:
         self._entries[backend.card.id, name] = entry.id
         if len(self._entries) > _MOST_NAMES:
             self._entries.popitem(last=False)
-        told = {"n_saved": entry.tokens, "n_written": entry.bytes, "timings": {"save_ms": _since(began)}}
-        return {"id_slot": slot, "filename": name, **told, "emberkeep": {"entry": entry.id}}
+        figures = {"n_saved": entry.tokens, "n_written": entry.bytes, "timings": {"save_ms": _since(began)}}
+        return {"id_slot": slot, "filename": name, **figures, "emberkeep": {"entry": entry.id}}
 
     def restore(self, backend: Backend, slot: int, filename: str | None) -> dict[str, Json]:
         """Nothing has to be done: the next request that goes on with it finds it. Raises InvalidField,
         NoSuchEntry."""
         began, name = perf_counter(), _named(filename)
         entry = self._find(backend, name)
-        told = {"n_restored": entry.tokens, "n_read": entry.bytes, "timings": {"restore_ms": _since(began)}}
-        return {"id_slot": slot, "filename": name, **told, "emberkeep": {"entry": entry.id}}
+        figures = {"n_restored": entry.tokens, "n_read": entry.bytes, "timings": {"restore_ms": _since(began)}}
+        return {"id_slot": slot, "filename": name, **figures, "emberkeep": {"entry": entry.id}}
 
     def erase(self, backend: Backend, slot: int, filename: str | None) -> dict[str, Json]:
         """Remove what rests in a slot, stored or not. Raises RequestError, NoSuchEntry."""

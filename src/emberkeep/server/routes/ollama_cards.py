@@ -24,7 +24,7 @@ from emberkeep.values import dataclass
 _FOREVER_S = 100 * 365 * 86400
 """Until a model expires that is never unloaded."""
 _LONGEST_LIST = 64
-"""Of the values of one key that are shown."""
+"""The most values of one key that are shown."""
 _FILLS_IN = ("tokenizer.ggml.fim_pre_token_id", "tokenizer.ggml.prefix_token_id")
 """Keys of models that were trained to fill in the middle."""
 _THINKS = re.compile(r"enable_thinking|<think>|reasoning_content|reasoning_effort|thinking")

@@ -41,7 +41,7 @@ def told_running(models: Models) -> list[Json]:
 
 
 def _records(models: Models) -> Iterator[_OfModel]:
-    """Of all models that are loaded."""
+    """The records of all models that are loaded."""
     return ((backend.card.id, record) for backend in models.loaded() for record in backend.timeline())
 
 
@@ -50,7 +50,7 @@ def _writer() -> Callable[[_OfModel], Json]:
     ahead = time() - monotonic()
 
     def to_wall(at: float | None) -> float | None:
-        """Of what the monotonic clock said, when it was: in Unix seconds, to the millisecond."""
+        """A time of the monotonic clock in Unix seconds, to the millisecond."""
         return None if at is None else round(at + ahead, 3)
 
     return lambda each: request_json(*each, to_wall)

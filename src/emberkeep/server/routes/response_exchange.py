@@ -28,8 +28,8 @@ class Context:
     """What a request continues, and what it asks."""
 
     earlier: list[Item]
-    asked: list[Item]
-    """Without references."""
+    new: list[Item]
+    """What it asks, without references."""
     conversation: str | None
     """The one that it continues, or the first response of its chain."""
     as_of: int
@@ -37,7 +37,7 @@ class Context:
 
     @property
     def items(self) -> list[Item]:
-        return [*self.earlier, *self.asked]
+        return [*self.earlier, *self.new]
 
     @property
     def begins(self) -> bool:
@@ -45,7 +45,7 @@ class Context:
         return all(item["type"] == "message" and item["role"] != "assistant" for item in self.items)
 
 
-def load_context(memory: Memory, owner: str, body: PromptBody, asked: list[Item]) -> Context:
+def load_context(memory: Memory, owner: str, body: PromptBody, given: list[Item]) -> Context:
     """Blocks. Raises NoSuchEntry, InvalidField and MemoryFailed."""
     as_of = memory.last_forgetting()
     earlier: list[Item] = []
@@ -56,7 +56,7 @@ def load_context(memory: Memory, owner: str, body: PromptBody, asked: list[Item]
     elif conversation is not None:
         earlier = memory.responses.items(owner, conversation)
     there = {item["id"]: item for item in earlier}
-    whole = resolve(asked, _referenced(memory, owner, references(asked), there))
+    whole = resolve(given, _referenced(memory, owner, references(given), there))
     if body.conversation is not None and is_stored(body):
         memory.responses.check_addition(owner, body.conversation, whole)
     # What is there is not asked once more: the model would read it twice.
@@ -153,7 +153,7 @@ class Exchange:
             body.previous_response_id,
             body.conversation is not None,
             response,
-            context.asked,
+            context.new,
         )
         try:
             memory.responses.save(self._owner, stored, as_of=context.as_of)

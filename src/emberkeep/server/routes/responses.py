@@ -69,15 +69,15 @@ class InputParameters(ItemsPage, ResponseParameters):
     pass
 
 
-class ConversationParameters(Whose):
+class OneConversation(Whose):
     conversation_id: Name
 
 
-class ItemsParameters(ItemsPage, ConversationParameters):
+class ItemsParameters(ItemsPage, OneConversation):
     pass
 
 
-class ItemParameters(ConversationParameters):
+class ItemParameters(OneConversation):
     item_id: Name
 
 
@@ -173,17 +173,17 @@ def _add_conversations(routes: Routes, served: Served) -> None:
         return conversation_json(await run(memory().responses.create_conversation, owner, name, metadata, items))
 
     @routes.get("/conversations/{conversation_id}")
-    async def retrieve(query: ConversationParameters) -> Json:
+    async def retrieve(query: OneConversation) -> Json:
         owner, conversation_id = query.to_namespace(), query.conversation_id
         return conversation_json(await run(memory().responses.conversation, owner, conversation_id))
 
     @routes.post("/conversations/{conversation_id}", example={"metadata": {"topic": "sky"}})
-    async def update(query: ConversationParameters, body: MetadataBody) -> Json:
+    async def update(query: OneConversation, body: MetadataBody) -> Json:
         set_metadata, owner = memory().responses.set_metadata, one_owner(body, query)
         return conversation_json(await run(set_metadata, owner, query.conversation_id, body.metadata or {}))
 
     @routes.delete("/conversations/{conversation_id}")
-    async def delete(query: ConversationParameters) -> Json:
+    async def delete(query: OneConversation) -> Json:
         await run(_forget, memory(), query.to_namespace(), query.conversation_id)
         return {"id": query.conversation_id, "object": "conversation.deleted", "deleted": True}
 
@@ -191,7 +191,7 @@ def _add_conversations(routes: Routes, served: Served) -> None:
 def _add_items(routes: Routes, served: Served) -> None:
     run, memory = served.side.run, partial(_memory, served)
 
-    async def items_of(query: ConversationParameters) -> Sequence[Item]:
+    async def items_of(query: OneConversation) -> Sequence[Item]:
         return await run(memory().responses.items, query.to_namespace(), query.conversation_id)
 
     @routes.get("/conversations/{conversation_id}/items")
@@ -202,7 +202,7 @@ def _add_items(routes: Routes, served: Served) -> None:
         "/conversations/{conversation_id}/items",
         example={"items": [{"type": "message", "role": "user", "content": "Hello!"}]},
     )
-    async def add(http: HttpRequest, query: ConversationParameters, body: ItemsBody) -> Json:
+    async def add(http: HttpRequest, query: OneConversation, body: ItemsBody) -> Json:
         items = await make_of_body(http, lambda: _whole(to_items(body.items)))
         await run(memory().responses.add_items, one_owner(body, query), query.conversation_id, items)
         return items_json(items, has_more=False)

@@ -39,7 +39,7 @@ def routes(served: Served) -> Routes:
 
 
 def _tools_of(models: Models) -> list[ToolDesk]:
-    """Of every model that is loaded, since each has its own."""
+    """The tools of every model that is loaded, since each has its own."""
     return [tools for backend in models.loaded() if (tools := backend.host_tools) is not None]
 
 
