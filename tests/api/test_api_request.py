@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -163,20 +164,6 @@ def test_arguments_of_a_call_may_be_an_object() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["", "a b", "a" * 129, "a/b", "é"])
-def test_a_bad_tool_name_is_refused(name: str) -> None:
-    with pytest.raises(InvalidField) as caught:
-        request_of(tools=[{"type": "function", "function": {"name": name}}])
-    assert caught.value.param == "tools[0].function.name"
-
-
-def test_a_choice_must_name_one_of_the_tools() -> None:
-    choice = {"type": "function", "function": {"name": "t"}}
-    assert request_of(tools=[TOOL], tool_choice=choice).tool_choice.name == "t"
-    with pytest.raises(InvalidField):
-        request_of(tools=[], tool_choice=choice)
-
-
 def test_a_huge_schema_is_refused() -> None:
     schema = {"type": "object", "description": "x" * 300_000}
     with pytest.raises(InvalidField) as caught:
@@ -190,12 +177,6 @@ def test_too_many_biases_are_refused() -> None:
     assert len(request_of(logit_bias={str(i): 1 for i in range(1024)}).sampling.logit_bias) == 1024
     with pytest.raises(InvalidField):
         request_of(logit_bias={str(i): 1 for i in range(1025)})
-
-
-def test_a_json_schema_format_needs_its_schema_object() -> None:
-    with pytest.raises(InvalidField) as caught:
-        request_of(response_format={"type": "json_schema"})
-    assert caught.value.param == "response_format.json_schema"
 
 
 @pytest.mark.parametrize(
@@ -236,44 +217,123 @@ def test_an_answer_can_have_one_format_only() -> None:
     assert caught.value.param == "guided_regex"
 
 
-def test_a_top_k_of_minus_one_and_a_top_p_of_zero_mean_what_other_servers_mean() -> None:
-    sampling = request_of(top_k=-1, top_p=0).sampling
-    assert (sampling.top_k, sampling.top_p) == (0, 0)
-
-
 def test_an_error_never_repeats_a_long_name() -> None:
     with pytest.raises(InvalidField) as caught:
         request_of(logit_bias={"x" * 100_000: 1})
     assert len(str(caught.value)) < 300
 
 
-def test_sampling_fields_reach_the_request() -> None:
-    given = request_of(
-        temperature=1, top_k=3, top_p=0.5, min_p=0.1, typical_p=0.9, repetition_penalty=1.1, seed=7
-    ).sampling
-    assert given == Sampling(1, 3, 0.5, 0.1, 0.9, 1.1, seed=7)
-    assert request_of(logit_bias={"42": -1.5}).sampling.logit_bias == {42: -1.5}
+PAIRS = [[15, 1], ["Hello", -0.5], [2, False], ["no", False]]
+TEXTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+SAMPLED = {
+    "temperature": 1.0,
+    "top_k": 3,
+    "top_p": 0.5,
+    "min_p": 0.1,
+    "typical_p": 0.9,
+    "repetition_penalty": 1.1,
+    "dry_multiplier": 0.8,
+    "dry_base": 2.0,
+    "dry_allowed_length": 3,
+    "xtc_probability": 0.5,
+    "xtc_threshold": 0.2,
+    "mirostat": 2,
+    "mirostat_tau": 3.0,
+    "mirostat_eta": 0.2,
+    "top_n_sigma": 1.0,
+    "dynatemp_range": 0.5,
+    "dynatemp_exponent": 2.0,
+    "min_keep": 2,
+    "ignore_eos": True,
+    "seed": 7,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "attribute", "expected"),
+    [
+        (SAMPLED, "sampling", Sampling(**SAMPLED)),
+        ({"dry_base": 0.5}, "sampling", Sampling()),
+        ({"dry_sequence_breakers": ["\n", "."]}, "sampling.dry_sequence_breakers", ("\n", ".")),
+        ({"dry_penalty_last_n": -1}, "sampling.dry_penalty_last_n", 2**31 - 1),
+        ({"top_k": -1}, "sampling.top_k", 0),
+        ({"top_p": 0}, "sampling.top_p", 0),
+        ({"seed": -1}, "sampling.seed", 2**64 - 1),
+        ({"repeat_penalty": 1.2}, "sampling", Sampling(repetition_penalty=1.2, repeat_last_n=64)),
+        ({"repeat_penalty": 1.2, "repeat_last_n": 8}, "sampling.repeat_last_n", 8),
+        ({"repetition_penalty": 1.2}, "sampling.repeat_last_n", None),
+        (
+            {"samplers": ["top-k", "typical_p", "TEMP", "tfs_z"]},
+            "sampling.samplers",
+            ("top_k", "typ_p", "temperature"),
+        ),
+        ({"samplers": "kyt?"}, "sampling.samplers", ("top_k", "typ_p", "temperature")),
+        ({"logit_bias": {"42": -1.5}}, "sampling.logit_bias", {42: -1.5}),
+        ({"logit_bias": PAIRS}, "sampling.logit_bias", {15: 1.0, 2: float("-inf")}),
+        ({"logit_bias": PAIRS}, "sampling.text_bias", (("Hello", -0.5), ("no", float("-inf")))),
+        ({"max_tokens": 5, "max_completion_tokens": 0}, "max_tokens", 0),
+        ({"max_tokens": -1}, "max_tokens", None),
+        ({"max_tokens": 5, "max_completion_tokens": -1}, "max_tokens", None),
+        ({"max_tokens": -1, "max_completion_tokens": 5}, "max_tokens", 5),
+        ({"logprobs": True}, "top_logprobs", 0),
+        ({"logprobs": True, "top_logprobs": 20}, "top_logprobs", 20),
+        ({"logprobs": False}, "top_logprobs", None),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "template_args", {"enable_thinking": False}),
+        ({"cache_prompt": False}, "use_cache", False),
+        ({"cache_prompt": None}, "use_cache", True),
+        ({"conversation_id": "c", "prompt_cache_key": "k"}, "conversation_id", "c"),
+        ({"conversation_id": "c", "prompt_cache_key": "k"}, "cache_key", "k"),
+        ({"prompt_cache_key": "k", "user": "u"}, "conversation_id", None),
+        ({"conversation_id": "", "prompt_cache_key": ""}, "cache_key", None),
+        ({"prefix_hash": "9f"}, "prefix_hash", "9f"),
+        ({"prefix_hash": ""}, "prefix_hash", None),
+        ({"prompt_cache_key": "k", "conversation_id": "c", "id_slot": 1}, "namespace", ""),
+        ({"user_id": "", "user": ""}, "namespace", ""),
+        ({"prompt_cache_retention": "in_memory"}, "ttl", Ttl.SHORT),
+        ({"prompt_cache_retention": "in-memory"}, "ttl", Ttl.SHORT),
+        ({"prompt_cache_retention": "24h"}, "ttl", Ttl.EXTENDED),
+        ({"id_slot": 7}, "slot", 7),
+        ({"id_slot": -1}, "slot", None),
+        ({"speculation": False}, "speculation", False),
+        ({"prediction": {"type": "content", "content": "def f():"}}, "prediction", "def f():"),
+        ({"prediction": {"type": "content", "content": TEXTS}}, "prediction", "a\nb"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "t"}}},
+            "tool_choice.name",
+            "t",
+        ),
+    ],
+)
+def test_fields_reach_the_request(fields: dict[str, Any], attribute: str, expected: Any) -> None:
+    assert attrgetter(attribute)(request_of(**fields)) == expected
+
+
+PREDICTED = {"type": "content", "content": "x" * (2**18 + 1)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prediction": "x"}, "prediction"),
+        ({"prediction": {"content": "x"}}, "prediction.type"),
+        ({"prediction": {"type": "content"}}, "prediction.content"),
+        ({"prediction": {"type": "content", "content": [{"type": "image_url"}]}}, "prediction.content[0].type"),
+        ({"prediction": PREDICTED}, "prediction.content"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"tools": [], "tool_choice": {"type": "function", "function": {"name": "t"}}}, "tool_choice"),
+        *(({"tools": [{"function": {"name": n}}]}, "tools[0].function.name") for n in ("", "a b", "a" * 129, "é")),
+    ],
+)
+def test_a_bad_field_is_refused_with_its_place(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidField) as caught:
+        request_of(**fields)
+    assert caught.value.param == param
 
 
 def test_fields_left_out_and_nulls_mean_the_defaults() -> None:
     nulls = {name: None for name in ChatBody.model_fields if name != "messages"}
     assert request_of(**nulls) == request_of()
     assert request_of().sampling == Sampling()
-
-
-def test_negative_seeds_are_seeds_of_their_own() -> None:
-    assert request_of(seed=-1).sampling.seed == 2**64 - 1
-
-
-def test_max_completion_tokens_wins() -> None:
-    assert request_of(max_tokens=5, max_completion_tokens=0).max_tokens == 0
-
-
-def test_minus_one_means_no_limit() -> None:
-    assert request_of(max_tokens=-1).max_tokens is None
-    assert request_of(max_completion_tokens=-1).max_tokens is None
-    assert request_of(max_tokens=5, max_completion_tokens=-1).max_tokens is None
-    assert request_of(max_tokens=-1, max_completion_tokens=5).max_tokens == 5
 
 
 ODD: list[Any] = [None, True, -3, 10**400, 1.5, float(10**300), "", "x y", [], [None], {}, {"": None}, [[]], [{}]]
@@ -300,30 +360,6 @@ def test_whatever_is_sent_is_refused_in_our_words() -> None:
                 assert_our_words(str(error))
                 refused += 1
     assert refused > 300
-
-
-def test_top_logprobs_need_logprobs() -> None:
-    assert request_of(logprobs=True).top_logprobs == 0
-    assert request_of(logprobs=True, top_logprobs=20).top_logprobs == 20
-    assert request_of(logprobs=False).top_logprobs is None
-
-
-def test_template_arguments_reach_the_request() -> None:
-    assert request_of(chat_template_kwargs={"enable_thinking": False}).template_args == {"enable_thinking": False}
-
-
-def test_cache_prompt_false_means_afresh() -> None:
-    assert request_of().use_cache is True
-    assert request_of(cache_prompt=False).use_cache is False
-
-
-def test_a_conversation_and_a_cache_key_are_two_things() -> None:
-    both = request_of(conversation_id="c", prompt_cache_key="k", user="u")
-    assert (both.conversation_id, both.cache_key) == ("c", "k")
-    assert request_of(prompt_cache_key="k", user="u").conversation_id is None
-    empty = request_of(conversation_id="", prompt_cache_key="", prefix_hash="")
-    assert (empty.conversation_id, empty.cache_key, empty.prefix_hash) == (None, None, None)
-    assert request_of(prefix_hash="9f").prefix_hash == "9f"
 
 
 CACHED, CACHED_1H = {"type": "ephemeral", "ttl": "5m"}, {"type": "ephemeral", "ttl": "1h"}
@@ -389,48 +425,6 @@ def test_many_marks_are_read_in_time_that_grows_with_their_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "kept"),
-    [("in_memory", Ttl.SHORT), ("in-memory", Ttl.SHORT), ("24h", Ttl.EXTENDED), (None, None)],
-)
-def test_retention_becomes_a_class_of_time_to_live(asked: str | None, kept: Ttl | None) -> None:
-    assert request_of(prompt_cache_retention=asked).ttl is kept
-
-
-@pytest.mark.parametrize(("asked", "wanted"), [(0, 0), (7, 7), (-1, None), (None, None)])
-def test_a_slot_can_be_wished_for(asked: int | None, wanted: int | None) -> None:
-    assert request_of(id_slot=asked).slot == wanted
-
-
-def test_a_prediction_is_a_text_or_texts_that_are_joined_as_in_messages() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert request_of(prediction={"type": "content", "content": "def f():"}).prediction == "def f():"
-    assert request_of(prediction={"type": "content", "content": parts}).prediction == "a\nb"
-    assert request_of().prediction == ""
-
-
-@pytest.mark.parametrize(
-    ("prediction", "param"),
-    [
-        ("x", "prediction"),
-        ({"content": "x"}, "prediction.type"),
-        ({"type": "content"}, "prediction.content"),
-        ({"type": "content", "content": [{"type": "image_url"}]}, "prediction.content[0].type"),
-        ({"type": "content", "content": "x" * (2**18 + 1)}, "prediction.content"),
-    ],
-    ids=["text", "no-type", "no-content", "image", "long"],
-)
-def test_a_prediction_of_another_shape_is_refused_with_its_place(prediction: Any, param: str) -> None:
-    with pytest.raises(InvalidField) as caught:
-        request_of(prediction=prediction)
-    assert caught.value.param == param
-
-
-@pytest.mark.parametrize("asked", [True, False, None])
-def test_speculation_can_be_switched_off(asked: bool | None) -> None:
-    assert request_of(speculation=asked).speculation is asked
-
-
-@pytest.mark.parametrize(
     ("fields", "user"),
     [
         ({}, ""),
@@ -448,11 +442,6 @@ def test_the_user_is_taken_from_ids_before_names(fields: dict[str, str], user: s
     request = request_of(**fields, cache_salt="s")
     assert request.user == user
     assert user_of(request.namespace) == user
-
-
-def test_affinity_does_not_isolate() -> None:
-    assert request_of(prompt_cache_key="k", conversation_id="c", id_slot=1).namespace == ""
-    assert request_of(user_id="", user="").namespace == ""
 
 
 HOSTILE = st.text(st.sampled_from('a*"[], \\\x00\u2028é'), max_size=6)
@@ -477,61 +466,6 @@ def test_two_different_users_in_one_request_are_refused() -> None:
     assert request_of(user_id="a", llama_user_id="a").namespace
     with pytest.raises(InvalidField):
         request_of(user_id="a", llama_user_id="b")
-
-
-def test_the_samplers_of_llama_server_reach_the_request() -> None:
-    given = request_of(
-        dry_multiplier=0.8,
-        dry_base=2.0,
-        dry_allowed_length=3,
-        dry_penalty_last_n=-1,
-        dry_sequence_breakers=["\n", "."],
-        xtc_probability=0.5,
-        xtc_threshold=0.2,
-        mirostat=2,
-        mirostat_tau=3.0,
-        mirostat_eta=0.2,
-        top_n_sigma=1.0,
-        dynatemp_range=0.5,
-        dynatemp_exponent=2.0,
-        min_keep=2,
-        ignore_eos=True,
-    ).sampling
-    assert given == Sampling(
-        dry_multiplier=0.8,
-        dry_base=2.0,
-        dry_allowed_length=3,
-        dry_penalty_last_n=2**31 - 1,
-        dry_sequence_breakers=("\n", "."),
-        xtc_probability=0.5,
-        xtc_threshold=0.2,
-        mirostat=2,
-        mirostat_tau=3.0,
-        mirostat_eta=0.2,
-        top_n_sigma=1.0,
-        dynatemp_range=0.5,
-        dynatemp_exponent=2.0,
-        min_keep=2,
-        ignore_eos=True,
-    )
-    assert request_of(dry_base=0.5).sampling == Sampling()
-
-
-def test_a_repeat_penalty_looks_at_the_last_64_tokens_unless_it_says_otherwise() -> None:
-    assert request_of(repeat_penalty=1.2).sampling == Sampling(repetition_penalty=1.2, repeat_last_n=64)
-    assert request_of(repeat_penalty=1.2, repeat_last_n=8).sampling.repeat_last_n == 8
-    assert request_of(repetition_penalty=1.2).sampling.repeat_last_n is None
-
-
-@pytest.mark.parametrize("written", [["top-k", "typical_p", "TEMP", "tfs_z"], "kyt?"])
-def test_samplers_are_named_in_several_ways_and_unknown_ones_are_left_out(written: Any) -> None:
-    assert request_of(samplers=written).sampling.samplers == ("top_k", "typ_p", "temperature")
-
-
-def test_a_bias_may_be_a_list_of_pairs_of_tokens_or_texts() -> None:
-    sampling = request_of(logit_bias=[[15, 1], ["Hello", -0.5], [2, False], ["no", False]]).sampling
-    assert sampling.logit_bias == {15: 1.0, 2: float("-inf")}
-    assert sampling.text_bias == (("Hello", -0.5), ("no", float("-inf")))
 
 
 @pytest.mark.parametrize(
