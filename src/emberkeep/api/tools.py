@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from emberkeep.api.answer_format import Schema
 from emberkeep.api.body import Body
 from emberkeep.api.errors import TOOL_NAME
+from emberkeep.api.fields import Schema
 from emberkeep.errors import InvalidField
 from emberkeep.types.request import Json, Tool, ToolCall, ToolChoice
 

@@ -11,10 +11,9 @@ from dataclasses import asdict, replace
 from functools import cache
 from typing import Any, Literal
 
-from emberkeep.api.answer_format import FormatFields
 from emberkeep.api.body import Body, Label, validate
 from emberkeep.api.errors import HALF_A_CHARACTER
-from emberkeep.api.fields import ChoiceCount, LogprobFields, RoomFields, ttl_of
+from emberkeep.api.fields import ChoiceCount, FormatFields, LogprobFields, RoomFields, ttl_of
 from emberkeep.api.llama_server import LineFields
 from emberkeep.api.openai.body import CompletionFields, TemplateFields
 from emberkeep.api.openai.messages import (

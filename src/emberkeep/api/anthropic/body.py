@@ -14,11 +14,18 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from emberkeep.api.answer_format import FormatFields, Schema
 from emberkeep.api.anthropic.blocks import Block, Content, ResultBlock, Texts, ThinkingBlock, ToolUseBlock
 from emberkeep.api.body import BY_KIND, INT32_MAX, WHOLE, Body, Count, Label, not_here
 from emberkeep.api.errors import Failure, Refused
-from emberkeep.api.fields import CacheControl, OwnerFields, RoomFields, breakpoints_in_text, ttl_of
+from emberkeep.api.fields import (
+    CacheControl,
+    FormatFields,
+    OwnerFields,
+    RoomFields,
+    Schema,
+    breakpoints_in_text,
+    ttl_of,
+)
 from emberkeep.api.openai.messages import MAX_MESSAGES
 from emberkeep.api.sampling import GenerationFields, Stops
 from emberkeep.api.tools import ToolName, check_choice

@@ -16,10 +16,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
-from emberkeep.api.answer_format import Schema
 from emberkeep.api.body import BY_KIND, INT32_MAX, WHOLE, Body, Count, Label
 from emberkeep.api.embeddings import MAX_INPUTS, Dimensions, embedding_request
-from emberkeep.api.fields import OwnerFields, RoomFields
+from emberkeep.api.fields import OwnerFields, RoomFields, Schema
 from emberkeep.api.openai.body import USUAL_COMPLETION
 from emberkeep.api.openai.messages import MAX_MESSAGES, ToolList
 from emberkeep.api.sampling import GenerationFields, TopLogprobs, to_limit

@@ -8,10 +8,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, PlainValidator
 
-from emberkeep.api.answer_format import FormatFields
 from emberkeep.api.body import INT32_MAX, NO_OTHERS, Body, Count, validate, whole
 from emberkeep.api.errors import TEMPLATE_NAME
-from emberkeep.api.fields import ChoiceCount, LogprobFields, OwnerFields, RoomFields, ttl_of
+from emberkeep.api.fields import ChoiceCount, FormatFields, LogprobFields, OwnerFields, RoomFields, ttl_of
 from emberkeep.api.openai.messages import (
     ChoiceField,
     CustomTool,

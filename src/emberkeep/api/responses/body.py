@@ -13,9 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from emberkeep.api.answer_format import FormatFields, Schema
 from emberkeep.api.body import BY_KIND, WHOLE, Body, ByKind, Label, Name, not_here
-from emberkeep.api.fields import OwnerFields, RoomFields, ttl_of
+from emberkeep.api.fields import FormatFields, OwnerFields, RoomFields, Schema, ttl_of
 from emberkeep.api.openai.body import RETENTIONS
 from emberkeep.api.responses.items import Called, Item, ItemList, model_name, to_items, to_messages
 from emberkeep.api.sampling import GenerationFields, Limit, TopLogprobs, to_limit
