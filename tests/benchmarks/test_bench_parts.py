@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import ALL, OURS, main
+from benchmarks.__main__ import OURS, main
 from emberkeep.errors import EmberkeepError
-from helpers import tiny_gguf
+from helpers import scripted_llama_server, tiny_gguf
 from helpers.benchmarks import measure
 from helpers.commands import run_module
 
@@ -39,15 +38,22 @@ def test_sizes_beyond_the_trained_context_are_refused_before_anything_is_measure
 
 
 @SLOW
-def test_every_benchmark_that_needs_no_files_of_others_runs_and_reports(tmp_path: Path) -> None:
-    model = tiny_gguf.dense(tmp_path / "tiny.gguf")
-    arguments = ("all", "--quick", "--model", str(model), "--data-dir", "data", "--json", "report.json")
-    done = run_module("benchmarks", *arguments, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "report.json").read_text())
-    names = [result["name"] for result in report["results"]]
-    assert names == list(ALL)
-    assert list((tmp_path / "data").iterdir()) == []
+@pytest.mark.parametrize(
+    "name", ["limit", "decoding", "watched", "shared", "miss", "doors", "bits", "store", "crowd"]
+)
+def test_a_benchmark_that_needs_no_files_of_others_runs_and_reports(name: str, tmp_path: Path) -> None:
+    model, data = tiny_gguf.dense(tmp_path / "tiny.gguf"), tmp_path / "data"
+    result = measure(tmp_path, name, "--quick", "--model", str(model), "--data-dir", str(data))
+    assert result["name"] == name
+    assert all(len(row) > 1 for table in result["tables"] for row in table["rows"])
+    assert list(data.iterdir()) == []
+
+
+@SLOW
+def test_both_servers_are_measured_beside_a_busy_process(tmp_path: Path) -> None:
+    model, program = tiny_gguf.dense(tmp_path / "tiny.gguf"), scripted_llama_server.install(tmp_path)
+    result = measure(tmp_path, "busy", "--quick", "--model", str(model), "--peer", str(program))
+    assert [row["label"] for row in result["tables"][0]["rows"]] == ["1 streams", "2 streams"]
 
 
 @SLOW
