@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.cluster_model import Machine, Outcome, RemoteSettings, simulate
+from benchmarks.policies import POLICIES
 from benchmarks.trace_file import MOST, Visit, read_trace
 from emberkeep.bench.report import BenchResult, Row, Table, Value, percentile, series
 from emberkeep.bench.workspace import Workspace
 from emberkeep.errors import EmberkeepError
-from emberkeep.routing import new_routing
 from emberkeep.values import dataclass
 
-POLICIES = ("affinity", "least_loaded", "round_robin")
 MOST_REPLICAS = 4096
 _SPREAD_S = 60.0
 """Over which the beginnings of copies of a trace are spread."""
@@ -28,7 +27,7 @@ class ClusterPlan:
 
     trace: tuple[Path, ...]
     replicas: str = "1..64"
-    policies: tuple[str, ...] = POLICIES
+    policies: tuple[str, ...] = tuple(POLICIES)
     slots: int = 8
     prefill: float = 8_000
     decode: float = 60
@@ -104,7 +103,7 @@ def _table(
             label = f"{count} replicas, {policy}" if count > 1 else "1 replica"
             workspace.say(f"{name}, {label}")
             with _bar(len(load)) as answered:
-                outcome = simulate(load, count, new_routing(policy), plan.machine, plan.shared, answered)
+                outcome = simulate(load, count, POLICIES[policy](), plan.machine, plan.shared, answered)
             rows.append(Row(label, _columns(outcome)))
     return Table(f"{name}, {len(visits):,} requests", tuple(rows))
 

@@ -18,11 +18,12 @@ from itertools import count
 
 import numpy as np
 
+from benchmarks.policies import Routing
 from benchmarks.trace_file import BLOCK, Visit
 from emberkeep.kv.lookups import Match
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import no_garbage_collection
-from emberkeep.routing import Replica, RouteKeys, Routing
+from emberkeep.routing import Replica, RouteKeys
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.lineage import EXACT
 from emberkeep.values import dataclass

@@ -3,14 +3,14 @@ from __future__ import annotations
 import pytest
 
 from emberkeep import routing
-from emberkeep.routing import Affinity, LeastLoaded, Replica, RoundRobin, RouteKeys, Routing, new_routing
+from emberkeep.routing import Affinity, Replica, RouteKeys
 
 
 def replicas(*running: int, slots: int = 4) -> list[Replica]:
     return [Replica(name, count, slots) for name, count in zip("abcdefgh", running, strict=False)]
 
 
-def best(router: Routing, keys: RouteKeys, among: list[Replica]) -> str:
+def best(router: Affinity, keys: RouteKeys, among: list[Replica]) -> str:
     return router.rank(keys, among)[0].id
 
 
@@ -65,7 +65,7 @@ def test_what_is_known_of_nobody_goes_to_the_one_with_the_least_to_do():
 
 def test_least_to_do_is_by_slots():
     among = [Replica("small", 2, slots=2), Replica("large", 4, slots=16)]
-    assert best(Affinity(), of(), among) == best(LeastLoaded(), of(), among) == "large"
+    assert best(Affinity(), of(), among) == "large"
 
 
 def test_those_that_are_equally_busy_take_turns():
@@ -104,9 +104,8 @@ def test_a_replica_that_is_not_among_those_to_choose_from_is_not_chosen():
     assert best(router, of("talk", 1), replicas(1, 0)) == "b"
 
 
-@pytest.mark.parametrize("router", [Affinity(), LeastLoaded(), RoundRobin()])
-def test_where_there_are_none_none_is_named(router):
-    assert router.rank(of("talk", 1), []) == []
+def test_where_there_are_none_none_is_named():
+    assert Affinity().rank(of("talk", 1), []) == []
 
 
 def test_only_the_latest_conversations_are_remembered(monkeypatch):
@@ -131,28 +130,3 @@ def test_of_beginnings_the_shortest_are_remembered_longest(monkeypatch):
 
 
 # ── the others ──
-
-
-def test_round_robin_takes_turns_whatever_there_is_to_do():
-    router = RoundRobin()
-    router.sent(of("talk"), "a")
-    assert [best(router, of("talk"), replicas(9, 0, 0)) for _ in range(4)] == ["a", "b", "c", "a"]
-
-
-def test_least_loaded_follows_nothing_and_those_that_are_equal_take_turns():
-    router = LeastLoaded()
-    router.sent(of("talk"), "a")
-    assert best(router, of("talk"), replicas(2, 0, 1)) == "b"
-    assert {best(router, of("talk"), replicas(0, 0)) for _ in range(2)} == {"a", "b"}
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"), [("affinity", Affinity), ("round_robin", RoundRobin), ("least_loaded", LeastLoaded)]
-)
-def test_a_policy_has_a_name(name, kind):
-    assert type(new_routing(name)) is kind
-
-
-def test_a_name_that_no_policy_has_is_refused():
-    with pytest.raises(KeyError):
-        new_routing("random")

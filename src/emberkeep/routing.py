@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import count
-from typing import Protocol
 
 from emberkeep.values import dataclass
 
@@ -47,21 +46,8 @@ class Replica:
         return self.running / self.slots
 
 
-class Routing(Protocol):
-    """Belongs to one thread. Never blocks."""
-
-    def rank(self, keys: RouteKeys, replicas: Sequence[Replica]) -> list[Replica]:
-        """The best first. Nothing is remembered by asking."""
-
-    def sent(self, keys: RouteKeys, replica: str) -> None:
-        """It is answered there."""
-
-    def renamed(self, before: str, now: str) -> None:
-        """A replica is known by another name."""
-
-
 class Affinity:
-    """Requests follow what is known of them."""
+    """Requests follow what is known of them. Belongs to one thread; never blocks."""
 
     def __init__(self, slack: float = 1.0) -> None:
         """`slack`: how much busier than the least busy a replica may be for requests to follow what it has."""
@@ -71,6 +57,7 @@ class Affinity:
         self._turn = count()
 
     def rank(self, keys: RouteKeys, replicas: Sequence[Replica]) -> list[Replica]:
+        """The best first. Nothing is remembered by asking."""
         if not replicas:
             return []
         loads = [replica.load for replica in replicas]
@@ -88,6 +75,7 @@ class Affinity:
         return [replicas[place] for place in sorted(range(len(replicas)), key=order)]
 
     def sent(self, keys: RouteKeys, replica: str) -> None:
+        """A request is answered there."""
         if keys.conversation:
             self._homes[keys.conversation] = replica
             self._homes.move_to_end(keys.conversation)
@@ -100,6 +88,7 @@ class Affinity:
         _keep_latest(self._holders, _MOST_BEGINNINGS)
 
     def renamed(self, before: str, now: str) -> None:
+        """A replica is known by another name."""
         for conversation, home in self._homes.items():
             if home == before:
                 self._homes[conversation] = now
@@ -114,40 +103,6 @@ class Affinity:
             for holder in self._holders.get(beginnings[depth - 1], ()):
                 depths.setdefault(holder, depth)
         return depths
-
-
-class RoundRobin:
-    """Replicas take turns, whatever they know and have to do."""
-
-    def __init__(self) -> None:
-        self._turn = count()
-
-    def rank(self, keys: RouteKeys, replicas: Sequence[Replica]) -> list[Replica]:
-        first = next(self._turn) % max(len(replicas), 1)
-        return [*replicas[first:], *replicas[:first]]
-
-    def sent(self, keys: RouteKeys, replica: str) -> None:
-        """It does not matter."""
-
-    def renamed(self, before: str, now: str) -> None:
-        """It does not matter."""
-
-
-class LeastLoaded(RoundRobin):
-    """The one with the least to do."""
-
-    def rank(self, keys: RouteKeys, replicas: Sequence[Replica]) -> list[Replica]:
-        return sorted(super().rank(keys, replicas), key=lambda replica: replica.load)
-
-
-def new_routing(name: str) -> Routing:
-    """Raises KeyError."""
-    kinds: dict[str, type[Affinity | RoundRobin]] = {
-        "affinity": Affinity,
-        "round_robin": RoundRobin,
-        "least_loaded": LeastLoaded,
-    }
-    return kinds[name]()
 
 
 def _keep_latest(known: OrderedDict[str, str] | OrderedDict[int, tuple[str, ...]], most: int) -> None:

@@ -19,9 +19,10 @@ from benchmarks.cluster_model import (
     SimulatedReplica,
     simulate,
 )
+from benchmarks.policies import POLICIES, LeastLoaded, RoundRobin
 from benchmarks.trace_file import BLOCK, Visit
 from emberkeep.errors import EmberkeepError
-from emberkeep.routing import Affinity, LeastLoaded, RoundRobin, new_routing
+from emberkeep.routing import Affinity
 from helpers.benchmarks import measure
 
 MACHINE = Machine(slots=1, prefill=BLOCK, decode=1.0, import_=1e18, ram=1000 * BLOCK, token_bytes=1)
@@ -82,9 +83,7 @@ def test_many_conversations_reuse_more_with_affinity_than_in_turns():
         for turn in range(1, 6)
         for talk in range(7)
     ]
-    kept = {
-        name: simulate(turns, 3, new_routing(name), MACHINE, ALONE).own for name in ("affinity", "round_robin")
-    }
+    kept = {name: simulate(turns, 3, POLICIES[name](), MACHINE, ALONE).own for name in ("affinity", "round_robin")}
     assert kept["affinity"] == 7 * (1 + 2 + 3 + 4) * BLOCK
     assert kept["round_robin"] < kept["affinity"] / 2
 

@@ -23,7 +23,7 @@ from benchmarks.trace_file import BLOCK, Visit
 from emberkeep.cli.cache_stores import closed_folders, open_stores
 from emberkeep.config.settings import Config
 from emberkeep.kv.remote.link import RemoteLink
-from emberkeep.routing import new_routing
+from emberkeep.routing import Affinity
 from emberkeep.server.presence import announce
 from emberkeep.types.models import RemoteModel
 from emberkeep.types.request import Json
@@ -400,21 +400,11 @@ def test_fewer_replicas_and_more_again_lose_no_request(cluster: Cluster) -> None
     assert not load.broken
 
 
-def test_round_robin_reuses_less(cluster: Cluster) -> None:
-    from emberkeep.cluster.lifecycle import deploy, status
-
-    before = {about["pid"] for about in status().replicas}
-    url = deploy(replace(cluster.config, queue=50, routing="round_robin"), slow_models(STEP_S))
-    assert before == {about["pid"] for about in status().replicas}  # only the gateway is another
-    assert turns_reused(replace(cluster, url=url), "round robin") < 0.7
-
-
 def test_with_a_shared_server_replicas_go_on_with_what_others_computed(cluster: Cluster, tmp_path: Path) -> None:
-    """Even where they take turns."""
     from emberkeep.cluster.lifecycle import deploy
 
     with running_valkey(tmp_path) as valkey:
-        config = replace(cluster.config, queue=50, routing="round_robin", remote=valkey.url)
+        config = replace(cluster.config, queue=50, remote=valkey.url)
         # So slow that loading is worth its while, as with a real model.
         shared = replace(cluster, url=deploy(config, slow_models(STEP_S, seconds_per_token=1e-3)))
 
@@ -458,7 +448,7 @@ def conversations(first: int) -> list[Visit]:
     return visits
 
 
-def simulated(visits: list[Visit], replicas: int, routing: str) -> Outcome:
+def simulated(visits: list[Visit], replicas: int) -> Outcome:
     machine = Machine(
         slots=4,
         prefill=BLOCK / BLOCK_IDS / SECONDS_PER_TOKEN,
@@ -467,27 +457,26 @@ def simulated(visits: list[Visit], replicas: int, routing: str) -> Outcome:
         ram=KEPT_BLOCKS * CHUNK_BYTES // replicas,
         token_bytes=CHUNK_BYTES // BLOCK,
     )
-    return simulate(visits, replicas, new_routing(routing), machine, RemoteSettings(0, 1.0, 0.0))
+    return simulate(visits, replicas, Affinity(), machine, RemoteSettings(0, 1.0, 0.0))
 
 
-@pytest.mark.parametrize(("replicas", "routing"), [(1, "affinity"), (3, "affinity"), (3, "round_robin")])
-def test_a_real_cluster_reuses_what_the_simulated_one_does(cluster: Cluster, replicas: int, routing: str) -> None:
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_real_cluster_reuses_what_the_simulated_one_does(cluster: Cluster, replicas: int) -> None:
     from emberkeep.cluster.lifecycle import deploy
 
-    visits = conversations(10_000 * (replicas + len(routing)))  # which the gateway has never seen
+    visits = conversations(10_000 * replicas)  # which the gateway has never seen
     config = replace(
         cluster.config,
         replicas=(replicas, replicas),
-        routing=routing,
-        queue=60 + len(routing),  # else the replicas would stay, with what they know
+        queue=60 + replicas,  # else the replicas would stay, with what they know
         ram_budget=KEPT_BLOCKS * CHUNK_BYTES,
         disk_budget=0,
         memory=False,
         max_concurrent_per_user=None,
     )
     real = replay(deploy(config, slow_models(0.001, SECONDS_PER_TOKEN)), visits)
-    outcome = simulated(visits, replicas, routing)
-    told = f"{replicas} {routing}: real {real.own_share:.3f}, simulated {outcome.own / outcome.tokens:.3f}"
+    outcome = simulated(visits, replicas)
+    told = f"{replicas} replicas: real {real.own_share:.3f}, simulated {outcome.own / outcome.tokens:.3f}"
     assert real.own_share == pytest.approx(outcome.own / outcome.tokens, abs=0.05), told
     print(told)
 

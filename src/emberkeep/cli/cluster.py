@@ -30,7 +30,7 @@ _DEPLOYED = (
     *("model", "models", "host", "port", "data_dir", "ctx", "parallel", "ram_budget", "disk_budget", "api_key"),
     *("threads", "kv_type", "engine", "device", "dtype", "gpu_layers", "max_concurrent_per_user", "backend"),
     *("base_url", "replicas", "cluster_gpus"),
-    *("cluster_backends", "cluster_address", "routing", "config"),
+    *("cluster_backends", "cluster_address", "config"),
 )
 app = typer.Typer(
     help="Several servers as one, on Ray Serve.",

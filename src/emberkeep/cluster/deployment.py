@@ -22,7 +22,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from emberkeep import __version__
 from emberkeep.cluster.gateway import RETRY_AFTER_S, Gateway, ReplicaLost
 from emberkeep.cluster.keys import Asked
-from emberkeep.cluster.meeting import Policy, board
+from emberkeep.cluster.meeting import board
 from emberkeep.cluster.replica import Opening, ReplicaServer
 from emberkeep.cluster.replica_answer import Part, Whole
 from emberkeep.cluster.router import ReplicaRouter
@@ -55,10 +55,10 @@ _HEAD_NODE = {"node:__internal_head__": 0.001}
 """Where the port is: always on the same machine."""
 _OF_GATEWAY = (
     *("host", "port", "api_key", "allow", "log_level"),
-    *("routing", "parallel", "max_concurrent_per_user"),
+    *("parallel", "max_concurrent_per_user"),
 )
 """Settings whose change makes a new gateway."""
-_NOT_OF_REPLICAS = frozenset({"host", "port", "allow", "routing", "cluster_address"})
+_NOT_OF_REPLICAS = frozenset({"host", "port", "allow", "cluster_address"})
 """Settings whose change makes no new replicas."""
 
 
@@ -129,7 +129,7 @@ class GatewayServer:
         """Raises EmberkeepError."""
         loop = asyncio.get_running_loop()
         self._version = version
-        board.policy = Policy(config.routing, config.parallel)
+        board.slots = config.parallel
         self._gateway = Gateway(
             Handled(serve.get_deployment_handle(REPLICAS, REPLICAS_APP)),
             config.max_concurrent_per_user,

@@ -111,7 +111,7 @@ def banner(config: Config, url: str) -> str:
     return (
         f"Emberkeep is ready at {url}/v1\n"
         f"  page      {url}\n"
-        f"  replicas  {show_value(config, 'replicas')}, routed by {config.routing}\n"
+        f"  replicas  {show_value(config, 'replicas')}\n"
         f"  data      {config.data_dir}\n"
         f"  stop      {ending}"
     )

@@ -7,15 +7,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 from emberkeep.routing import RouteKeys
-from emberkeep.values import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    routing: str = "affinity"
-    slots: int = 1
-    """Requests that a replica works on at a time."""
-
 
 Present = Callable[[frozenset[str]], None]
 
@@ -35,8 +26,8 @@ class Board:
         self._router: Learning | None = None
         self._watcher: Present = lambda present: None
         self._present: frozenset[str] = frozenset()
-        self.policy = Policy()
-        """What the router goes by; set before there is one."""
+        self.slots = 1
+        """Requests that a replica works on at a time; set before there is a router."""
 
     def attach(self, router: Learning) -> None:
         with self._lock:

@@ -12,15 +12,14 @@ from collections import Counter
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
 from emberkeep.cluster import meeting
-from emberkeep.routing import Replica, RouteKeys, new_routing
+from emberkeep.routing import Affinity, Replica, RouteKeys
 
 
 class ReplicaRouter(RequestRouter):
     """Belongs to the thread of its event loop."""
 
     def initialize_state(self) -> None:
-        policy = meeting.board.policy
-        self._routing, self._slots = new_routing(policy.routing), policy.slots
+        self._routing, self._slots = Affinity(), meeting.board.slots
         self._running: Counter[ReplicaID] = Counter()
         self._names: dict[ReplicaID, str] = {}
         self._loop: asyncio.AbstractEventLoop | None = None

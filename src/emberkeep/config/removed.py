@@ -36,6 +36,7 @@ REMOVED: Mapping[str, str] = {
     "remote_retries": "a request that a service failed is sent again twice.",
     "remote_user": "write it into remote, as in valkey://user:password@host:6379.",
     "remote_writes_per_s": "at most 256 MiB a second are written to the shared server.",
+    "routing": "a request goes to the replica that knows its beginning, else to the one with the least to do.",
     "show_consulted": "a chat always shows what a model answered that another one asked.",
     "tool_output": "a model gets 8,000 characters of a tool's result at a time, and can ask for the rest.",
     "tool_turns": "a model has to answer after 16 rounds of tool calls.",

@@ -382,11 +382,6 @@ class Config:
         or_word(TEXT, "none"),
         "Address of a Ray that runs already, such as 10.0.0.1:6379; none: one is started for this machine alone.",
     )
-    routing: str = _setting(
-        "affinity",
-        one_of("affinity", "round_robin", "least_loaded"),
-        "Which replica answers: the one that knows the prompt, each in turn, or the one with the least to do.",
-    )
 
     @property
     def local_model(self) -> str:
