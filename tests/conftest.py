@@ -20,8 +20,8 @@ from emberkeep.config.settings import DEFAULT_MODEL
 from emberkeep.files import locked, private_folder
 from emberkeep.logs import LINES
 from emberkeep.models.library import ModelLibrary
-from emberkeep.models.llama_library import ensure_llama_library
 from emberkeep.models.pull import pull
+from emberkeep.models.registries import ensure_llama_library
 from helpers import slowing
 from helpers.chance import learn_characters, load_profile
 

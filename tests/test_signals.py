@@ -19,8 +19,8 @@ import pytest
 import emberkeep
 from emberkeep.config.tables import McpServer
 from emberkeep.mcp.transport import stdio_transport
+from emberkeep.models.registries import fetch_wheel
 from emberkeep.models.spec import DEFAULT_SOURCE
-from emberkeep.models.wheel import fetch_wheel
 from emberkeep.signals import ending_signals, with_default_signals
 from emberkeep.tools.command_tool import CommandTool
 from helpers.server_process import ServerProcess

@@ -13,7 +13,7 @@ AUTO = "auto"
 """Servers log what an operator wants to know, other commands only what went wrong."""
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""Of the request that is being answered, as its client knows it."""
+"""The id of the request that is being answered, as its client knows it."""
 
 _TALKATIVE = ("httpx", "httpx2")
 """Libraries that log whole URLs, in which some services expect their key."""

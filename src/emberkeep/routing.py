@@ -18,7 +18,7 @@ _MOST_CONVERSATIONS = 65_536
 _MOST_BEGINNINGS = 524_288
 """Remembered ones; the latest stay. Together they take about 100 MB where all are in use."""
 _WORTH_FOLLOWING = 0.1
-"""Of a request, that a replica must have seen before for this to decide where it goes."""
+"""The part of a request that a replica must have seen before, for this to decide where it goes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from benchmarks.question_files import own_questions
 from emberkeep.bench.report import Series
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
-from emberkeep.library.results import Choice, Collector, Result
+from emberkeep.library.results import Collector, Result, ResultChoice
 from emberkeep.library.verify_report import VerifyReport
 from emberkeep.types.events import LookupRecord, TokenLogprob, Usage
 from helpers import tiny_gguf
@@ -41,7 +41,7 @@ def result(tokens: Sequence[int], *, moved: float = 0.0, reused: int = 0, text: 
     ]
     return replace(
         Collector().result(),
-        choices=(Choice(text or " ".join(map(str, tokens)), tokens=tuple(tokens), logprobs=tuple(likely)),),
+        choices=(ResultChoice(text or " ".join(map(str, tokens)), tokens=tuple(tokens), logprobs=tuple(likely)),),
         usage=Usage(prompt_tokens=101, cached_tokens=reused, completion_tokens=len(tokens)),
         lookup=LookupRecord(prompt_tokens=101, hot_tokens=reused),
     )

@@ -12,14 +12,14 @@ import pytest
 from typer.testing import CliRunner
 
 from emberkeep.cli import launch, running_server
-from emberkeep.cli.clients import CLIENTS, Service
+from emberkeep.cli.launch import CLIENTS, ClientTarget
 from emberkeep.cli.main import app
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError, ModelNotFound
 from emberkeep.server.presence import announce
 from helpers.scripted_server import ScriptedBackend, running
 
-SERVICE = Service("http://127.0.0.1:8080", "mine", 32_768, "secret-key")
+SERVICE = ClientTarget("http://127.0.0.1:8080", "mine", 32_768, "secret-key")
 
 
 @pytest.mark.parametrize("name", CLIENTS)
@@ -122,7 +122,7 @@ def test_without_a_server_the_sentence_says_how_to_start_one(tmp_path: Path) -> 
 
 
 def test_a_context_that_is_too_short_is_told(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    launch._warn_of_small_context(CLIENTS["claude"], Service("", "tiny", 4096, ""))
+    launch._warn_of_small_context(CLIENTS["claude"], ClientTarget("", "tiny", 4096, ""))
     assert "16,000 tokens" in capsys.readouterr().err
 
 

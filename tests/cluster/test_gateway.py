@@ -8,10 +8,8 @@ from typing import TypeVar
 
 import pytest
 
-from emberkeep.cluster.asgi import Message
 from emberkeep.cluster.gateway import Gateway, ReplicaLost
-from emberkeep.cluster.keys import Asked, conversation_key
-from emberkeep.cluster.replica_answer import Part, Whole
+from emberkeep.cluster.keys import AnswerPart, Message, ReplicaAnswer, ReplicaRequest, conversation_key
 from emberkeep.errors import Overloaded, RateLimited
 from emberkeep.routing import RouteKeys
 from emberkeep.types.request import Json
@@ -39,17 +37,17 @@ class FakeAnswer:
     script: Sequence[Message | str]
     is_cancelled: bool = False
 
-    async def __aiter__(self) -> AsyncIterator[Part]:
+    async def __aiter__(self) -> AsyncIterator[AnswerPart]:
         for step in self.script:
             if step == LOST:
                 raise ReplicaLost
             if step == HANGS:
                 await asyncio.Event().wait()
             if step == TAKEN:
-                yield Part(self.replica, [])
+                yield AnswerPart(self.replica, [])
                 continue
             assert not isinstance(step, str)
-            yield Part(self.replica, [step])
+            yield AnswerPart(self.replica, [step])
 
     def cancel(self) -> None:
         self.is_cancelled = True
@@ -64,14 +62,14 @@ class FakeReplicas:
     learnt: list[tuple[RouteKeys, str]] = field(default_factory=list)
     forgotten: list[tuple[str, frozenset[str]]] = field(default_factory=list)
 
-    def ask(self, asked: Asked, keys: RouteKeys) -> FakeAnswer:
+    def ask(self, asked: ReplicaRequest, keys: RouteKeys) -> FakeAnswer:
         number = len(self.asked)
         self.asked.append(FakeAnswer(str(number), self.scripts[number]))
         return self.asked[-1]
 
-    async def ask_all(self, asked: Asked) -> Sequence[Whole]:
+    async def ask_all(self, asked: ReplicaRequest) -> Sequence[ReplicaAnswer]:
         told = [{"object": "cache.removed", "removed": {"entries": n, "tokens": 10 * n}} for n in (1, 2)]
-        return [Whole(str(n), 200, (), json.dumps(one).encode()) for n, one in enumerate(told)]
+        return [ReplicaAnswer(str(n), 200, (), json.dumps(one).encode()) for n, one in enumerate(told)]
 
     async def forget_rest(self, user: str, asked: frozenset[str]) -> None:
         self.forgotten.append((user, asked))

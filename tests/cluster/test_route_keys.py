@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from emberkeep.cluster.keys import BLOCK_BYTES, Asked, Route, conversation_key, forgotten_user, route_of
+from emberkeep.cluster.keys import BLOCK_BYTES, ReplicaRequest, Route, conversation_key, forgotten_user, route_of
 from emberkeep.types.request import Json
 
 LONG = "The tide comes in twice a day, and the ships wait for it. " * 60
 
 
 def ask(path: str, body: Json, method: str = "POST", query: bytes = b"") -> Route:
-    return route_of(Asked(method, path, query, body=json.dumps(body).encode()))
+    return route_of(ReplicaRequest(method, path, query, body=json.dumps(body).encode()))
 
 
 def user(text: str) -> Json:
@@ -124,7 +124,7 @@ def test_a_conversation_with_a_long_name_is_remembered_as_briefly_as_any() -> No
     "body", [b"", b"{", b"[1]", b'"text"', b'{"messages": 3, "user": 5, "tools": "x"}', b"\xff"]
 )
 def test_what_is_no_good_is_routed_all_the_same(body: bytes) -> None:
-    route = route_of(Asked("POST", "/v1/chat/completions", body=body))
+    route = route_of(ReplicaRequest("POST", "/v1/chat/completions", body=body))
     assert route.is_answer
     assert not route.user
 
@@ -140,10 +140,10 @@ def test_of_a_very_long_prompt_the_beginning_counts() -> None:
 
 
 def test_who_is_to_be_forgotten_is_read_from_the_address() -> None:
-    assert forgotten_user(Asked("DELETE", "/v1/cache", b"user_id=ann%20b")) == "ann b"
-    assert forgotten_user(Asked("DELETE", "/v1/cache/", b"user_id=")) == ""
-    assert forgotten_user(Asked("DELETE", "/v1/cache/abc", b"user_id=ann")) is None
-    assert forgotten_user(Asked("GET", "/v1/cache", b"user_id=ann")) is None
+    assert forgotten_user(ReplicaRequest("DELETE", "/v1/cache", b"user_id=ann%20b")) == "ann b"
+    assert forgotten_user(ReplicaRequest("DELETE", "/v1/cache/", b"user_id=")) == ""
+    assert forgotten_user(ReplicaRequest("DELETE", "/v1/cache/abc", b"user_id=ann")) is None
+    assert forgotten_user(ReplicaRequest("GET", "/v1/cache", b"user_id=ann")) is None
 
 
 def test_a_mark_does_not_change_where_a_request_goes() -> None:

@@ -5,16 +5,16 @@ import json
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from emberkeep.cluster.replica_answer import Whole
+from emberkeep.cluster.keys import ReplicaAnswer
 from emberkeep.cluster.scatter import Merge, merge_for, merged
 from emberkeep.types.request import Json
 
 
-def told(replica: str, value: Json, status: int = 200) -> Whole:
-    return Whole(replica, status, (), json.dumps(value).encode())
+def told(replica: str, value: Json, status: int = 200) -> ReplicaAnswer:
+    return ReplicaAnswer(replica, status, (), json.dumps(value).encode())
 
 
-def merge(how: Merge, *answers: Whole) -> tuple[int, Json]:
+def merge(how: Merge, *answers: ReplicaAnswer) -> tuple[int, Json]:
     one = merged(how, answers)
     return one.status, json.loads(one.body)
 
@@ -77,7 +77,7 @@ def test_one_that_has_it_is_enough_and_a_real_failure_says_more_than_an_absence(
 
 def test_metrics_have_the_label_of_their_replica_and_one_head_for_each_name() -> None:
     text = '# HELP a_total Some.\n# TYPE a_total counter\na_total{x="1"} 4\n'
-    one = merged(Merge.METRICS, [Whole(n, 200, (), text.encode()) for n in ("0", "1")]).body.decode()
+    one = merged(Merge.METRICS, [ReplicaAnswer(n, 200, (), text.encode()) for n in ("0", "1")]).body.decode()
     assert one.count("# TYPE a_total") == 1
     (family,) = text_string_to_metric_families(one)
     assert [(sample.labels, sample.value) for sample in family.samples] == [

@@ -11,7 +11,7 @@ from emberkeep.config.kinds import Lifetimes
 from emberkeep.config.sources import load_config
 from emberkeep.config.tables import WarmPrefix
 from emberkeep.errors import ConfigError
-from emberkeep.library.declared_prefixes import declared_prefixes
+from emberkeep.library.installation import declared_prefixes
 from emberkeep.types.lineage import SHARED
 from emberkeep.types.request import Message, Ttl
 

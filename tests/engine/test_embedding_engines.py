@@ -16,7 +16,7 @@ from emberkeep.engine.hf.embedding_engine import HfEmbeddingEngine, HfEmbeddingS
 from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingEngine, LlamaEmbeddingSettings
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.errors import ModelBroken
-from emberkeep.models.charsmap import check_charsmap
+from emberkeep.models.checks import check_charsmap
 from emberkeep.models.gguf import read_header
 from emberkeep.types.embedding import Pooling
 from helpers import tiny_bert, tiny_gguf

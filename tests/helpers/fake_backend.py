@@ -7,7 +7,7 @@ from emberkeep.backend.local import LocalBackend
 from emberkeep.config.settings import Config
 from emberkeep.engine.fake import CHATML, FakeEngine
 from emberkeep.runtime.local_model import assemble
-from emberkeep.runtime.parts import Parts
+from emberkeep.runtime.parts import ModelParts
 
 
 def fake_backend(
@@ -16,7 +16,7 @@ def fake_backend(
     *,
     template: str = CHATML,
     name: str = "fake",
-    parts: Parts | None = None,
+    parts: ModelParts | None = None,
 ) -> LocalBackend:
     engine = engine or FakeEngine()
     return assemble(config, engine, template, ModelCard(name, 0, engine.capabilities.context), parts=parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emberkeep.models.reporter import Silent
+from emberkeep.models.spec import Silent
 
 
 class Watching(Silent):

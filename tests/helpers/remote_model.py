@@ -15,7 +15,7 @@ from emberkeep.backend.remote.base import RemoteAbout
 from emberkeep.errors import EmberkeepError
 from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Policy, Sessions
-from emberkeep.tools.host_tools import HostToolBox
+from emberkeep.tools.permissions import HostToolBox
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
 from emberkeep.types.events import (
     Completed,

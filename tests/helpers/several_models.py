@@ -20,7 +20,7 @@ from emberkeep.models.library import ModelLibrary
 from emberkeep.models.pull import pull
 from emberkeep.runtime import served_models
 from emberkeep.runtime.model_memory import model_bytes
-from emberkeep.runtime.parts import Parts
+from emberkeep.runtime.parts import ModelParts
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import Server
 from emberkeep.server.lifecycle import bind
@@ -49,7 +49,7 @@ def load_fake_engines(patch: pytest.MonkeyPatch) -> list[LocalBackend]:
     loaded: list[LocalBackend] = []
 
     def open_fake(
-        config: Config, parts: Parts | None = None, report: Callable[[float], None] | None = None
+        config: Config, parts: ModelParts | None = None, report: Callable[[float], None] | None = None
     ) -> LocalBackend:
         name = ModelLibrary(config.data_dir / "models").resolve(config.local_model).id
         loaded.append(fake_backend(config, FakeEngine(weights=name), name=name, parts=parts))

@@ -13,7 +13,7 @@ from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeVocab
 from emberkeep.errors import ConfigError, EngineError, ModelNotFound
 from emberkeep.library.emberkeep import Emberkeep
-from emberkeep.runtime.draft_loading import vocab_difference
+from emberkeep.runtime.local_model import vocab_difference
 from emberkeep.sched.draft_length import StepCost
 from emberkeep.sched.draft_model import DraftModel
 from helpers import tiny_gguf

@@ -9,7 +9,7 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from emberkeep.errors import ModelBroken, ModelNotFound
-from emberkeep.models.adapter import check_adapter
+from emberkeep.models.checks import check_adapter
 from emberkeep.models.gguf import GgufHeader, read_header
 from emberkeep.models.profile import profile
 from helpers import tiny_gguf

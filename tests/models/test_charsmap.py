@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from emberkeep.errors import ModelBroken
-from emberkeep.models.charsmap import check_charsmap
+from emberkeep.models.checks import check_charsmap
 from emberkeep.models.gguf import CHARSMAP, GgufHeader, Value
 from helpers.chance import seed, times
 from helpers.gguf_builders import charsmap

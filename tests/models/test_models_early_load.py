@@ -46,7 +46,7 @@ def test_a_load_is_begun(config: Config, begun: dict[Path, early_load.Prove]) ->
     [
         {"engine": "hf"},
         {"mlock": True},
-        {"draft_model": "other"},
+        {"speculation": "other"},
         {"backend": "openai"},
         {"model": "absent"},
         {"model": "./absent.gguf"},

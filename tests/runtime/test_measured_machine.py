@@ -11,6 +11,7 @@ from emberkeep.backend.local import LocalBackend
 from emberkeep.config.settings import Config
 from emberkeep.engine.fake import CHATML, FakeEngine
 from emberkeep.runtime import local_model
+from emberkeep.runtime.parts import OpenedModel
 from emberkeep.sched import gaps, probe
 from emberkeep.sched.probe import DeviceProbe
 from helpers import tiny_gguf
@@ -20,10 +21,10 @@ from helpers.waiting import eventually
 def test_what_is_measured_beside_the_model_may_wait_for_its_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def open_fake(*_: object, **__: object) -> local_model._Opened:
-        return local_model._Opened(FakeEngine(), CHATML, {}, device=DeviceProbe(lambda: 50e9, lambda: 4e12))
+    def open_fake(*_: object, **__: object) -> OpenedModel:
+        return OpenedModel(FakeEngine(), CHATML, {}, device=DeviceProbe(lambda: 50e9, lambda: 4e12))
 
-    monkeypatch.setattr(local_model, "_open_llamacpp", open_fake)
+    monkeypatch.setattr(local_model, "open_llamacpp", open_fake)
     monkeypatch.setattr(gaps, "GAP_S", 0.01)
     monkeypatch.setattr(probe, "_EACH_S", 0.0)  # a gap takes longer
     path = tiny_gguf.dense(tmp_path / "tiny.gguf")

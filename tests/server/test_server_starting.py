@@ -16,9 +16,9 @@ from emberkeep.cli.model_setup import Lines
 from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError, EngineError, ModelBroken
-from emberkeep.models.reporter import Reporter, Silent
+from emberkeep.models.spec import Reporter, Silent
 from emberkeep.runtime import served_models
-from emberkeep.runtime.parts import Parts
+from emberkeep.runtime.parts import ModelParts
 from emberkeep.runtime.served_models import EarlyOpening, begin_models
 from helpers.fake_backend import fake_backend
 from helpers.scripted_server import ScriptedBackend
@@ -39,7 +39,7 @@ class Gate:
     def prepare(self, reporter: Reporter) -> None:
         reporter.progress("Checking", 1, None)
 
-    def open(self, config: Config, parts: Parts, report: Callable[[str, int, int], None]) -> Backend:
+    def open(self, config: Config, parts: ModelParts, report: Callable[[str, int, int], None]) -> Backend:
         report("Loading small", 1, 2)
         self.half.set()
         assert self.go_on.wait(WAIT_S)

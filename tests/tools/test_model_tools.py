@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from emberkeep.errors import RemoteDown
-from emberkeep.tools.model_tools import Consulted, ModelTools
+from emberkeep.runtime.consultants import Consulted, ModelTools
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
 from emberkeep.types.events import Caller, ToolOutcome
 from emberkeep.types.models import RemoteModel

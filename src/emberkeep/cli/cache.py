@@ -185,8 +185,7 @@ def remove(
     model: OfModel = None,
 ) -> None:
     """Remove entries, pinned or not; what others share with them stays."""
-    from emberkeep.cli.cache_stores import all_entries, choose, open_stores
-    from emberkeep.cli.shared_server import forget_elsewhere
+    from emberkeep.cli.cache_stores import all_entries, choose, forget_elsewhere, open_stores
 
     if (user is None) == (not ids):
         raise typer.BadParameter("say what to remove: ids from `emberkeep cache ls`, or --user NAME.")
@@ -335,7 +334,7 @@ def _is_in(entry: CacheEntry, tier: Tier | None) -> bool:
 
 def _list_shared(config: Config, user: str | None, model: str | None, as_json: bool) -> None:
     """What all hosts together have in the shared server. Raises EmberkeepError."""
-    from emberkeep.cli.shared_server import shared_rows
+    from emberkeep.cli.cache_stores import shared_rows
 
     rows = [row for row in shared_rows(config) if user in (None, row.user) and model in (None, row.model)]
     if as_json:

@@ -15,8 +15,7 @@ from emberkeep.types.lineage import EXACT_BITS
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from emberkeep.cli.cache_stores import Listed
-    from emberkeep.cli.shared_server import SharedRow
+    from emberkeep.cli.cache_stores import Listed, SharedRow
 
 ROOMY = 110
 """Columns of a terminal that has room for a table of entries."""

@@ -147,7 +147,7 @@ def chat(*, loaded: LoadedConfig, words: Words = None, answers: AnswerFlags, sav
 
 
 def _find_running_model(config: Config, flags: Set[str]) -> RunningModel | None:
-    from emberkeep.cli.running_model import find_running_model
+    from emberkeep.cli.running_server import find_running_model
 
     return find_running_model(config, flags)
 

@@ -25,7 +25,7 @@ class Home(NamedTuple):
 
     module: str
     name: str
-    """Of the Typer in it."""
+    """What its Typer is called there."""
     help: str
     """The first paragraph of what the command says of itself."""
 

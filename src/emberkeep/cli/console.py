@@ -93,7 +93,7 @@ def show_facts(lines: Iterable[tuple[str, str]]) -> None:
 
 
 def width() -> int:
-    """Of the terminal. A pipe has none: nothing may be folded or cut there."""
+    """How wide the terminal is. A pipe has no width: nothing may be folded or cut there."""
     output = console()
     return output.width if output.is_terminal else PIPE_WIDTH
 

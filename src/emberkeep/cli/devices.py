@@ -26,7 +26,7 @@ _REINSTALL_HF = "pip install --force-reinstall 'emberkeep[hf]'"
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class EngineView:
     """What one engine sees."""
 
     engine: str
@@ -56,42 +56,42 @@ def devices(config: Config, as_json: JsonFlag = False) -> None:
         print(note)
 
 
-def llamacpp_view(config: Config) -> View:
+def llamacpp_view(config: Config) -> EngineView:
     """Loads its library, which is tried first in a process of its own. Blocks for a second the first time."""
     from emberkeep.engine.llamacpp.model import gpus, seen_devices
     from emberkeep.engine.llamacpp.shared_library import is_installed
     from emberkeep.engine.llamacpp.trial import choose_library
 
     if config.llama_library in ("auto", "ready-made") and not is_installed(config.llama_library):
-        return View(
+        return EngineView(
             "llamacpp", problem="llama.cpp is not here yet: `emberkeep serve` fetches it.", is_missing=True
         )
 
     try:
         choose_library(config.llama_library)
     except EngineError as error:
-        return View("llamacpp", problem=str(error))
+        return EngineView("llamacpp", problem=str(error))
     found = [gpu.name for gpu in gpus()] if config.gpu_layers != 0 else []
-    return View("llamacpp", seen_devices(), tuple(found) or (CPU,))
+    return EngineView("llamacpp", seen_devices(), tuple(found) or (CPU,))
 
 
-def torch_view(config: Config) -> View:
+def torch_view(config: Config) -> EngineView:
     """Imports torch, where it is installed. Blocks for seconds the first time."""
     if not has_hf():
         missing = "The Hugging Face engine is not installed: `pip install 'emberkeep[hf]'` adds it."
-        return View("hf", problem=missing, is_missing=True)
+        return EngineView("hf", problem=missing, is_missing=True)
 
     try:
         from emberkeep.engine.hf.device import choose_device, seen_devices
 
-        return View("hf", seen_devices(), (str(choose_device(config.device)),))
+        return EngineView("hf", seen_devices(), (str(choose_device(config.device)),))
     except EngineError as error:
-        return View("hf", problem=str(error))
+        return EngineView("hf", problem=str(error))
     except (ImportError, OSError, RuntimeError) as error:
-        return View("hf", problem=f"torch cannot be loaded ({error}): run `{_REINSTALL_HF}`.")
+        return EngineView("hf", problem=f"torch cannot be loaded ({error}): run `{_REINSTALL_HF}`.")
 
 
-def _uses(config: Config, llamacpp: View, torch: View) -> dict[str, tuple[str, ...]]:
+def _uses(config: Config, llamacpp: EngineView, torch: EngineView) -> dict[str, tuple[str, ...]]:
     """What a model of each kind would be put on; nothing where the settings leave no engine for it."""
     return {
         "GGUF": torch.used if config.engine == "hf" else llamacpp.used,
@@ -109,7 +109,7 @@ def describe_cpu(cpu: Cpu) -> str:
     return f"{cpu.name}, {cores}" + (f": {' '.join(cpu.features)}" if cpu.features else "")
 
 
-def _rows(cpu: Cpu, views: Sequence[View], uses: Uses) -> Iterator[Sequence[str]]:
+def _rows(cpu: Cpu, views: Sequence[EngineView], uses: Uses) -> Iterator[Sequence[str]]:
     engines = ", ".join(view.engine for view in views if view.used)
     yield CPU, engines, describe_cpu(cpu), _size(free_ram()), _size(total_ram()), _kinds_on(CPU, uses)
     for view in views:
@@ -126,7 +126,7 @@ def _size(count: int | None) -> str:
     return "" if count is None else readable_size(count)
 
 
-def _json(cpu: Cpu, views: Sequence[View], uses: Uses, notes: Sequence[str]) -> dict[str, Json]:
+def _json(cpu: Cpu, views: Sequence[EngineView], uses: Uses, notes: Sequence[str]) -> dict[str, Json]:
     return {
         "cpu": {**asdict(cpu), "free": free_ram(), "total": total_ram()},
         "devices": [{"engine": view.engine, **asdict(each)} for view in views for each in view.devices],

@@ -169,15 +169,15 @@ def _weights(config: Config) -> Finding:
 
 def _model_folders(config: Config) -> list[ModelFile]:
     """The configured model, and all that are installed, as far as they are folders and write."""
+    from emberkeep.models.embedding import embedding_profile
     from emberkeep.models.library import ModelLibrary
-    from emberkeep.runtime.embedding_model import embedding_profile
 
     library = ModelLibrary(config.data_dir / "models")
     found: dict[Path, ModelFile] = {}
     for name in (config.local_model, config.draft_model, *(model.id for model in library.list())):
         with suppress(ModelError):
             model = library.resolve(name) if name else None
-            if model is not None and model.is_folder and embedding_profile(model) is None:
+            if model is not None and model.is_folder and embedding_profile(model.path) is None:
                 found[model.path] = model
     return list(found.values())
 
@@ -220,7 +220,7 @@ def _speed(config: Config) -> Finding:
     folder, device = nearest_folder(config.data_dir), _device_of_torch(config)
     if device is None:
         return Finding(Level.OK, probe(folder).speeds)
-    from emberkeep.runtime.local_model import device_probe
+    from emberkeep.runtime.hf_model import device_probe
 
     return Finding(Level.OK, replace(probe(folder, device=device_probe(device)), device=device).speeds)
 
@@ -290,7 +290,7 @@ def _attention(config: Config) -> Finding:
 
 def _adapters(config: Config, model: ModelFile) -> str:
     """What is added to the model. Raises ModelError where it does not fit."""
-    from emberkeep.models.adapter import check_adapter
+    from emberkeep.models.checks import check_adapter
     from emberkeep.models.gguf import read_header
 
     for lora in config.lora:
@@ -321,7 +321,7 @@ def _exposure(config: Config) -> Finding:
 
 def _shared_server(config: Config) -> Finding:
     """Whether the server answers in which hosts share their state, and how it makes room."""
-    from emberkeep.cli.shared_server import shared_server_report
+    from emberkeep.cli.cache_stores import shared_server_report
 
     if config.remote is None:
         return Finding(Level.OK, 'none: `remote = "valkey://HOST:6379"` lets hosts share what they computed')

@@ -152,7 +152,7 @@ LogLevelFlag = Annotated[str | None, setting("log_level")]
 
 
 def _flags_by_parameter(function: Command) -> dict[str, tuple[Callable[..., Any], list[Parameter]]]:
-    """Of every parameter of its own: what makes its value of the values of its flags, and these flags."""
+    """What makes the value of each parameter of its own from the values of its flags, and these flags."""
     hints = get_type_hints(function, include_extras=True)
     settled = ("config", "loaded")
     own = {name: flag for name, flag in signature(function).parameters.items() if name not in settled}

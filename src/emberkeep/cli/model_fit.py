@@ -13,7 +13,7 @@ from emberkeep.errors import EngineError, ModelError
 from emberkeep.files import nearest_folder
 from emberkeep.models.layer_sizes import LayerSizes, layer_sizes
 from emberkeep.models.library import ModelFile
-from emberkeep.runtime.local_model import placing_of
+from emberkeep.runtime.hf_model import placing_of
 from emberkeep.sched.probe import probe
 from emberkeep.types.models import Quantization, Residency
 from emberkeep.values import dataclass
@@ -66,12 +66,12 @@ def explain_ram(weights: int, room: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class FolderFit:
     text: str
     is_good: bool = True
 
 
-def fits(config: Config, models: Iterable[ModelFile]) -> Iterator[Fit]:
+def fits(config: Config, models: Iterable[ModelFile]) -> Iterator[FolderFit]:
     """What the hf engine would do with each of these folders, and before that, whether it computes from RAM.
 
     Blocks for a moment. Raises EngineError for a device that is not here.
@@ -85,15 +85,15 @@ def fits(config: Config, models: Iterable[ModelFile]) -> Iterator[Fit]:
     in_ram = is_cpu or shares_ram(device)
     if in_ram:
         whose = "models of transformers run on the CPU" if is_cpu else f"{device} computes"
-        yield Fit(f"{whose}, from RAM, which has room for {readable_size(room)} of weights")
+        yield FolderFit(f"{whose}, from RAM, which has room for {readable_size(room)} of weights")
     dtype = "float32" if is_cpu and config.dtype == "auto" else config.dtype
     for model in models:
         try:
             sizes = layer_sizes(model.path, dtype, Quantization(config.quantization))
             told = explain_ram(sizes.all, room) if in_ram else _explain_gpu(config, sizes, device, placing)
-            yield Fit(f"{model.id}: {told}", not in_ram or sizes.all <= room)
+            yield FolderFit(f"{model.id}: {told}", not in_ram or sizes.all <= room)
         except (EngineError, ModelError) as error:
-            yield Fit(f"{model.id}: {error}", is_good=False)
+            yield FolderFit(f"{model.id}: {error}", is_good=False)
 
 
 def _explain_gpu(config: Config, sizes: LayerSizes, device: Any, placing: Placing) -> str:

@@ -17,7 +17,7 @@ from emberkeep.config.settings import Config
 
 if TYPE_CHECKING:
     from emberkeep.library.emberkeep import Emberkeep
-    from emberkeep.models.reporter import Reporter
+    from emberkeep.models.spec import Reporter
 
 _EVERY_S = 0.1
 _CLEARED = "\r\033[2K"

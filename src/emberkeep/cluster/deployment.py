@@ -21,10 +21,9 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from emberkeep import __version__
 from emberkeep.cluster.gateway import RETRY_AFTER_S, Gateway, ReplicaLost
-from emberkeep.cluster.keys import Asked
+from emberkeep.cluster.keys import AnswerPart, ReplicaAnswer, ReplicaRequest
 from emberkeep.cluster.meeting import board
 from emberkeep.cluster.replica import Opening, ReplicaServer
-from emberkeep.cluster.replica_answer import Part, Whole
 from emberkeep.cluster.router import ReplicaRouter
 from emberkeep.config.settings import DRAIN_S, FIELDS, Config
 from emberkeep.errors import Overloaded, StoreFailed
@@ -50,7 +49,7 @@ _STARTS = 3
 _ALL_S, _LOOK_S = 600.0, 10.0
 """For an answer of all replicas: loading a model is one; and where nothing is changed."""
 _ONE_AT_A_TIME = 1e-3
-"""Of the replicas, that an update replaces together."""
+"""The part of the replicas that an update replaces together."""
 _HEAD_NODE = {"node:__internal_head__": 0.001}
 """Where the port is: always on the same machine."""
 _OF_GATEWAY = (
@@ -68,17 +67,17 @@ class Handled:
 
     handle: DeploymentHandle
 
-    def ask(self, asked: Asked, keys: RouteKeys) -> HandledAnswer:
+    def ask(self, asked: ReplicaRequest, keys: RouteKeys) -> HandledAnswer:
         return HandledAnswer(self.handle.options(stream=True).answer.remote(asked, keys=keys))
 
-    async def ask_all(self, asked: Asked) -> Sequence[Whole]:
+    async def ask_all(self, asked: ReplicaRequest) -> Sequence[ReplicaAnswer]:
         try:
             sent = self.handle.broadcast("answer_whole", asked)
             limit = _LOOK_S if asked.method in ("GET", "HEAD") else _ALL_S
             found = await sent.results_async(timeout_s=limit, return_exceptions=True)
         except (DeploymentUnavailableError, TimeoutError):
             found = []
-        answers = [answer for answer in found if isinstance(answer, Whole)]
+        answers = [answer for answer in found if isinstance(answer, ReplicaAnswer)]
         if not answers:
             raise Overloaded("No replica answers: try again in a moment.", RETRY_AFTER_S)
         if len(answers) < len(found) and asked.method == "DELETE":
@@ -107,7 +106,7 @@ class HandledAnswer:
     def __init__(self, response: DeploymentResponseGenerator) -> None:
         self._response = response
 
-    async def __aiter__(self) -> AsyncIterator[Part]:
+    async def __aiter__(self) -> AsyncIterator[AnswerPart]:
         try:
             async for part in self._response:
                 yield part

@@ -15,9 +15,20 @@ from typing import Any, Protocol
 
 from emberkeep.api.errors import error_shape, failure_of
 from emberkeep.backend.choices import Permits
-from emberkeep.cluster.asgi import Message, Receive, Scope, Send
-from emberkeep.cluster.keys import Asked, Route, conversation_key, forgotten_user, names_replica, route_of
-from emberkeep.cluster.replica_answer import Part, Whole
+from emberkeep.cluster.keys import (
+    AnswerPart,
+    Message,
+    Receive,
+    ReplicaAnswer,
+    ReplicaRequest,
+    Route,
+    Scope,
+    Send,
+    conversation_key,
+    forgotten_user,
+    names_replica,
+    route_of,
+)
 from emberkeep.cluster.scatter import Merge, merge_for, merged
 from emberkeep.errors import Overloaded
 from emberkeep.routing import RouteKeys
@@ -26,7 +37,7 @@ from emberkeep.values import dataclass
 
 RETRY_AFTER_S = 1.0
 _LARGE_BYTES = 64 << 10
-"""Of a body: takes about a millisecond to parse."""
+"""A body of so many bytes takes about a millisecond to parse."""
 _MOST_TRIES = 5
 _NO_LIMIT = 1 << 30
 _STREAMS = (b"text/event-stream", b"application/x-ndjson")
@@ -45,20 +56,20 @@ class _AnotherHead(Exception):
     """An answer that was begun once more is of another kind than what the client has been told."""
 
 
-class Answering(Protocol):
+class ReplicaStream(Protocol):
     """One answer that comes in parts. Raises ReplicaLost."""
 
-    def __aiter__(self) -> AsyncIterator[Part]: ...
+    def __aiter__(self) -> AsyncIterator[AnswerPart]: ...
 
     def cancel(self) -> None:
         """The replica stops working on it. Idempotent."""
 
 
 class Replicas(Protocol):
-    def ask(self, asked: Asked, keys: RouteKeys) -> Answering:
+    def ask(self, asked: ReplicaRequest, keys: RouteKeys) -> ReplicaStream:
         """The one that the router chooses."""
 
-    async def ask_all(self, asked: Asked) -> Sequence[Whole]:
+    async def ask_all(self, asked: ReplicaRequest) -> Sequence[ReplicaAnswer]:
         """All that there are. Raises Overloaded."""
 
     async def forget_rest(self, user: str, asked: frozenset[str]) -> None:
@@ -72,7 +83,7 @@ class Replicas(Protocol):
 class _Exchange:
     """One request that is being answered."""
 
-    asked: Asked
+    asked: ReplicaRequest
     route: Route
     request_id: str
     send: Send
@@ -126,13 +137,13 @@ class Gateway:
             if exchange.replica == replica:
                 exchange.broken_off.set()
 
-    async def _ask_all(self, asked: Asked, merge: Merge) -> Whole:
+    async def _ask_all(self, asked: ReplicaRequest, merge: Merge) -> ReplicaAnswer:
         """Raises Overloaded."""
         answers = list(await self._replicas.ask_all(asked))
         if (user := forgotten_user(asked)) is not None:
             await self._replicas.forget_rest(user, frozenset(answer.replica for answer in answers))
         if merge is Merge.METRICS:
-            answers.append(Whole("gateway", 200, (), self._own_metrics()))
+            answers.append(ReplicaAnswer("gateway", 200, (), self._own_metrics()))
         return await asyncio.to_thread(merged, merge, answers)
 
     @contextmanager
@@ -200,7 +211,7 @@ class Gateway:
             return
         raise _lost()
 
-    async def _send_part(self, exchange: _Exchange, part: Part) -> None:
+    async def _send_part(self, exchange: _Exchange, part: AnswerPart) -> None:
         exchange.replica = part.replica
         for message in part.messages:
             if message["type"] == "http.response.start":
@@ -255,9 +266,9 @@ def _stopped() -> Overloaded:
     return Overloaded("The server stopped before this answer was complete: ask again.", RETRY_AFTER_S)
 
 
-def _asked(scope: Scope, body: bytes) -> Asked:
+def _asked(scope: Scope, body: bytes) -> ReplicaRequest:
     headers = tuple((name, value) for name, value in scope["headers"] if name not in _NOT_PASSED_ON)
-    return Asked(
+    return ReplicaRequest(
         scope["method"],
         scope["path"],
         scope["query_string"],
@@ -292,7 +303,7 @@ async def _stop(task: asyncio.Task[Any]) -> None:
     await asyncio.wait([task])
 
 
-async def _send_whole(whole: Whole, send: Send) -> None:
+async def _send_whole(whole: ReplicaAnswer, send: Send) -> None:
     headers = [(name, value) for name, value in whole.headers if name.lower() not in _OWN_HEADERS]
     sized = [(name, value) for name, value in headers if name.lower() != b"content-length"]
     sized.append((b"content-length", b"%d" % len(whole.body)))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from hashlib import blake2b
+from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 import xxhash
@@ -23,7 +24,7 @@ from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 BLOCK_BYTES = 512
-"""Of a prompt: about a chunk of stored state."""
+"""So much of a prompt is about a chunk of stored state."""
 _MOST_BLOCKS = 2048
 """Beyond a megabyte, what follows makes no difference to where a request goes."""
 
@@ -45,7 +46,7 @@ _NAMED = re.compile(r"(?:/v1)?/(?:responses|conversations)/([^/]+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ReplicaRequest:
     """One HTTP request, whole."""
 
     method: str
@@ -69,7 +70,7 @@ class Route:
     """A model answers it, so that it may be asked again where it was lost."""
 
 
-def route_of(asked: Asked) -> Route:
+def route_of(asked: ReplicaRequest) -> Route:
     """Pure."""
     path = asked.path.rstrip("/")
     query = _query(asked.query)
@@ -140,7 +141,7 @@ def _plain(value: Json) -> Json:
     return value
 
 
-def _fields(asked: Asked) -> Mapping[str, Json]:
+def _fields(asked: ReplicaRequest) -> Mapping[str, Json]:
     """Empty where the body is no object."""
     if asked.method not in ("POST", "PUT") or not asked.body:
         return {}
@@ -182,13 +183,42 @@ def _text(value: Json) -> str:
     return value if isinstance(value, str) else ""
 
 
-def names_replica(asked: Asked) -> bool:
+def names_replica(asked: ReplicaRequest) -> bool:
     """Whether one replica alone is asked, and not whoever knows."""
     return "replica" in _query(asked.query)
 
 
-def forgotten_user(asked: Asked) -> str | None:
+def forgotten_user(asked: ReplicaRequest) -> str | None:
     """Whose stored state a request removes; None where it does something else."""
     if asked.method != "DELETE" or asked.path.rstrip("/") != "/v1/cache":
         return None
     return dict(parse_qsl(asked.query.decode("latin-1"), keep_blank_values=True)).get("user_id")
+
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+# ── what replicas answer the gateway with ──
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPart:
+    """Messages of an answer, and the replica that gives it."""
+
+    replica: str
+    messages: list[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaAnswer:
+    """An answer that was waited for."""
+
+    replica: str
+    """Its name, which people and metrics know it by; empty where it is the answer of several."""
+    status: int
+    headers: tuple[tuple[bytes, bytes], ...]
+    body: bytes

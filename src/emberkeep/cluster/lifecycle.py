@@ -34,7 +34,7 @@ from emberkeep.cluster.replica import Opening
 from emberkeep.config.exposure import check_exposure
 from emberkeep.config.settings import Config, show_value
 from emberkeep.errors import EmberkeepError
-from emberkeep.library.declared_prefixes import declared_prefixes
+from emberkeep.library.installation import declared_prefixes
 from emberkeep.models.library import ModelLibrary
 from emberkeep.runtime.served_models import open_models
 from emberkeep.server.lifecycle import bind
@@ -204,7 +204,7 @@ def _ask_all(deployment: str, app: str) -> list[dict[str, Any]]:
 
 
 def _why(name: str, error: BaseException) -> str:
-    """Of a deployment that failed: the last line of the replica's own error, which is ours where there is one."""
+    """Why a deployment failed: the last line of the replica's own error, which is ours where there is one."""
     known = serve.status().applications.get(name)
     told = [each.message for each in known.deployments.values() if each.message] if known else []
     lines = [line.strip() for line in "\n".join([str(error), *told]).splitlines() if line.strip()]

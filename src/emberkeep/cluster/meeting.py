@@ -19,7 +19,7 @@ class Learning(Protocol):
 
 
 class Board:
-    """Of this process. Safe to use from any thread."""
+    """This process has one. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

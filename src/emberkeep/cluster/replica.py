@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 import ray
@@ -15,14 +15,11 @@ from ray import serve
 from emberkeep.api.errors import failure_of
 from emberkeep.backend.capabilities import keep_warm
 from emberkeep.backend.models import Models
-from emberkeep.cluster.asgi import Message
-from emberkeep.cluster.exchange import answers
-from emberkeep.cluster.keys import Asked
-from emberkeep.cluster.replica_answer import Part, Whole
+from emberkeep.cluster.keys import AnswerPart, App, Message, ReplicaAnswer, ReplicaRequest, Scope
 from emberkeep.cluster.slots import config_of_replica, forget_rest, take_slot
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError, Overloaded, StoreFailed
-from emberkeep.library.declared_prefixes import declared_prefixes
+from emberkeep.library.installation import declared_prefixes
 from emberkeep.logs import begin_logging
 from emberkeep.routing import RouteKeys
 from emberkeep.server.app import create_app
@@ -58,20 +55,20 @@ class ReplicaServer:
         await warmup(app, own)
         log.info("Replica %s is ready in %s.", self._slot.name, self._slot.folder)
 
-    async def answer(self, asked: Asked, keys: RouteKeys) -> AsyncIterator[Part]:
+    async def answer(self, asked: ReplicaRequest, keys: RouteKeys) -> AsyncIterator[AnswerPart]:
         """Ends the request when it is cancelled. `keys` are for the router, which sees what is sent."""
         if keys.replica not in ("", self._name):
-            yield Part(self._id, _messages(_refused(self._name, _absent(keys.replica))))
+            yield AnswerPart(self._id, _messages(_refused(self._name, _absent(keys.replica))))
             return
-        yield Part(self._id, [])  # so that the gateway knows who answers, long before there is an answer
+        yield AnswerPart(self._id, [])  # so that the gateway knows who answers, long before there is an answer
         batches = answers(self._app, asked)
         try:
             async for messages in batches:
-                yield Part(self._id, messages)
+                yield AnswerPart(self._id, messages)
         finally:
             await batches.aclose()
 
-    async def answer_whole(self, asked: Asked) -> Whole:
+    async def answer_whole(self, asked: ReplicaRequest) -> ReplicaAnswer:
         status, headers, body = 500, (), b""
         async for messages in answers(self._app, asked):
             for message in messages:
@@ -79,7 +76,7 @@ class ReplicaServer:
                     status, headers = message["status"], tuple(message["headers"])
                 else:
                     body += message.get("body", b"")
-        return Whole(self._name, status, headers, body)
+        return ReplicaAnswer(self._name, status, headers, body)
 
     async def forget_rest(self, user: str, asked: frozenset[str]) -> str | None:
         """One of those asked on this machine does it, and says what stood in its way, if anything did."""
@@ -129,13 +126,97 @@ def _absent(replica: str) -> Overloaded:
     return Overloaded(f"There is no replica {replica!r} now: `emberkeep cluster status` lists those that run.")
 
 
-def _refused(replica: str, error: EmberkeepError) -> Whole:
+def _refused(replica: str, error: EmberkeepError) -> ReplicaAnswer:
     failure = failure_of(error)
-    return Whole(replica, failure.status, _JSON, json.dumps(failure.json()).encode())
+    return ReplicaAnswer(replica, failure.status, _JSON, json.dumps(failure.json()).encode())
 
 
-def _messages(whole: Whole) -> list[Message]:
+def _messages(whole: ReplicaAnswer) -> list[Message]:
     return [
         {"type": "http.response.start", "status": whole.status, "headers": list(whole.headers)},
         {"type": "http.response.body", "body": whole.body, "more_body": False},
     ]
+
+
+# ── one request to the application in this process ──
+
+
+_LEAVING_S = 10.0
+"""For an application to notice that its client has left: longer than an engine's step."""
+
+
+async def answers(app: App, asked: ReplicaRequest) -> AsyncGenerator[list[Message], None]:
+    """The messages of the application's answer, as they come; those that have piled up come together.
+
+    Whoever stops reading has left: the application is told, and has ended when this is closed.
+    """
+    exchange = _Exchange(asked.body)
+    running = asyncio.create_task(_run(app, asked, exchange))
+    try:
+        while batch := await exchange.take():
+            yield batch
+        await running
+    finally:
+        exchange.leave()
+        await asyncio.wait([running], timeout=_LEAVING_S)
+        running.cancel()
+
+
+async def _run(app: App, asked: ReplicaRequest, exchange: _Exchange) -> None:
+    try:
+        await app(_scope(asked), exchange.receive, exchange.send)
+    finally:
+        exchange.end()
+
+
+def _scope(asked: ReplicaRequest) -> Scope:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": asked.method,
+        "scheme": "http",
+        "path": asked.path,
+        "raw_path": asked.raw_path,
+        "query_string": asked.query,
+        "headers": list(asked.headers),
+        "client": None,
+        "server": asked.server,
+    }
+
+
+class _Exchange:
+    """Belongs to the event loop."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body: bytes | None = body
+        self._messages: list[Message] = []
+        self._changed = asyncio.Event()
+        self._has_left = asyncio.Event()
+        self._has_ended = False
+
+    async def receive(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._has_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        self._messages.append(message)
+        self._changed.set()
+
+    async def take(self) -> list[Message]:
+        """Waits for something; empty at the end."""
+        await self._changed.wait()
+        batch, self._messages = self._messages, []
+        if not self._has_ended:
+            self._changed.clear()
+        return batch
+
+    def leave(self) -> None:
+        self._has_left.set()
+
+    def end(self) -> None:
+        self._has_ended = True
+        self._changed.set()

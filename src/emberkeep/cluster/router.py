@@ -78,8 +78,8 @@ class ReplicaRouter(RequestRouter):
         meeting.board.show(frozenset(replica_id.unique_id for replica_id in self._replicas))
 
     def _name(self, replica: RunningReplica) -> str:
-        """Of its data folder, once it has told that: what is stored there outlives the replica, and who takes the
-        folder next is asked next."""
+        """What its data folder is called, once it has told that: what is stored there outlives the replica, and
+        who takes the folder next is asked next."""
         name = str(replica.routing_stats.get("home") or replica.replica_id.unique_id)
         before = self._names.setdefault(replica.replica_id, name)
         if before != name:

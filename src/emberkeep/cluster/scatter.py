@@ -13,7 +13,7 @@ from prometheus_client.core import Sample
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from emberkeep.cluster.replica_answer import Whole
+from emberkeep.cluster.keys import ReplicaAnswer
 from emberkeep.types.request import Json
 
 
@@ -59,7 +59,7 @@ def merge_for(method: str, path: str) -> Merge | None:
     return next((merge for verb, rule, merge in _RULES if verb == asked and re.fullmatch(rule, path)), None)
 
 
-def merged(merge: Merge, answers: Sequence[Whole]) -> Whole:
+def merged(merge: Merge, answers: Sequence[ReplicaAnswer]) -> ReplicaAnswer:
     """One answer out of one or more."""
     match merge:
         case Merge.HEALTH:
@@ -79,17 +79,17 @@ def merged(merge: Merge, answers: Sequence[Whole]) -> Whole:
     return _whole(_sum([told for _, told in done]))
 
 
-def _went_well(answer: Whole) -> bool:
+def _went_well(answer: ReplicaAnswer) -> bool:
     return answer.status < 300
 
 
-def _best(answers: Sequence[Whole]) -> Whole:
+def _best(answers: Sequence[ReplicaAnswer]) -> ReplicaAnswer:
     """What went well, else the refusal that says most: that something is not there is said by those that do not
     have it."""
     return min(answers, key=lambda answer: (not _went_well(answer), answer.status == 404, answer.status))
 
 
-def _health(answers: Sequence[Whole]) -> Whole:
+def _health(answers: Sequence[ReplicaAnswer]) -> ReplicaAnswer:
     told = {answer.replica: json.loads(answer.body) for answer in answers}
     well = [name for name, health in told.items() if health.get("status") == "ok"]
     status = "failed" if not well else "ok" if len(well) == len(told) else "degraded"
@@ -105,7 +105,7 @@ def _one_list(done: Sequence[tuple[str, Mapping[str, Json]]]) -> dict[str, Json]
 
 
 def _sum(values: Sequence[Any]) -> Json:
-    """Of objects that are alike."""
+    """The sum of numbers, or of objects that are alike, field by field."""
     first = values[0]
     if isinstance(first, Mapping):
         return {key: _sum([value[key] for value in values if key in value]) for key in first}
@@ -117,7 +117,7 @@ def _sum(values: Sequence[Any]) -> Json:
 class _Collected(Collector):
     """Metrics that were written before, with a label more."""
 
-    def __init__(self, answers: Sequence[Whole]) -> None:
+    def __init__(self, answers: Sequence[ReplicaAnswer]) -> None:
         self._answers = answers
 
     def collect(self) -> list[Metric]:
@@ -135,14 +135,14 @@ def _labelled(sample: Sample, replica: str) -> Sample:
     return sample._replace(labels={"replica": replica, **sample.labels})
 
 
-def _metrics(answers: Sequence[Whole]) -> Whole:
+def _metrics(answers: Sequence[ReplicaAnswer]) -> ReplicaAnswer:
     done = [answer for answer in answers if _went_well(answer)]
     if not done:
         return _best(answers)
     registry = CollectorRegistry()
     registry.register(_Collected(done))
-    return Whole("", 200, done[0].headers, generate_latest(registry))
+    return ReplicaAnswer("", 200, done[0].headers, generate_latest(registry))
 
 
-def _whole(told: Json, status: int = 200) -> Whole:
-    return Whole("", status, ((b"content-type", b"application/json"),), json.dumps(told).encode())
+def _whole(told: Json, status: int = 200) -> ReplicaAnswer:
+    return ReplicaAnswer("", status, ((b"content-type", b"application/json"),), json.dumps(told).encode())

@@ -163,7 +163,7 @@ def prompt_or_chat_request(prompt_or_messages: Messages, options: Mapping[str, o
 
 
 def verify_options(max_tokens: int, approximate: Approximate, kv_bits: int | None) -> Options:
-    """Of a greedy answer that is to be compared with another one."""
+    """The options of a greedy answer that is to be compared with another one."""
     return {
         "max_tokens": max_tokens,
         "temperature": 0.0,

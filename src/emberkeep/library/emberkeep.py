@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +23,7 @@ from emberkeep.backend.capabilities import (
 )
 from emberkeep.config.settings import TOOL_TURNS, Config
 from emberkeep.config.sources import load_config
-from emberkeep.errors import EmberkeepError, InvalidField
+from emberkeep.errors import EmberkeepError, InvalidField, Overloaded, RateLimited
 from emberkeep.library.arguments import (
     Messages,
     Tools,
@@ -31,17 +34,16 @@ from emberkeep.library.arguments import (
     prompt_request,
     verify_options,
 )
-from emberkeep.library.batch import Batch
 from emberkeep.library.bridge import Bridge
-from emberkeep.library.declared_prefixes import declared_prefixes
-from emberkeep.library.installation import ensure_model
+from emberkeep.library.installation import declared_prefixes, ensure_model
 from emberkeep.library.options import Approximate, ChatOptions, PrefixOptions, PromptOptions
-from emberkeep.library.results import Result, Stream, WarmResult, keep_best
+from emberkeep.library.results import Collector, Result, Stream, WarmResult, keep_best
 from emberkeep.library.tool_session import ToolSession, is_runnable, own_toolbox
 from emberkeep.library.user_memory import UserMemory, require_memory
 from emberkeep.library.verify_report import CANDIDATES, VerifiedPrompt, VerifyReport, VerifySummary
 from emberkeep.text import shorten
 from emberkeep.types.cache import Verified
+from emberkeep.types.events import Events
 from emberkeep.types.lineage import SHARED
 from emberkeep.types.models import AttentionTier, ExpertStats
 from emberkeep.types.request import Json, Request
@@ -123,7 +125,7 @@ class Emberkeep:
         result, and the others go on. Raises RequestError, before anything runs, for what cannot be asked.
         """
         requests = [request.decided(in_pieces=False) for request in batch_requests(prompts, options)]
-        results = self._bridge.run(Batch(self._backend.generate, requests).run(self._at_once))
+        results = self._bridge.run(PromptBatch(self._backend.generate, requests).run(self._at_once))
         return [_asked_for(result, options) for result in results]
 
     def chat(self, messages: Messages, *, tools: Tools | None = None, **options: Unpack[ChatOptions]) -> Result:
@@ -312,7 +314,7 @@ class Emberkeep:
 
 
 def _asked_for(result: Result, options: PromptOptions) -> Result:
-    """Of the choices that were tried, those that were asked for."""
+    """The result with as many of its choices as were asked for, the likeliest of those that were tried."""
     kept = options.get("n") or 1
     if result.error is not None or (options.get("best_of") or kept) == kept:
         return result
@@ -338,3 +340,50 @@ def _request_and_toolbox(
 
 
 # ── models that arrive by themselves ──
+
+
+# ── many requests at once ──
+
+
+class PromptBatch:
+    """Belongs to the event loop. The scheduler puts what is under way into its steps together, and lets those wait
+    whose beginning another one is about to evaluate."""
+
+    def __init__(self, generate: Callable[[Request], Events], requests: Sequence[Request]) -> None:
+        self._generate = generate
+        self._waiting = deque(enumerate(requests))
+        self._results: dict[int, Result] = {}
+        self._under_way = 0
+
+    async def run(self, at_once: int) -> list[Result]:
+        """With so many of them under way, or as many as are let in beside other callers'."""
+        tasks = [asyncio.create_task(self._work()) for _ in range(min(at_once, len(self._waiting)))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return [self._results[place] for place in sorted(self._results)]
+
+    async def _work(self) -> None:
+        while self._waiting:
+            place, request = self._waiting.popleft()
+            self._under_way += 1
+            collector = Collector()
+            try:
+                await self._answer(request, collector)
+                self._results[place] = collector.result()
+            except (Overloaded, RateLimited) as error:
+                if self._under_way > 1:  # another of ours ends, and goes on with it
+                    self._waiting.appendleft((place, request))
+                    return
+                self._results[place] = replace(collector.result(), error=error)
+            except EmberkeepError as error:
+                self._results[place] = replace(collector.result(), error=error)
+            finally:
+                self._under_way -= 1
+
+    async def _answer(self, request: Request, collector: Collector) -> None:
+        async with aclosing(self._generate(request)) as events:
+            async for event in events:
+                collector.add(event)

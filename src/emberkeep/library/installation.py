@@ -1,15 +1,19 @@
-"""Is the model here, and what its engine needs? If not, it is fetched."""
+"""What a start needs: the model, what its engine needs, and the prefixes that the operator declares."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from emberkeep.config.settings import DEFAULT_MODEL, Config
+from emberkeep.config.tables import WarmPrefix
 from emberkeep.engine.extras import require_hf
-from emberkeep.errors import ModelNotFound
+from emberkeep.errors import ConfigError, ModelNotFound, RequestError
+from emberkeep.types.lineage import SHARED
+from emberkeep.types.request import Message, Request
 
 if TYPE_CHECKING:
-    from emberkeep.models.reporter import Reporter
+    from emberkeep.models.spec import Reporter
 
 
 def ensure_model(config: Config, reporter: Reporter | None = None) -> None:
@@ -46,7 +50,7 @@ def _ensure(model: str, config: Config, reporter: Reporter | None) -> None:
             raise
         # Not before: it brings what downloads need, and most models are here.
         from emberkeep.models.pull import pull
-        from emberkeep.models.reporter import Silent
+        from emberkeep.models.spec import Silent
 
         _ensure_llamacpp(config, reporter)
         pull(spec, library, reporter=reporter or Silent())
@@ -57,7 +61,7 @@ def _ensure_llamacpp(config: Config, reporter: Reporter | None) -> None:
 
     if config.engine == "hf" or is_installed(config.llama_library):
         return
-    from emberkeep.models.llama_library import ensure_llama_library
+    from emberkeep.models.registries import ensure_llama_library
 
     ensure_llama_library(config.llama_library, reporter)
 
@@ -69,3 +73,29 @@ def _pullable(model: str, config: Config) -> str | None:
         return DEFAULT_MODEL
     # Only where the engine was asked for: else a mistyped path would ask the hub.
     return f"hf:{model}" if config.engine == "hf" and is_repo(model) else None
+
+
+# ── prefixes that the operator declares, as requests ──
+
+
+def declared_prefixes(config: Config) -> list[Request]:
+    """Every user may reuse their state. Raises ConfigError."""
+    return [_declared_prefix(number, prefix) for number, prefix in enumerate(config.warm, 1)]
+
+
+def _declared_prefix(number: int, prefix: WarmPrefix) -> Request:
+    try:
+        request = _prompt_or_chat(prefix)
+    except RequestError as error:
+        raise ConfigError(f"The prefix to warm number {number} cannot be used: {error}") from error
+    return replace(request, user=SHARED, namespace=SHARED, ttl=prefix.ttl)
+
+
+def _prompt_or_chat(prefix: WarmPrefix) -> Request:
+    # Imported here: few declare any, and it brings every field of the API.
+    from emberkeep.library.arguments import prefix_request
+
+    if prefix.prompt is not None:
+        return prefix_request(prefix.prompt, None, {})
+    messages = [Message("system", prefix.system)] if prefix.system is not None else list(prefix.messages)
+    return prefix_request(messages, list(prefix.tools), {})

@@ -30,7 +30,7 @@ from emberkeep.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ResultChoice:
     """One answer of those that were asked for."""
 
     text: str = ""
@@ -41,14 +41,14 @@ class Choice:
     tokens: tuple[int, ...] = ()
     """The sampled ids behind `text`."""
     logprobs: tuple[TokenLogprob, ...] = ()
-    """Of these, where they were asked for."""
+    """How likely each of these was, where that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """`text` and what else belongs to one answer is the first choice's."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[ResultChoice, ...]
     """As many as were asked for (`n`), in order."""
     total_ms: float
     """Wall clock, as the caller saw it."""
@@ -62,7 +62,7 @@ class Result:
     answered_by: str = ""
     """The backend that answered, if there are several."""
     error: EmberkeepError | None = None
-    """Of a batch: why this one ended where it did. Every other call raises it."""
+    """Why this one of a batch ended where it did. Every other call raises it."""
 
     @property
     def text(self) -> str:
@@ -196,8 +196,8 @@ class Collector:
         )
 
 
-def _choice(answer: ChoiceAnswer) -> Choice:
-    return Choice(
+def _choice(answer: ChoiceAnswer) -> ResultChoice:
+    return ResultChoice(
         text=answer.text,
         reasoning=answer.reasoning,
         tool_calls=tuple(call for _, call in sorted(answer.calls.items())),

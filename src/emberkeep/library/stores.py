@@ -52,7 +52,8 @@ def replica_folders(data_dir: Path) -> list[Path]:
 
 
 def store_folders(data_dir: Path, on_broken: Callable[[str], None]) -> list[StoreFolder]:
-    """Of all models, the latest used first. `on_broken` gets a sentence for each that has to be left out."""
+    """The stores of all models, the latest used first. `on_broken` gets a sentence for each that has to be left
+    out."""
     found = []
     for path in filter(_has_chunks, stores_under(data_dir / "kv")):
         try:

@@ -87,7 +87,7 @@ class VerifyReport:
 
     @property
     def wide_tokens(self) -> int:
-        """Of the reused ones, how many were computed in steps of many rows."""
+        """How many of the reused ones were computed in steps of many rows."""
         return self.cached.lookup.wide_tokens
 
     @property
@@ -161,7 +161,7 @@ class VerifySummary:
 
     @property
     def reports(self) -> list[VerifyReport]:
-        """Of those that could be compared."""
+        """The reports of those that could be compared."""
         return [item.report for item in self.items if item.report is not None]
 
     @property

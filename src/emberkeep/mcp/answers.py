@@ -26,7 +26,7 @@ log = logging.getLogger("emberkeep.mcp")
 _TOOLS = 256
 _PROMPTS = 64
 _SEEN = 10_000
-"""Of a list that goes on and on, so many are looked at."""
+"""So many entries are looked at of a list that goes on and on."""
 _PAGES = 100
 _DESCRIPTION_CHARS = 4000
 _SCHEMA_CHARS = 32_000
@@ -43,7 +43,7 @@ class ListedTool:
     is_read_only: bool
     """The server's own claim, which decides nothing."""
     digest: str
-    """Of all that a person approves by using it, as the server said it."""
+    """It covers all that a person approves by using the tool, as the server said it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,5 +230,5 @@ def _resource_text(contents: wire.TextResourceContents | wire.BlobResourceConten
 
 
 def _describe_bytes(mime_type: str, data: str) -> str:
-    """Of base64."""
+    """A note in place of bytes that are written in base64."""
     return strip_hidden(f"[{mime_type}, {readable_size(len(data) * 3 // 4)}]")

@@ -80,7 +80,7 @@ class McpLink:
             await self.session.close()
 
     def standings(self) -> dict[str, Standing]:
-        """Of the tools that it offers."""
+        """How each tool that it offers stands."""
         return self._pins.standings(self.server.name, self.listing.tools)
 
     def approve(self) -> None:

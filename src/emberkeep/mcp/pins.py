@@ -17,7 +17,7 @@ from emberkeep.mcp.answers import ListedTool
 log = logging.getLogger("emberkeep.mcp")
 
 _Digests = dict[str, dict[str, str]]
-"""Of each server's tools."""
+"""The digests of each server's tools, by their names."""
 
 
 class Standing(StrEnum):
@@ -36,7 +36,7 @@ class Pins:
         """None: the file cannot be understood, so nothing is approved."""
 
     def standings(self, server: str, tools: Iterable[ListedTool]) -> dict[str, Standing]:
-        """Of each tool by its name. All tools of a server that was never seen are new."""
+        """How each tool stands, by its name. All tools of a server that was never seen are new."""
         self._refresh()
         known = (self._digests or {}).get(server, {})
         return {tool.name: _standing(known.get(tool.name), tool) for tool in tools}

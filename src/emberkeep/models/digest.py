@@ -44,7 +44,7 @@ def model_digest(path: Path, cache_dir: Path, progress: Progress | None = None) 
 
 
 def file_versions(path: Path) -> list[FileVersion]:
-    """Of the files that `model_digest` reads. Raises as that does."""
+    """The versions of the files that `model_digest` reads. Raises as that does."""
     return [_version(file) for file in _shaping_files(path)]
 
 

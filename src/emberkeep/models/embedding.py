@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from emberkeep.errors import ModelBroken
-from emberkeep.models.gguf import GgufHeader
+from emberkeep.models.gguf import GgufHeader, read_header
 from emberkeep.models.profile import CONFIG, read_json, read_json_objects
 from emberkeep.types.embedding import Pooling
 from emberkeep.values import dataclass
@@ -30,6 +30,11 @@ class EmbeddingProfile:
     """Longest input, where the files name one that is shorter than the model's positions."""
     dense: tuple[Path, ...] = ()
     """Folders of layers that follow the pooling."""
+
+
+def embedding_profile(model: Path) -> EmbeddingProfile | None:
+    """None for a model that writes. Blocks. Raises ModelNotFound, ModelBroken."""
+    return embedding_folder(model) if model.is_dir() else embedding_gguf(read_header(model))
 
 
 def embedding_gguf(header: GgufHeader) -> EmbeddingProfile | None:

@@ -73,9 +73,9 @@ class GgufHeader:
     version: int
     metadata: Mapping[str, Value]
     tensors: tuple[TensorInfo, ...]
-    """Of a split model: those of all its parts."""
+    """A split model has those of all its parts."""
     data_offset: int
-    """Of a split model: in its first part."""
+    """Where the weights begin; in the first part of a split model."""
     file_size: int
     """The fewest bytes that files with this header have."""
 
@@ -109,7 +109,7 @@ def read_header(path: Path) -> GgufHeader:
 
 @lru_cache(maxsize=4)
 def _read_header(files: Sequence[Path], _versions: Sequence[FileVersion]) -> GgufHeader:
-    """Of files of these versions. A model that is opened asks several times."""
+    """The header of files of these versions. A model that is opened asks several times."""
     headers: list[GgufHeader] = []
     for number, file in enumerate(files, 1):
         header = _read_file(file, MAX_HEADER - sum(before.data_offset for before in headers))

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from emberkeep.errors import DownloadFailed, ModelError
 from emberkeep.models.parts import is_model_name, name_parts, part_name, some, whole_name
 from emberkeep.models.profile import BESIDE_WEIGHTS, CONFIG, WEIGHTS
-from emberkeep.models.reporter import Reporter
-from emberkeep.models.spec import Fetched, HubFile, HubQuantisation, HubRepo
+from emberkeep.models.spec import Fetched, HubFile, HubQuantisation, HubRepo, Reporter
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo

@@ -17,7 +17,7 @@ from emberkeep.values import dataclass
 _NUMBERED = re.compile(r"(?P<above>.+?)\.(?P<number>\d+)\.(?P<part>[^.]+)\.")
 _WITH_FRACTION = ("F64", "F32", "F16", "BF16")
 _BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
-"""Of numbers that stay as they are; of others, one."""
+"""Bytes of numbers that stay as they are; others have one."""
 _BY_NAME = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PACKED_ZEROS, _PER_WORD = ".qzeros", 8
 """AWQ's zero points, eight in a word, become numbers with a fraction."""

@@ -97,7 +97,7 @@ class ModelLibrary:
         return [model for model in self._read_all() if isinstance(model, ModelError)]
 
     def ids(self) -> Sequence[str]:
-        """Of every model, be it damaged, in order."""
+        """The id of every model, be it damaged, in order."""
         return sorted(self._entries())
 
     def holds(self, id: str) -> bool:

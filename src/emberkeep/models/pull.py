@@ -24,10 +24,9 @@ from emberkeep.models.digest import folder_digest, parts_digest, remember, sha25
 from emberkeep.models.gguf import read_header
 from emberkeep.models.hub import fetch_hub, fetch_hub_repo
 from emberkeep.models.library import InstalledModel, ModelLibrary, ModelRecord, check_id
-from emberkeep.models.llama_library import usable_library
 from emberkeep.models.parts import PartName, part_files
 from emberkeep.models.profile import BESIDE_WEIGHTS, SHAPING, WEIGHTS, folder_files, profile_of
-from emberkeep.models.reporter import Reporter, Silent
+from emberkeep.models.registries import fetch_wheel, usable_library
 from emberkeep.models.spec import (
     DEFAULT_SOURCE,
     Fetched,
@@ -38,12 +37,13 @@ from emberkeep.models.spec import (
     HubRepo,
     LocalFile,
     LocalFolder,
+    Reporter,
+    Silent,
     Source,
     UrlFile,
     parse,
 )
 from emberkeep.models.url import fetch_url
-from emberkeep.models.wheel import fetch_wheel
 from emberkeep.signals import with_default_signals
 
 SLOW_FORMATS = frozenset({"Q4_1", "Q5_0", "Q5_1"})
@@ -76,7 +76,7 @@ def pull(
 
 
 class _Pull:
-    """Of a model that is a GGUF file, or several."""
+    """Pulls a model that is a GGUF file, or several."""
 
     def __init__(
         self, id: str, source: FileSource, optimize: bool, library: ModelLibrary, reporter: Reporter

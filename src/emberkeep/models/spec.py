@@ -1,9 +1,10 @@
-"""What can be pulled, and how a user names it."""
+"""What can be pulled, how a user names it, and how a pull tells what it does."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from emberkeep.config.settings import DEFAULT_MODEL
@@ -67,7 +68,7 @@ class HubRepo:
 @dataclass(frozen=True, slots=True)
 class UrlFile:
     url: str
-    """Of the first part of a split model."""
+    """That of the first part of a split model."""
 
     @property
     def label(self) -> str:
@@ -206,3 +207,27 @@ def _resolve(weights: Path) -> Path:
     """Without links, except those that a part of a split model is itself: what they lead to has other names."""
     files = part_files(weights)
     return files[0].parent.resolve() / files[0].name if len(files) > 1 else weights.resolve()
+
+
+# ── how a pull tells the outside what it does ──
+
+
+class Reporter(Protocol):
+    def say(self, sentence: str) -> None:
+        """Something the user should read."""
+
+    def progress(self, step: str, done: int, total: int | None) -> None:
+        """`done` of `total` bytes of the named step; None while the total is unknown. Called often."""
+
+
+class ClosingReporter(Reporter, Protocol):
+    def close(self) -> None:
+        """There is nothing more to tell."""
+
+
+class Silent:
+    def say(self, sentence: str) -> None:
+        pass
+
+    def progress(self, step: str, done: int, total: int | None) -> None:
+        pass

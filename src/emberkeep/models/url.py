@@ -17,8 +17,7 @@ import httpx
 from emberkeep.errors import DownloadFailed
 from emberkeep.files import private_folder, replace_file
 from emberkeep.models.parts import name_parts
-from emberkeep.models.reporter import Reporter
-from emberkeep.models.spec import UrlFile
+from emberkeep.models.spec import Reporter, UrlFile
 from emberkeep.values import dataclass
 
 ATTEMPTS = 5

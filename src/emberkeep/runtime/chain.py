@@ -16,7 +16,7 @@ from emberkeep.config.settings import Config
 from emberkeep.errors import ConfigError
 from emberkeep.models.remotes import Remotes
 from emberkeep.runtime.local_model import open_local
-from emberkeep.runtime.parts import OwnParts, Parts
+from emberkeep.runtime.parts import ModelParts, OwnParts
 from emberkeep.runtime.remote import RETRIES, named_backends, open_remote
 from emberkeep.runtime.tools import server_tools
 from emberkeep.types.models import RemoteModel
@@ -26,7 +26,7 @@ LOCAL = "local"
 _TRTLLM = "trtllm"
 
 
-def open_backend(config: Config, parts: Parts | None = None, report: Report = tell_nobody) -> Backend:
+def open_backend(config: Config, parts: ModelParts | None = None, report: Report = tell_nobody) -> Backend:
     """The first backend that can be opened, with the others behind it. Blocks while a model is loaded.
 
     `parts`: those that they share with other models.
@@ -98,7 +98,7 @@ def _named(config: Config, remotes: Remotes, name: str) -> RemoteModel:
     raise ConfigError(f"There is no backend {name!r}: choose from {listed}, or add one with `emberkeep api add`.")
 
 
-def _link(config: Config, remote: RemoteModel | None, parts: Parts, report: Report, retries: int) -> Link:
+def _link(config: Config, remote: RemoteModel | None, parts: ModelParts, report: Report, retries: int) -> Link:
     if remote is None:
         return Link(LOCAL, partial(open_local, config, parts, report))
     return Link(remote.name, partial(open_remote, config, remote, server_tools, parts, retries=retries))

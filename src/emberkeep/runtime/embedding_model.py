@@ -17,15 +17,14 @@ from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.engine.extras import require_hf
 from emberkeep.errors import EngineError
 from emberkeep.kv.holders import Holders
-from emberkeep.models.adapter import check_adapter
-from emberkeep.models.charsmap import check_charsmap
-from emberkeep.models.digest import model_digest, weights_digest
-from emberkeep.models.embedding import EmbeddingProfile, embedding_folder, embedding_gguf
+from emberkeep.models.checks import check_charsmap
+from emberkeep.models.digest import model_digest
+from emberkeep.models.embedding import EmbeddingProfile
 from emberkeep.models.gguf import read_header
 from emberkeep.models.library import ModelFile
 from emberkeep.models.profile import profile
 from emberkeep.runtime.parts import open_vectors
-from emberkeep.runtime.placement import live_kv_bytes, open_placed, place
+from emberkeep.runtime.placement import gguf_details, live_kv_bytes, open_placed, place, read_adapters
 from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.types.embedding import Pooling
 from emberkeep.types.request import Json
@@ -41,11 +40,6 @@ _DEFAULT_CONTEXT = 2048
 """Cap on the length of inputs that was not asked for: all of an input is in one step, and buffers are as large as
 the longest step. Where inputs can be cut into steps they may be longer."""
 _DEFAULT_CAUSAL_CONTEXT = 8192
-
-
-def embedding_profile(model: ModelFile) -> EmbeddingProfile | None:
-    """None for a model that writes. Raises ModelNotFound, ModelBroken."""
-    return embedding_folder(model.path) if model.is_folder else embedding_gguf(read_header(model.path))
 
 
 def open_embedding(
@@ -99,7 +93,7 @@ Opened = tuple[EmbeddingEngine, Mapping[str, Json]]
 def _open_llamacpp(config: Config, model: ModelFile, shape: EmbeddingProfile, digests: Path) -> Opened:
     from emberkeep.engine.llamacpp.context import LlamaSettings, one_core_each
     from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingEngine
-    from emberkeep.engine.llamacpp.model import Adapter, LlamaModel
+    from emberkeep.engine.llamacpp.model import LlamaModel
     from emberkeep.engine.llamacpp.trial import choose_library, prove_embedding
 
     choose_library(config.llama_library)
@@ -109,8 +103,7 @@ def _open_llamacpp(config: Config, model: ModelFile, shape: EmbeddingProfile, di
     settings = _llamacpp_settings(config, _pooling(config, shape), about.context_length)
     digest = model_digest(model.path, digests)
     prove_embedding(model.path, digest, _pooling(config, shape))
-    adapter_headers = [check_adapter(lora.path, header) for lora in config.lora]
-    adapters = [Adapter(weights_digest(lora.path, digests), lora.scale, lora.path) for lora in config.lora]
+    adapter_headers, adapters = read_adapters(config, header, digests)
     room = LlamaSettings(settings.context, max(settings.context, settings.batch), 1, settings.batch)
     headers, kv_bytes = [header, *adapter_headers], live_kv_bytes(about, "f16")
     placement, _ = place(config, headers, about, room, kv_bytes)
@@ -123,15 +116,7 @@ def _open_llamacpp(config: Config, model: ModelFile, shape: EmbeddingProfile, di
         return LlamaModel(model.path, placement=where, adapters=adapters, locks=config.mlock, may_rewrite=True)
 
     engine, _, placement = open_placed(load, placement, open_engine, is_planned=config.gpu_layers is None)
-    return engine, {
-        "engine": "llamacpp",
-        "architecture": about.architecture,
-        "parameters": about.parameters,
-        "quantisation": about.quantisation,
-        "trained_context": about.context_length,
-        "gpu_layers": placement.count,
-        "weights_sha256": digest,
-    }
+    return engine, gguf_details(about, placement, digest)
 
 
 def _llamacpp_settings(config: Config, pooling: Pooling, trained: int) -> LlamaEmbeddingSettings:

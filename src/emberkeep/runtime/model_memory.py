@@ -10,13 +10,12 @@ from pathlib import Path
 from emberkeep.backend.model_pool import Fits, Need
 from emberkeep.config.machine import total_ram
 from emberkeep.config.settings import PREFILL_SLICE, Config
+from emberkeep.models.embedding import embedding_profile
 from emberkeep.models.layer_sizes import layer_sizes
 from emberkeep.models.library import ModelFile
 from emberkeep.models.parts import part_files
 from emberkeep.models.profile import ModelProfile, profile_of
-from emberkeep.runtime.embedding_model import embedding_profile
-from emberkeep.runtime.local_model import context_length, engine_cells
-from emberkeep.runtime.placement import live_kv_bytes
+from emberkeep.runtime.placement import context_length, engine_cells, live_kv_bytes
 from emberkeep.types.models import Quantization
 
 _F32 = 4
@@ -52,8 +51,8 @@ def needed_memory(config: Config, model: ModelFile, gpu_bytes: Callable[[], int]
 
 
 def model_bytes(config: Config, model: ModelFile) -> int:
-    """Of its weights, of the cells for its state, and of a step. Blocks. Raises ModelError."""
-    if embedding_profile(model) is not None:
+    """What its weights, the cells for its state and a step take. Blocks. Raises ModelError."""
+    if embedding_profile(model.path) is not None:
         return weight_bytes(model.path) + _BESIDES  # it holds no state between its steps
     shape = profile_of(model.path)
     widened = 2 if _runs_in_torch(config, model) else 1  # it computes in 32 bits on a CPU
@@ -68,7 +67,7 @@ def model_bytes(config: Config, model: ModelFile) -> int:
 
 
 def weight_bytes(path: Path) -> int:
-    """Of a model's files."""
+    """The size of a model's files."""
     files = path.glob("*.safetensors") if path.is_dir() else part_files(path)
     return sum(file.stat().st_size for file in files)
 

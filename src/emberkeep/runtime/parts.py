@@ -10,6 +10,8 @@ from functools import partial
 from typing import Protocol
 
 from emberkeep.config.settings import Config
+from emberkeep.engine.base import Engine
+from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.engine.former_names import Stored
 from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.disk.folders import stores_under
@@ -23,9 +25,11 @@ from emberkeep.kv.remote.tier import RemoteTier
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.memory.memory import Memory
 from emberkeep.runtime.memory import open_memory_or_none
+from emberkeep.sched.probe import DeviceProbe
 from emberkeep.session.hygiene import Hygiene
 from emberkeep.types.cache import Removed
 from emberkeep.types.hygiene import rules_in_use
+from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep")
@@ -37,7 +41,21 @@ _VECTOR_PART = 20
 """The vectors of embeddings take such a part of `disk_budget`."""
 
 
-class Parts(Protocol):
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """An engine with its model, as either engine gives it."""
+
+    engine: Engine
+    template: str | None
+    details: Mapping[str, Json]
+    """What the model's card tells."""
+    states: EmbeddingEngine | None = None
+    """Pooled, where that was asked for."""
+    device: DeviceProbe | None = None
+    """Where it computes, if that has memory of its own. Belongs to the engine's thread."""
+
+
+class ModelParts(Protocol):
     """Safe to use from any thread; everything blocks."""
 
     hygiene: Hygiene
@@ -80,7 +98,7 @@ class OpenedOnce:
 
 
 class OwnParts:
-    """Of a model that is alone: they end with it."""
+    """What a model that is alone has: all of it ends with the model."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -113,8 +131,8 @@ class _Kept:
 
 
 class SharedParts:
-    """Of several models. A store stays open while its model is unloaded: what it holds in RAM, and what is not
-    worth writing, is there when the model comes back. All of them together keep to the budget."""
+    """What several models share. A store stays open while its model is unloaded: what it holds in RAM, and what is
+    not worth writing, is there when the model comes back. All of them together keep to the budget."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -212,8 +230,8 @@ def open_link(config: Config) -> RemoteLink | None:
 
 
 def open_vectors(config: Config) -> VectorFile | None:
-    """Of all models that embed; None where none are kept on disk. A text can be guessed from its vector: where
-    nothing may outlast its TTL, they are in RAM only."""
+    """The vectors of all models that embed; None where none are kept on disk. A text can be guessed from its
+    vector: where nothing may outlast its TTL, they are in RAM only."""
     budget = _vector_budget(config)
     return VectorFile(config.data_dir / _VECTORS, budget) if budget and not config.expire else None
 

@@ -1,4 +1,4 @@
-"""Where a GGUF model is put, from its header, the settings and the GPUs that are here."""
+"""Where a GGUF model is put, from its header, the settings and the GPUs that are here; how long contexts are."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from emberkeep.config.machine import total_ram
 from emberkeep.config.settings import Config
 from emberkeep.errors import EngineError, ModelBroken
+from emberkeep.models.checks import check_adapter
+from emberkeep.models.digest import weights_digest
 from emberkeep.models.gguf import GgufHeader
 from emberkeep.models.profile import F16_BYTES, ModelProfile, wide_step
+from emberkeep.types.request import Json
 
 if TYPE_CHECKING:
     from emberkeep.engine.llamacpp.context import LlamaSettings
-    from emberkeep.engine.llamacpp.model import Gpu, LlamaModel, ModelBytes, Placement
+    from emberkeep.engine.llamacpp.model import Adapter, Gpu, LlamaModel, ModelBytes, Placement
 
 log = logging.getLogger("emberkeep")
 
@@ -23,14 +28,19 @@ E = TypeVar("E")
 
 _LAYER = re.compile(r"blk\.(\d+)\.(?P<experts>ffn_(up|down|gate|gate_up)_(ch|)exps)?")
 _BLOCK_BYTES = {"f16": 64, "q8_0": 34, "q4_0": 18}
-"""Of 32 numbers."""
+"""The size of 32 numbers."""
+_DEFAULT_CONTEXT = 32_768
+"""Cap on a context that was not asked for: models that allow a million tokens exist, machines for them less so."""
+_KV_SHARE_OF_RAM = 4
+"""At most this part of RAM, or of what is for models, for the KV cells of the engine, unless a single context
+needs more."""
 _F32 = 4
 _WIDTHS = 16
 """Rows of the width of the model that a step holds at a time, about."""
 
 
 def live_kv_bytes(shape: ModelProfile, kv_type: str) -> int:
-    """Of a token in all layers, as the engine holds it."""
+    """The bytes of a token's state in all layers, as the engine holds it."""
     halves = F16_BYTES * 32
     return -(-shape.kv_bytes_per_token * _BLOCK_BYTES[kv_type] // halves)
 
@@ -168,3 +178,42 @@ def model_bytes(
     rows = settings.batch * width * _WIDTHS * _F32
     logits = (settings.sequences + 1) * shape.vocab_size * _F32
     return ModelBytes(tuple(layers), output, mask + rows + logits)
+
+
+def read_adapters(config: Config, model: GgufHeader, digests: Path) -> tuple[list[GgufHeader], list[Adapter]]:
+    """The adapters of a model, which fit it, and their headers. Blocks. Raises ModelNotFound, ModelBroken."""
+    from emberkeep.engine.llamacpp.model import Adapter
+
+    headers = [check_adapter(lora.path, model) for lora in config.lora]
+    return headers, [Adapter(weights_digest(lora.path, digests), lora.scale, lora.path) for lora in config.lora]
+
+
+def gguf_details(shape: ModelProfile, placement: Placement, digest: str) -> dict[str, Json]:
+    """What the card of a model in llama.cpp tells, whether it writes or embeds."""
+    return {
+        "engine": "llamacpp",
+        "architecture": shape.architecture,
+        "parameters": shape.parameters,
+        "quantisation": shape.quantisation,
+        "trained_context": shape.context_length,
+        "gpu_layers": placement.count,
+        "weights_sha256": digest,
+    }
+
+
+def checked_context(config: Config, trained: int) -> int:
+    """As `context_length`; more than the model was trained for is said in the log."""
+    if config.ctx is not None and config.ctx > trained:
+        log.warning("a context of %d tokens is more than the %d this model was trained for", config.ctx, trained)
+    return context_length(config, trained)
+
+
+def context_length(config: Config, trained: int) -> int:
+    """The longest prompt and answer of a model that was trained for so many tokens."""
+    return min(trained, _DEFAULT_CONTEXT) if config.ctx is None else config.ctx
+
+
+def engine_cells(config: Config, bytes_per_token: int, context: int, most: int | None = None) -> int:
+    """Room for `parallel` full contexts if RAM allows, and always for one."""
+    affordable = (config.model_memory or total_ram()) // _KV_SHARE_OF_RAM // max(bytes_per_token, 1)
+    return max(context, min(config.parallel * context, affordable, most or affordable))

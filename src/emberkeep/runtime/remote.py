@@ -13,7 +13,7 @@ from emberkeep.backend.server_tools import HostTools
 from emberkeep.config.settings import OFF, TOOL_TURNS, Config
 from emberkeep.memory.memory import Memory
 from emberkeep.runtime.memory import open_sessions
-from emberkeep.runtime.parts import OwnParts, Parts
+from emberkeep.runtime.parts import ModelParts, OwnParts
 from emberkeep.types.models import RemoteModel
 from emberkeep.types.request import ReasoningFormat
 
@@ -29,7 +29,7 @@ def open_remote(
     config: Config,
     remote: RemoteModel,
     open_tools: Callable[[Config, Memory | None], HostTools | None],
-    parts: Parts | None = None,
+    parts: ModelParts | None = None,
     *,
     retries: int = RETRIES,
 ) -> Backend:

@@ -20,11 +20,11 @@ from emberkeep.config.settings import Config, placed_by_itself
 from emberkeep.errors import EmberkeepError, Overloaded
 from emberkeep.models.library import InstalledModel, ModelFile, ModelLibrary, id_at
 from emberkeep.models.remotes import Remotes
-from emberkeep.models.reporter import Reporter
+from emberkeep.models.spec import Reporter
 from emberkeep.runtime.chain import AUTO, LOCAL, backend_names, needs_local, open_backend
 from emberkeep.runtime.local_model import open_local
 from emberkeep.runtime.model_memory import free_on_gpus, gpu_bytes, needed_memory, room_for_models, weight_bytes
-from emberkeep.runtime.parts import OwnParts, Parts, SharedParts
+from emberkeep.runtime.parts import ModelParts, OwnParts, SharedParts
 from emberkeep.runtime.remote import open_remote
 from emberkeep.runtime.tools import server_tools
 from emberkeep.types.models import RemoteModel
@@ -69,7 +69,7 @@ def begin_models(config: Config, prepare: Callable[[Reporter], None], reporter: 
     parts, name = shared or OwnParts(config), _first_name(config)
 
     def open_first(report: Report) -> Backend:
-        told = _Told(reporter, report)
+        told = _BothReporters(reporter, report)
         prepare(told)
         told.progress(f"Loading {name}", 0, None)
         return open_backend(config, parts, told.progress)
@@ -127,7 +127,7 @@ class EarlyOpening:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _BothReporters:
     """A Reporter that tells another one and `report`."""
 
     reporter: Reporter
@@ -159,7 +159,7 @@ def _aliases(config: Config) -> Mapping[str, str]:
     return {alias.name: alias.model for alias in config.aliases}
 
 
-def _first_source(config: Config, parts: Parts, card: ModelCard) -> ModelSource:
+def _first_source(config: Config, parts: ModelParts, card: ModelCard) -> ModelSource:
     """It stays loaded until its memory is needed."""
     return ModelSource(
         card.id,

@@ -9,7 +9,7 @@ from emberkeep.memory.memory import Memory
 
 if TYPE_CHECKING:
     from emberkeep.tools.function import ToolSource
-    from emberkeep.tools.host_tools import HostToolBox
+    from emberkeep.tools.permissions import HostToolBox
     from emberkeep.tools.toolbox import ToolBox
 
 
@@ -32,7 +32,7 @@ def server_tools(config: Config, memory: Memory | None) -> HostToolBox | None:
     """Those that a server runs by itself, where it may. Raises ConfigError."""
     if config.server_tools == OFF:
         return None
-    from emberkeep.tools.host_tools import HostToolBox
+    from emberkeep.tools.permissions import HostToolBox
     from emberkeep.tools.toolbox import ToolPolicy
 
     policy = ToolPolicy(config.enable_tools, config.disable_tools)

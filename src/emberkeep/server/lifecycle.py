@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 from emberkeep.config.exposure import check_exposure
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
-from emberkeep.library.declared_prefixes import declared_prefixes
+from emberkeep.library.installation import declared_prefixes
 from emberkeep.logs import begin_logging
 from emberkeep.models.early_load import loaded_early
 from emberkeep.server.presence import announce, reachable_url
@@ -30,7 +30,7 @@ from emberkeep.signals import ending_signals
 if TYPE_CHECKING:
     from emberkeep.backend.base import Backend
     from emberkeep.mcp.server import McpHost
-    from emberkeep.models.reporter import ClosingReporter, Reporter
+    from emberkeep.models.spec import ClosingReporter, Reporter
     from emberkeep.server.http_server import Server
     from emberkeep.types.events import Loading
 

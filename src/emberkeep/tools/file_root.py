@@ -79,7 +79,7 @@ class OpenFolder:
         return os.fdopen(os.open(self._at(name), _NEW_FILE, mode, dir_fd=self._handle), "wb")
 
     def set_mode(self, file: BinaryIO, mode: int) -> None:
-        """Of a file that was created here; does nothing where files have no modes."""
+        """Set the mode of a file that was created here; does nothing where files have no modes."""
         if self._handle is not None:
             os.fchmod(file.fileno(), mode)
 

@@ -197,7 +197,7 @@ _REFERENCE = re.compile(rf'"\$ref": "{re.escape(_DEFS)}([^"]+)"')
 
 
 def _inline(schema: Mapping[str, Json]) -> dict[str, Json]:
-    """Of a schema that pydantic made; it is left as it is."""
+    """A copy of a schema that pydantic made, without references."""
     return _Inliner(schema.get("$defs", {})).whole(_without(schema, "$defs"))
 
 

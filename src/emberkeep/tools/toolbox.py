@@ -32,7 +32,7 @@ ALL = "all"
 class ToolLimits:
     timeout_s: float = 60.0
     output_chars: int | None = 8000
-    """Of one result; the rest can be asked for. None: results are whole."""
+    """How much of one result is shown; the rest can be asked for. None: results are whole."""
 
 
 _LIMITS = ToolLimits()

@@ -17,7 +17,7 @@ from emberkeep.backend.remote.base import Provider, RemoteAbout
 from emberkeep.errors import EmberkeepError, RemoteDown, RemoteError, RemoteFull, RemoteRefused, RequestError
 from emberkeep.session.sessions import Policy, Sessions
 from emberkeep.tools.function import as_tool
-from emberkeep.tools.host_tools import HostToolBox
+from emberkeep.tools.permissions import HostToolBox
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
 from emberkeep.types.events import Event, FinishReason, ReasoningDelta, TextDelta
 from emberkeep.types.request import Image, JsonFormat, Message, RegexFormat, Request, Tool, ToolCall, ToolChoice

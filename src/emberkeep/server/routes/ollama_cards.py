@@ -13,10 +13,10 @@ from emberkeep.api.ollama.answer import timestamp
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.embedding_backend import EmbeddingBackend
 from emberkeep.errors import ModelError
+from emberkeep.models.embedding import embedding_profile
 from emberkeep.models.gguf import SkippedArray, Value, read_header
 from emberkeep.models.library import InstalledModel, ModelLibrary
 from emberkeep.models.profile import ModelProfile, profile_of
-from emberkeep.runtime.embedding_model import embedding_profile
 from emberkeep.types.models import ModelStatus
 from emberkeep.types.request import Json
 from emberkeep.values import dataclass
@@ -71,7 +71,7 @@ def show_json(backend: Backend, library: ModelLibrary) -> dict[str, Json]:
 def _capabilities(backend: Backend, known: _Known, template: str, info: Mapping[str, Json]) -> list[str]:
     is_embedding = isinstance(backend, EmbeddingBackend)
     if known.installed is not None:
-        is_embedding = embedding_profile(known.installed) is not None
+        is_embedding = embedding_profile(known.installed.path) is not None
     can = {
         "completion": not is_embedding,
         "tools": not is_embedding and backend.card.calls_tools,

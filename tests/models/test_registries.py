@@ -13,8 +13,8 @@ import pytest
 
 from emberkeep.engine.llamacpp.shared_library import Prebuilt
 from emberkeep.errors import DownloadFailed, EngineError
-from emberkeep.models import llama_library
-from emberkeep.models.llama_library import fetch_npm
+from emberkeep.models import registries as llama_library
+from emberkeep.models.registries import fetch_npm
 
 
 def archive(files: dict[str, bytes]) -> bytes:

@@ -1,0 +1,158 @@
+"""A model of transformers in the Hugging Face engine: from a Config to its engine."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from emberkeep.backend.on_demand import Report, tell_nobody
+from emberkeep.config.settings import PREFILL_SLICE, Config
+from emberkeep.engine.facts import facts_folder
+from emberkeep.engine.locked_memory import lock_weights
+from emberkeep.models.digest import model_digest
+from emberkeep.models.gguf import read_header
+from emberkeep.models.library import ModelFile
+from emberkeep.models.parts import part_files
+from emberkeep.runtime.parts import OpenedModel, stored_by
+from emberkeep.runtime.placement import checked_context, engine_cells
+from emberkeep.sched.engine_thread import promised
+from emberkeep.sched.probe import DeviceProbe
+from emberkeep.types.models import AttentionTier, Quantization, Residency
+from emberkeep.types.request import Json
+
+if TYPE_CHECKING:
+    from emberkeep.engine.base import Engine
+    from emberkeep.engine.hf.model_loader import HfModel, HfSettings, HfSource
+    from emberkeep.engine.hf.residency import Placing
+
+log = logging.getLogger("emberkeep")
+
+_CONTEXT_BESIDE_WEIGHTS = 8192
+"""Cap on a context that was not asked for, beside weights that pass through a GPU: with more of it, more of them
+would have to pass."""
+_SLICE_ON_GPU = 4096
+"""Most prompt tokens in one step: a GPU takes as long for 500 as for thousands."""
+_PROBED = 64 << 20
+"""Bytes that are copied to learn how fast a GPU is: less would measure how long a copy takes to begin."""
+_SHARE_OF_DRAFT = 0.1
+"""The part of a GPU's free memory that is for the KV cells of a draft model."""
+
+
+def open_hf(
+    model: ModelFile, config: Config, digests: Path, *, is_draft: bool = False, report: Report = tell_nobody
+) -> OpenedModel:
+    """Blocks while torch is imported and the model is loaded. A draft model leaves most of a GPU's memory to the
+    other one. Raises ModelError, EngineError."""
+    report(f"Loading {model.id}", 0, None)  # importing torch takes seconds
+    # Beside it: reading all of a large model takes as long as importing and loading.
+    digest, compute_digest = promised(lambda: model_digest(model.path, digests))
+    threading.Thread(target=compute_digest, name="emberkeep-digest", daemon=True).start()
+    from emberkeep.engine.hf.engine import open_engine
+    from emberkeep.engine.hf.model_loader import load_model
+
+    loaded = load_model(
+        _source(model),
+        device=config.device,
+        dtype=config.dtype,
+        attention="eager",
+        placing=placing_of(config),
+        quantization=Quantization(config.quantization),
+    )
+    settings, on_cpu = _settings(config, loaded, is_draft=is_draft), loaded.device == "cpu"
+    try:
+        engine = open_engine(loaded, settings, digest.result())
+    except BaseException:
+        loaded.close()
+        raise
+    if config.mlock and on_cpu:
+        lock_weights(loaded.memory())
+    if engine.capabilities.context < settings.context:
+        log.warning(
+            "%s has room for a context of %d tokens, not of %d: keep fewer layers there, raise gpu_memory, or "
+            "choose a smaller model",
+            loaded.device,
+            engine.capabilities.context,
+            settings.context,
+        )
+    details = _details(loaded, engine) | {"weights_sha256": digest.result()}
+    return OpenedModel(
+        engine, loaded.chat_template, details, device=None if on_cpu else device_probe(loaded.device)
+    )
+
+
+def _settings(config: Config, loaded: HfModel, *, is_draft: bool) -> HfSettings:
+    from emberkeep.engine.hf.footprint import affordable_batch, cells_of_share
+    from emberkeep.engine.hf.model_loader import HfSettings
+
+    # Beyond it there are no positions, or other ones than what is stored was computed with.
+    context = min(checked_context(config, loaded.context_length), loaded.context_length)
+    on_cpu = loaded.device == "cpu"
+    cells = engine_cells(config, loaded.kv_bytes_per_token, context) if on_cpu else None
+    if is_draft and not on_cpu:
+        cells = min(config.parallel * context, cells_of_share(loaded, _SHARE_OF_DRAFT))
+    batch = affordable_batch(loaded, PREFILL_SLICE if on_cpu else _SLICE_ON_GPU, config.gpu_memory)
+    return HfSettings(
+        context=context,
+        cells=cells,
+        sequences=2 * config.parallel,
+        batch=max(batch, 2 * config.parallel),
+        attention=None if config.attention == "auto" else AttentionTier(config.attention),
+        threads=config.threads,
+        gpu_memory=config.gpu_memory,
+        facts=facts_folder("hf"),
+        stored=stored_by(config),
+    )
+
+
+def _details(loaded: HfModel, engine: Engine) -> dict[str, Json]:
+    return {
+        "engine": "hf",
+        "architecture": loaded.architecture,
+        "parameters": loaded.parameters,
+        "dtype": loaded.dtype,
+        "quantisation": loaded.quantization,
+        "weights_bytes": loaded.weights_bytes,
+        "device": loaded.device,
+        "layers": engine.capabilities.layers,
+        "trained_context": loaded.context_length,
+        "kv_bytes_per_token": engine.capabilities.kv_bytes_per_token,
+    }
+
+
+def _source(model: ModelFile) -> HfSource:
+    from emberkeep.engine.hf.model_loader import HfSource
+
+    if model.is_folder:
+        return HfSource(model.path)
+    prefix = "tokenizer.ggml."
+    metadata = read_header(model.path).metadata
+    facts = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    return HfSource(model.path.parent, model.path.name, facts, part_files(model.path)[1:])
+
+
+def device_probe(name: str) -> DeviceProbe:
+    """How fast a device of torch is, measured when it is asked. Raises EngineError for one that is not here."""
+    from emberkeep.engine.hf.device import DeviceLimits
+
+    limits = DeviceLimits(name)
+    limits.settle()  # the first use of a device takes longer than all that follow
+    return DeviceProbe(lambda: limits.load_speed(_PROBED), lambda: limits.read_speed(_PROBED))
+
+
+def placing_of(config: Config) -> Placing:
+    """Where weights of the hf engine may be."""
+    from emberkeep.engine.hf.residency import Placing
+
+    mode, _, kept = config.residency.partition(":")
+    first, last = map(int, kept.split(",")) if kept else (None, None)
+    return Placing(
+        Residency(mode),
+        first,
+        last,
+        config.gpu_memory,
+        spill=config.data_dir,
+        promised_ram=config.ram_budget,
+        context=config.ctx or _CONTEXT_BESIDE_WEIGHTS,
+    )
