@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from emberkeep.errors import MemoryFailed
 from emberkeep.memory import vectors
 from emberkeep.memory.memory import Memory
-from emberkeep.memory.vectors import Floats, open_embedder
+from emberkeep.memory.vectors import Floats, find_embedder
 from helpers.remembering import PLENTY, raw_bytes, turn
 
 MEANINGS = {"dog": 0, "canine": 0, "car": 1, "automobile": 1, "tea": 2, "beverage": 2}
@@ -67,14 +66,15 @@ def test_known_turns_can_be_left_out(meaning: Memory) -> None:
     assert meaning.search("", "canine", exclude={one.id}) == []
 
 
-def test_turns_that_were_archived_without_vectors_get_them_when_it_is_opened(memory: Memory, path: Path) -> None:
+def test_turns_that_were_archived_without_vectors_get_them_when_they_are_searched(
+    memory: Memory, path: Path
+) -> None:
     memory.archive("", TURNS)
     memory.store_answer("", "what to drink", "tea")
     assert found(memory, "beverage") == []
     opened = Memory(path, limit_bytes=PLENTY, embed=embed)
     assert set(found(opened, "beverage")) == {"a cup of tea", "what to drink"}
     memory.archive("", [turn("another dog")])
-    assert opened.import_(memory.export()) == 0
     assert set(found(opened, "canine")) == {"my dog barks", "another dog"}
     opened.close()
 
@@ -92,6 +92,7 @@ def test_what_others_write_is_found_at_once_and_what_they_forget_is_not(meaning:
 
 def test_forgetting_takes_the_vectors_too(meaning: Memory, path: Path) -> None:
     meaning.archive("", TURNS)
+    assert found(meaning, "canine") == ["my dog barks"]
     (vector,) = np.rint(embed(["my dog barks"]) * 127).astype(np.int8)
     assert vector.tobytes() in raw_bytes(path)
     meaning.forget("", "talk")
@@ -112,6 +113,7 @@ def test_of_very_many_only_the_newest_are_compared(meaning: Memory, monkeypatch:
 
 def test_vectors_of_another_embedder_do_no_harm(meaning: Memory, path: Path) -> None:
     meaning.archive("", TURNS)
+    assert found(meaning, "canine") == ["my dog barks"]
     other = Memory(path, limit_bytes=PLENTY, embed=lambda texts: embed(texts)[:, :40])
     assert found(other, "canine") == [] and found(other, "dog") == ["my dog barks"]
     other.archive("", [turn("his dog")])
@@ -119,16 +121,26 @@ def test_vectors_of_another_embedder_do_no_harm(meaning: Memory, path: Path) -> 
     other.close()
 
 
-def test_a_missing_extra_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_embedded_before_something_is_searched(path: Path) -> None:
+    embedded: list[str] = []
+    opened = Memory(path, limit_bytes=PLENTY, embed=lambda texts: embed(embedded.extend(texts) or texts))
+    opened.archive("", TURNS)
+    opened.store_answer("", "what to drink", "tea")
+    assert not embedded
+    opened.search("", "canine")
+    assert len(embedded) == 5
+    opened.close()
+
+
+def test_without_the_extra_words_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberkeep.memory.vectors.find_spec", lambda _: None)
-    with pytest.raises(MemoryFailed, match=r"pip install 'emberkeep\[embeddings\]'"):
-        open_embedder()
+    assert find_embedder() is None
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("wordllama") is None, reason="needs the extra embeddings")
 def test_real_vectors_know_that_a_dog_is_a_canine_companion(path: Path) -> None:
-    memory = Memory(path, limit_bytes=PLENTY, embed=open_embedder())
+    memory = Memory(path, limit_bytes=PLENTY, embed=find_embedder())
     memory.archive(
         "", [turn("My dog is called Rex", "Nice name"), turn("I bought a car"), turn("I like tea"), turn("")]
     )

@@ -20,6 +20,7 @@ REMOVED: Mapping[str, str] = {
     "draft_max": "as many tokens are drafted as are worth it; speculation = off drafts none.",
     "draft_model": "say speculation = MODEL.",
     "drain_s": "running requests get 20 seconds to finish when the server stops.",
+    "embeddings": "memory is searched by meaning, too, where the extra emberkeep[embeddings] is installed.",
     "evict": "say too_long = refuse (or evict, the default).",
     "exact": "say approximate = never.",
     "keep_first": "say residency = partial:FIRST,LAST.",

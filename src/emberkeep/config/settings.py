@@ -270,9 +270,6 @@ class Config:
         one_of(*Recall),
         "How archived turns come back: tool lets the model search, auto puts the best before the question.",
     )
-    embeddings: bool = _setting(
-        False, SWITCH, "Search memory by meaning too; needs the extra emberkeep[embeddings]."
-    )
     tools: str = _setting(
         "auto",
         one_of("auto", "on", OFF),

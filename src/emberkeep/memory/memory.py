@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from emberkeep.errors import MemoryFailed
 from emberkeep.memory import records
 from emberkeep.memory.database import Database, rows, value
 from emberkeep.memory.export import export, import_rows
 from emberkeep.memory.forget import forget, forgotten_since, retain
-from emberkeep.memory.redaction import redact
 from emberkeep.memory.responses import Responses
 from emberkeep.memory.search import Query, search
-from emberkeep.memory.vectors import Embed, Floats, Vectors, add_vectors, text_of, turns_without_vectors
+from emberkeep.memory.vectors import Embed, Vectors, add_vectors, turns_without_vectors
 from emberkeep.text import encodable
 from emberkeep.types.memory import Fact, Forgotten, Note, NoteKind, Recollection, SavedConversation, Turn
 from emberkeep.types.request import Json, Message
@@ -31,12 +32,12 @@ class Memory:
     another. Raises MemoryFailed: one sentence that says what is wrong and the way out."""
 
     def __init__(self, path: Path, *, limit_bytes: int, embed: Embed | None = None) -> None:
-        """Opens the file at `path`, or creates it. With `embed` search finds what means the same too."""
+        """Opens the file at `path`, or creates it. With `embed`, which is first called by a search, search finds
+        what means the same too."""
         self._limit = limit_bytes
         self._database = Database(path)
         self._vectors = Vectors(embed) if embed is not None else None
         self.responses = Responses(self._database, limit_bytes)
-        self._catch_up()
 
     def close(self) -> None:
         """Waits for what is under way. Idempotent."""
@@ -59,7 +60,6 @@ class Memory:
         `conversation` is what the notes belong to, and are forgotten with; by default that of the first turn.
         `as_of`: nothing is written if the owner or the conversation was forgotten since.
         """
-        meanings = self._meanings([(turn.user_text, turn.assistant_text) for turn in turns])
         name = turns[0].conversation if turns and conversation is None else conversation
         with self._database.transaction() as db:
             if as_of is not None and forgotten_since(db, as_of, owner, encodable(name or "")):
@@ -69,8 +69,6 @@ class Memory:
                 records.add_turn(db, id_, records.make_conversation(db, id_, turn.conversation), turn)
                 for turn in turns
             ]
-            if meanings is not None:
-                add_vectors(db, added, meanings)
             within = records.make_conversation(db, id_, name) if name is not None and notes else None
             for note in notes:
                 records.put_note(db, id_, within, note)
@@ -107,7 +105,10 @@ class Memory:
     ) -> list[Recollection]:
         """Archived turns and stored answers, the best first. `query` is what a person would ask, `exclude` are ids
         of recollections that are not wanted. Stored answers belong to no conversation."""
-        meaning = self._vectors.embed([query])[0] if self._vectors is not None else None
+        meaning = None
+        if self._vectors is not None:
+            meaning = self._vectors.embed([query])[0]
+            self._add_missing_vectors(self._vectors)
         with self._database.snapshot() as db:
             return search(db, owner, Query(query, max_results, conversation, exclude), self._vectors, meaning)
 
@@ -135,13 +136,9 @@ class Memory:
 
     def store_answer(self, owner: str, question: str, answer: str) -> int:
         """Its id. The same question again replaces the answer."""
-        meanings = self._meanings([(question, answer)])
         with self._database.transaction() as db:
             turn = records.answer_turn(question, answer, time.time())
-            id_ = records.store_answer(db, records.make_owner(db, owner), turn)
-            if meanings is not None:
-                add_vectors(db, [id_], meanings)
-        return id_
+            return records.store_answer(db, records.make_owner(db, owner), turn)
 
     # ── saved conversations ──
 
@@ -185,25 +182,13 @@ class Memory:
     def import_(self, rows: Iterable[Mapping[str, Json]]) -> int:
         """What `export` gave; returns how much of it is new here. A bad row raises MemoryFailed that names its
         line; of the two thousand rows around it nothing is kept."""
-        added = import_rows(self._database, rows)
-        self._catch_up()
-        return added
+        return import_rows(self._database, rows)
 
-    # ── meanings ──
-
-    def _meanings(self, texts: Sequence[tuple[str, str]]) -> Floats | None:
-        """Outside of any transaction: this takes longer than writing."""
-        if self._vectors is None or not texts:
-            return None
-        return self._vectors.embed([text_of(redact(user), redact(assistant)) for user, assistant in texts])
-
-    def _catch_up(self) -> None:
-        """Vectors for new turns that were archived without."""
-        if self._vectors is None:
-            return
+    def _add_missing_vectors(self, vectors: Vectors) -> None:
+        """Where nothing can be written, turns without a vector are found by their words."""
         with self._database.snapshot() as db:
-            found = turns_without_vectors(db)
-        meanings = self._meanings([(user, assistant) for _, user, assistant in found])
-        if meanings is not None:
-            with self._database.transaction() as db:
-                add_vectors(db, [id_ for id_, _, _ in found], meanings)
+            missing = turns_without_vectors(db)
+        if missing:
+            meanings = vectors.embed([text for _, text in missing])  # takes longer than a transaction may
+            with suppress(MemoryFailed), self._database.transaction() as db:
+                add_vectors(db, [id_ for id_, _ in missing], meanings)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import apsw
 import numpy as np
@@ -24,18 +26,18 @@ from emberkeep.values import dataclass
 _NEWEST = 200_000
 """Vectors of an owner that are compared: 6 MB of RAM, and about 3 ms."""
 _OWNERS = 8
-"""Whose bits are kept in RAM."""
+"""So many owners' bits are kept in RAM."""
 _NEAREST = 256
 """By their bits; among those the nearest are picked by the vectors themselves."""
 _NEVER = 1 << 30
 """More bits than a vector has."""
 _SCALE = 127
 _CATCH_UP = 1000
-"""Of the newest turns those without a vector get one when a memory is opened."""
+"""Among so many of the newest turns, those without a vector get one when something is searched."""
 
 _MODEL = "l2_supercat"
 _MOST_CHARS = 4000
-"""Of a text: a vector is an average, in which longer texts all look alike."""
+"""A longer text is cut: a vector is an average, in which long texts all look alike."""
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -43,23 +45,31 @@ Embed = Callable[[Sequence[str]], Floats]
 """One row for each text, a unit vector; a text without any known word has a row of zeros."""
 
 
-def open_embedder() -> Embed:
-    """Loads word vectors, about 16 MB that come with a package. Raises MemoryFailed without it."""
-    if find_spec("wordllama") is None:
-        raise MemoryFailed("Searching by meaning needs wordllama: pip install 'emberkeep[embeddings]'.")
-    import wordllama
+def find_embedder() -> Embed | None:
+    """An embedder that loads its model when it is first called. None where its package is not installed."""
+    return _embed if find_spec("wordllama") else None
 
-    # Its own folder is where its files are; anywhere else it would download them.
-    model = wordllama.WordLlama.load(_MODEL, cache_dir=Path(wordllama.__file__).parent, disable_download=True)
 
-    def embed(texts: Sequence[str]) -> Floats:
-        # The words of every sentence would draw all vectors together.
-        vectors = np.asarray(model.embed([telling_words(text[:_MOST_CHARS]) for text in texts]), np.float32)
-        lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-        unit: Floats = np.divide(vectors, lengths, out=np.zeros_like(vectors), where=lengths > 0)
-        return unit
+def _embed(texts: Sequence[str]) -> Floats:
+    """Blocks for a second the first time. Raises MemoryFailed."""
+    # The words of every sentence would draw all vectors together.
+    vectors = np.asarray(_model().embed([telling_words(text[:_MOST_CHARS]) for text in texts]), np.float32)
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    unit: Floats = np.divide(vectors, lengths, out=np.zeros_like(vectors), where=lengths > 0)
+    return unit
 
-    return embed
+
+@cache
+def _model() -> Any:
+    """Word vectors, about 16 MB that come with the package. Raises MemoryFailed."""
+    try:
+        import wordllama
+
+        # Its own folder is where its files are; anywhere else it would download them.
+        folder = Path(wordllama.__file__).parent
+        return wordllama.WordLlama.load(_MODEL, cache_dir=folder, disable_download=True)
+    except Exception as error:
+        raise MemoryFailed(f"wordllama cannot be loaded ({error}): install it again, or uninstall it.") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +115,7 @@ class Vectors:
         return [int(id_) for id_ in known.ids[best][differing[best] < _NEVER]]
 
     def _refresh(self, db: apsw.Connection, owner: int, size: int) -> _Known | None:
-        """With what was written since the last search, here or by another process; None where there is nothing."""
+        """Adds what was written since the last search, here or by another process; None where there is nothing."""
         known = self._known.pop(owner, None)
         sql = """SELECT id, coalesce(conversation, 0), vector FROM vectors
                  WHERE owner = ? AND id > ? AND length(vector) = ? ORDER BY id DESC LIMIT ?"""
@@ -132,25 +142,20 @@ def similarities(db: apsw.Connection, ids: Sequence[int], query: Floats) -> dict
     return {id_: float(cosine) for (id_, _), cosine in zip(found, cosines, strict=True)}
 
 
-def add_vectors(db: apsw.Connection, ids: Sequence[int | None], vectors: Floats) -> None:
-    """One for each turn; None is a turn that is there already."""
+def add_vectors(db: apsw.Connection, ids: Sequence[int], vectors: Floats) -> None:
+    """Adds one for each turn that is still there."""
     sql = """INSERT OR REPLACE INTO vectors (id, owner, conversation, vector)
              SELECT id, owner, conversation, ?2 FROM turns WHERE id = ?1"""
     packed = np.rint(vectors * _SCALE).astype(np.int8)
-    pairs = zip(ids, packed, strict=True)
-    db.executemany(sql, [(id_, row.tobytes()) for id_, row in pairs if id_ is not None])
+    db.executemany(sql, [(id_, row.tobytes()) for id_, row in zip(ids, packed, strict=True)])
 
 
-def turns_without_vectors(db: apsw.Connection) -> list[tuple[int, str, str]]:
-    """(id, user text, assistant text) of new turns that were archived by a process without an embedder."""
+def turns_without_vectors(db: apsw.Connection) -> list[tuple[int, str]]:
+    """The ids and texts of new turns that have no vector yet."""
     newest = value(db, "SELECT max(id) FROM turns") or 0
-    sql = """SELECT t.id, user_text, assistant_text FROM turns AS t LEFT JOIN vectors AS v ON v.id = t.id
-             WHERE t.id > ? AND v.id IS NULL"""
+    sql = """SELECT t.id, user_text || char(10) || assistant_text
+             FROM turns AS t LEFT JOIN vectors AS v ON v.id = t.id WHERE t.id > ? AND v.id IS NULL"""
     return rows(db, sql, newest - _CATCH_UP)
-
-
-def text_of(user_text: str, assistant_text: str) -> str:
-    return f"{user_text}\n{assistant_text}"
 
 
 def _bits(vectors: npt.NDArray[np.int8] | Floats) -> npt.NDArray[np.uint64]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from emberkeep.config.settings import Config, TooLong, memory_file
 from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
+from emberkeep.memory.vectors import find_embedder
 from emberkeep.session.sessions import Policy, Sessions, about_tokens
 from emberkeep.types.request import Recall
 
@@ -19,12 +20,9 @@ _RECALL_TOKENS = 512
 
 def open_memory(config: Config) -> Memory | None:
     """None: it is switched off. Raises MemoryFailed."""
-    from emberkeep.memory.vectors import open_embedder
-
     if not config.memory:
         return None
-    embed = open_embedder() if config.embeddings else None
-    return Memory(memory_file(config), limit_bytes=config.memory_budget, embed=embed)
+    return Memory(memory_file(config), limit_bytes=config.memory_budget, embed=find_embedder())
 
 
 def open_memory_or_none(config: Config) -> Memory | None:
