@@ -337,32 +337,6 @@ def test_other_models_are_names_or_words(tmp_path: Path) -> None:
     assert load(tmp_path, {"unload_after_s": "never"}).unload_after_s is None
 
 
-def test_a_table_of_models_holds_the_others_and_aliases(tmp_path: Path) -> None:
-    file = tmp_path / "emberkeep.toml"
-    file.write_text(
-        '[aliases]\na = "x"\nb = "y"\n[models]\nothers = ["x", "y"]\n[models.aliases]\nb = "y"\nc = "x"\n'
-    )
-    loaded = load_config({"config": file}, env={}, cwd=tmp_path)
-    assert loaded.config.models == ("x", "y")
-    assert public_values(loaded.config)["aliases"] == {"a": "x", "b": "y", "c": "x"}
-    assert loaded.origins["models"] == loaded.origins["aliases"] == f"file {file}"
-    file.write_text('[models.aliases]\nc = "x"\n')
-    assert (load(tmp_path).models, public_values(load(tmp_path))["aliases"]) == ((), {"c": "x"})
-    assert load(tmp_path, {"aliases": ["d=z"], "models": ["all"]}).models == ("all",)
-
-
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        (
-            '[aliases]\na = "x"\n[models.aliases]\na = "y"\n',
-            "'a' means 'x' in [aliases] and 'y' in [models.aliases]",
-        ),
-        ('[models]\nother = ["x"]\n', "[models] has no key 'other': did you mean others?"),
-        ("[models.aliases]\na = 1\n", "[aliases] and [models.aliases] must each be a table"),
-        ("[models]\nothers = 3\n", "models = 3"),
-    ],
-)
-def test_what_is_wrong_in_a_table_of_models_is_said(tmp_path: Path, content: str, told: str) -> None:
-    (tmp_path / "emberkeep.toml").write_text(content)
-    assert told in refusal(tmp_path)
+def test_a_table_of_models_is_refused_with_what_to_say_instead(tmp_path: Path) -> None:
+    (tmp_path / "emberkeep.toml").write_text('[models.aliases]\nc = "x"\n')
+    assert "is gone: say models = [...], and aliases in [aliases]" in refusal(tmp_path)

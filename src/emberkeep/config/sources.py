@@ -21,7 +21,6 @@ import platformdirs
 from emberkeep.config.kinds import readable_size
 from emberkeep.config.removed import why_gone
 from emberkeep.config.settings import FIELDS, Config, is_harmless, kind_of
-from emberkeep.config.tables import spread_models
 from emberkeep.config.trust import is_trusted
 from emberkeep.errors import ConfigError
 from emberkeep.types.request import Json
@@ -145,7 +144,9 @@ def file_in(folder: Path) -> Path | None:
 def read_config_file(path: Path) -> ConfigFile:
     """Raises ConfigError."""
     data = _read(path)
-    settings = spread_models(_parse_file(path, data))
+    settings = _parse_file(path, data)
+    if isinstance(settings.get("models"), dict):
+        raise ConfigError(f"[models] (file {path}) is gone: say models = [...], and aliases in [aliases].")
     for key in settings:
         if key not in FIELDS:
             gone = why_gone(key, f"{key} (file {path})")

@@ -1,4 +1,4 @@
-"""Settings that are tables: `[mcp.servers.NAME]`, `[backends.NAME]`, `[models]`, `[[hygiene]]` and `[[warm]]`."""
+"""Settings that are tables: `[mcp.servers.NAME]`, `[backends.NAME]`, `[[hygiene]]` and `[[warm]]`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from emberkeep.config.kinds import ALIASES, MASK, Kind, parse_text, public_url
+from emberkeep.config.kinds import MASK, Kind, parse_text, public_url
 from emberkeep.errors import ConfigError
 from emberkeep.text import did_you_mean, shorten
 from emberkeep.types.hygiene import HygieneAction, HygieneRule, HygieneWhere, as_written
@@ -91,35 +91,6 @@ def parse_remotes(value: object) -> tuple[RemoteModel, ...]:
         if isinstance(entry, Mapping) and "backend" not in entry:
             raise ConfigError(f"[backends.{name}] needs backend: what the model is spoken to with.")
     return _parse_table("backends", value, RemoteModel, _REMOTE_PARSERS)
-
-
-def spread_models(content: Mapping[str, Json]) -> Mapping[str, Json]:
-    """The settings of a file, where `[models]` may hold two of them: `others`, which is the setting `models`, and
-    `aliases`. Raises ConfigError."""
-    table = content.get("models")
-    if not isinstance(table, Mapping):
-        return content
-    _check_keys("models", table, ("others", "aliases"))
-    settings = {key: value for key, value in content.items() if key != "models"}
-    if "others" in table:
-        settings["models"] = table["others"]
-    if "aliases" in table:
-        settings["aliases"] = _join_aliases(settings.get("aliases", {}), table["aliases"])
-    return settings
-
-
-def _join_aliases(outer: Json, inner: Json) -> dict[str, str]:
-    try:
-        said, also = ({alias.name: alias.model for alias in ALIASES.parse(table)} for table in (outer, inner))
-    except ValueError as error:
-        raise ConfigError(f"[aliases] and [models.aliases] must each be {ALIASES.accepts}.") from error
-    for name in said.keys() & also.keys():
-        if said[name] != also[name]:
-            raise ConfigError(
-                f"{name!r} means {said[name]!r} in [aliases] and {also[name]!r} in [models.aliases]: "
-                "leave one of them out."
-            )
-    return said | also
 
 
 def _public_server(server: McpServer) -> dict[str, Json]:
