@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from emberkeep.backend.base import NO_ARGS, ModelCard, ModelTexts
+from emberkeep.backend.base import NO_ARGS, Extras, ModelCard, ModelTexts
 from emberkeep.errors import EmberkeepError
 from emberkeep.kv.holders import Holders
 from emberkeep.types.cache import Warmed
@@ -22,12 +21,6 @@ from emberkeep.types.events import (
     Usage,
 )
 from emberkeep.types.request import Json, Message, Request, Tool
-from emberkeep.types.speculation import SpeculationStats
-from emberkeep.types.timeline import TimelineRecord
-
-if TYPE_CHECKING:
-    from emberkeep.backend.server_tools import ToolDesk
-    from emberkeep.memory.memory import Memory
 
 FOREVER = "forever"
 """In a script: nothing more comes until the request is cancelled."""
@@ -53,36 +46,15 @@ def answer(
     ]
 
 
-class ScriptedBackend:
+class ScriptedBackend(Extras):
     holders = Holders()
-    memory: Memory | None = None
-    host_tools: ToolDesk | None = None
-    cache = embedder = experts = attention = None
-
-    @property
-    def tokenizer(self) -> ScriptedBackend:
-        return self
-
-    @property
-    def warmer(self) -> ScriptedBackend:
-        return self
-
-    async def start(self) -> None: ...
 
     def health(self) -> dict[str, Json]:
         return {"backend": "scripted", "model": self.card.id}
 
-    def failure(self) -> EmberkeepError | None:
-        return None
-
-    def timeline(self) -> tuple[TimelineRecord, ...]:
-        return ()
-
-    def speculation_stats(self) -> SpeculationStats | None:
-        return None
-
     def __init__(self, script: Callable[[Request], Iterable[Step]]) -> None:
         self._script = script
+        self.tokenizer = self.warmer = self
         self.requests: list[Request] = []
         self.kept_warm: list[Request] = []
         self.cancelled = 0

@@ -134,7 +134,7 @@ class Warmer(Protocol):
 @dataclass(frozen=True, slots=True)
 class EmbeddingShape:
     dimension: int
-    """Of a vector; of a model that ranks: 1."""
+    """A vector has so many numbers; what a model gives that ranks has 1."""
     context: int
     """Longest input in tokens, with the tokens that the model wants around it."""
     pooling: Pooling
@@ -249,6 +249,31 @@ class Backend(Protocol):
     @property
     def memory(self) -> Memory | None:
         """What has left conversations, and facts. None: nothing is remembered."""
+
+
+class Extras:
+    """Nothing of what only some backends can do, for a Backend to derive from."""
+
+    cache: Cache | None = None
+    tokenizer: Tokenizer | None = None
+    warmer: Warmer | None = None
+    embedder: Embedder | None = None
+    experts: Experts | None = None
+    attention: AttentionSwitch | None = None
+    host_tools: ToolDesk | None = None
+    memory: Memory | None = None
+
+    def timeline(self) -> Sequence[TimelineRecord]:
+        return ()
+
+    def speculation_stats(self) -> SpeculationStats | None:
+        return None
+
+    def failure(self) -> EmberkeepError | None:
+        return None
+
+    async def start(self) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,44 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NoReturn
 
 from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Embedder, Experts, ModelCard, Tokenizer
 from emberkeep.errors import NoSuchEntry, RequestError
-from emberkeep.types.cache import CacheEntry, CacheTree, EntryText, Explanation, Removed, Verified, Warmed
+from emberkeep.kv.holders import Holders
+from emberkeep.types.cache import CacheEntry, CacheTree, Removed, Verified, Warmed
 from emberkeep.types.request import Request
 from emberkeep.types.speculation import SpeculationStats
-from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.remote")
 
 
 def tokenizer_of(backend: Backend, wanted: Literal["tokens", "template"] = "tokens") -> Tokenizer:
     """Raises RequestError where there is none."""
-    if backend.tokenizer is None:
-        raise _only_here(backend.card.remote, f"does not tell its {wanted}")
-    return backend.tokenizer
+    return backend.tokenizer or _refuse(backend.card, f"does not tell its {wanted}")
 
 
 def embedder_of(backend: Backend) -> Embedder:
     """For vectors. Raises RequestError for a model that gives none."""
-    if backend.embedder is None:
-        raise _has_no_embedder(backend.card, no_embeddings)
-    return backend.embedder
+    return backend.embedder or _refuse(backend.card, _NO_EMBEDDER, no_embeddings(backend.card.id))
 
 
 def ranker_of(backend: Backend) -> Embedder:
     """For ranking. Raises RequestError for a model that does not."""
-    if backend.embedder is None:
-        raise _has_no_embedder(backend.card, no_ranks)
-    return backend.embedder
+    return backend.embedder or _refuse(backend.card, _NO_EMBEDDER, no_ranks(backend.card.id))
 
 
-def _has_no_embedder(card: ModelCard, otherwise: Callable[[str], RequestError]) -> RequestError:
-    if card.remote:
-        return _only_here(card.remote, "neither embeds nor ranks for clients of this server")
-    return otherwise(card.id)
+_NO_EMBEDDER = "neither embeds nor ranks for clients of this server"
 
 
 def no_embeddings(name: str) -> RequestError:
@@ -61,26 +52,28 @@ def no_ranks(name: str) -> RequestError:
 
 def experts_of(backend: Backend) -> Experts:
     """Raises RequestError for a model without experts."""
-    if backend.experts is not None:
-        return backend.experts
-    if backend.card.remote:
-        raise _only_here(backend.card.remote, "does not tell its experts")
-    raise RequestError(f"{backend.card.id} is not a mixture of experts: load a model that is one.")
+    here = RequestError(f"{backend.card.id} is not a mixture of experts: load a model that is one.")
+    return backend.experts or _refuse(backend.card, "does not tell its experts", here)
 
 
 def attention_of(backend: Backend) -> AttentionSwitch:
     """Raises RequestError where there is no choice."""
-    if backend.attention is not None:
-        return backend.attention
-    if backend.card.remote:
-        raise _only_here(backend.card.remote, "computes attention as it likes")
-    raise RequestError(f"{backend.card.id} has one way to compute attention: tiers are for --engine hf.")
+    here = RequestError(f"{backend.card.id} has one way to compute attention: tiers are for --engine hf.")
+    return backend.attention or _refuse(backend.card, "computes attention as it likes", here)
+
+
+def _refuse(card: ModelCard, elsewhere: str, here: RequestError | None = None) -> NoReturn:
+    """Raises RequestError: what a model does that runs elsewhere, or `here` for one that runs here."""
+    if here is not None and not card.remote:
+        raise here
+    raise RequestError(f"{card.remote} runs elsewhere and {elsewhere}: use a model that runs here.")
 
 
 def speculation_of(backend: Backend) -> SpeculationStats:
     """How much was drafted and accepted; nothing for a model that runs elsewhere."""
-    told = backend.speculation_stats()
-    return told or SpeculationStats(False, f"{_why_not(backend.card)}: nothing is drafted here.")
+    return backend.speculation_stats() or SpeculationStats(
+        False, f"{_why_not(backend.card)}: nothing is drafted here."
+    )
 
 
 async def warm_prefix(backend: Backend, request: Request) -> Warmed:
@@ -105,12 +98,17 @@ def _why_not(card: ModelCard) -> str:
 
 def cache_of(backend: Backend) -> Cache:
     """Its cache; an empty one for a model that runs elsewhere."""
-    return backend.cache or _NoCache(backend.card.remote)
+    why = f"{backend.card.remote} runs elsewhere: nothing of it is stored here."
+    return backend.cache or EmptyCache(why, backend.holders)
 
 
-@dataclass(frozen=True, slots=True)
-class _NoCache:
-    remote: str
+class EmptyCache:
+    """A Cache in which nothing can be found, but whose users can be forgotten."""
+
+    def __init__(self, why: str, holders: Holders) -> None:
+        """`why`: what is said to those who look for something."""
+        self._why = why
+        self.remove_user = holders.forget
 
     def entries(self) -> list[CacheEntry]:
         return []
@@ -118,30 +116,13 @@ class _NoCache:
     def tree(self, limit: int, at: str = "") -> CacheTree:
         return CacheTree()
 
-    def show(self, entry_id: str) -> EntryText:
-        raise self._nothing()
-
-    def pin(self, entry_id: str, pinned: bool) -> CacheEntry:
-        raise self._nothing()
-
-    def remove(self, entry_id: str) -> Removed:
-        raise self._nothing()
-
-    def remove_user(self, user: str) -> Removed:
-        return Removed(0, 0)
-
     def gc(self) -> Removed:
         return Removed(0, 0)
 
-    def explain(self, request: Request) -> Explanation:
-        raise RequestError(f"{self.remote} runs elsewhere: what it reuses is not known here.")
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise NoSuchEntry(self._why)
+
+    show = pin = remove = explain = _refuse
 
     async def verify(self, entry_id: str, tokens: int) -> Verified:
-        raise _only_here(self.remote, "has no stored state to verify")
-
-    def _nothing(self) -> NoSuchEntry:
-        return NoSuchEntry(f"{self.remote} runs elsewhere: nothing of it is stored here.")
-
-
-def _only_here(remote: str, reason: str) -> RequestError:
-    return RequestError(f"{remote} runs elsewhere and {reason}: use a model that runs here.")
+        self._refuse()

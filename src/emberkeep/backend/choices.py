@@ -308,3 +308,9 @@ class Permit:
 
     def release(self) -> None:
         self._permits.give_back(self)
+
+    def __enter__(self) -> Permit:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()

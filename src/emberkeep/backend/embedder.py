@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import field
 from functools import partial
 from typing import Protocol, TypeVar
@@ -69,8 +68,10 @@ class LocalEmbedder:
     async def embed(self, request: EmbeddingRequest) -> Embedded:
         if self.shape.ranks:
             raise no_embeddings(self._name)
-        self._check_dimensions(request.dimensions)
-        with self._permit(request.user):
+        whole = self.shape.dimension
+        if request.dimensions is not None and request.dimensions > whole:
+            raise InvalidField("dimensions", f"{self._name} has {whole}: give {whole} or fewer.")
+        with self._settings.permits.acquire(request.user):
             truncates = self._settings.truncates if request.truncate is None else request.truncate
             inputs = await asyncio.to_thread(self._tokenize, request.inputs, truncates)
             vectors, cached_tokens = await self._vectors(request.namespace, inputs)
@@ -81,7 +82,7 @@ class LocalEmbedder:
     async def rerank(self, request: RerankRequest) -> Ranked:
         if not self.shape.ranks:
             raise no_ranks(self._name)
-        with self._permit(request.user):
+        with self._settings.permits.acquire(request.user):
             inputs = await asyncio.to_thread(self._pair, request.query, request.documents, request.truncate)
             vectors, cached_tokens = await self._vectors(request.namespace, inputs)
         return Ranked(
@@ -104,20 +105,6 @@ class LocalEmbedder:
             await self._batcher.close()
             await asyncio.wrap_future(self._run(self._engine.close))
             await self._cache.close()
-
-    @contextmanager
-    def _permit(self, user: str) -> Iterator[None]:
-        permit = self._settings.permits.acquire(user)
-        try:
-            yield
-        finally:
-            permit.release()
-
-    def _check_dimensions(self, wanted: int | None) -> None:
-        """Raises InvalidField."""
-        whole = self.shape.dimension
-        if wanted is not None and wanted > whole:
-            raise InvalidField("dimensions", f"{self._name} has {whole}: give {whole} or fewer.")
 
     # ── tokens ──
 
@@ -185,7 +172,7 @@ class _Job:
     """The inputs of one request."""
 
     waiting: deque[tuple[int, TokenInput]]
-    """With their places, the longest first: those of one step have about the same length then."""
+    """Inputs with their places, the longest first: those of one step have about the same length then."""
     vectors: list[Vector | None]
     done: asyncio.Future[None]
     open: int = field(init=False)

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-from emberkeep.backend.base import NO_ARGS, ModelCard
+from emberkeep.backend.base import NO_ARGS, Extras, ModelCard
+from emberkeep.backend.capabilities import EmptyCache
 from emberkeep.backend.embedder import LocalEmbedder
 from emberkeep.engine.embedding import EmbeddingEngine
-from emberkeep.errors import EmberkeepError, InvalidField, NoSuchEntry, RequestError
+from emberkeep.errors import InvalidField, RequestError
 from emberkeep.kv.holders import Holders
 from emberkeep.sched.engine_thread import EngineThread
-from emberkeep.types.cache import CacheEntry, CacheTree, EntryText, Explanation, Removed, Verified
 from emberkeep.types.events import Events
 from emberkeep.types.request import Json, Message, Request, Tool
-from emberkeep.types.timeline import TimelineRecord
-
-if TYPE_CHECKING:
-    from emberkeep.backend.server_tools import ToolDesk
-    from emberkeep.memory.memory import Memory
 
 
-class EmbeddingBackend:
+class EmbeddingBackend(Extras):
     """Owns the embedder, and the thread of its engine."""
 
-    warmer = experts = attention = None
-    memory: Memory | None = None
-    host_tools: ToolDesk | None = None
+    embedder: LocalEmbedder
 
     def __init__(
         self,
@@ -42,7 +35,7 @@ class EmbeddingBackend:
         self.holders.join("vectors", self, embedder.forget)
         self.embedder = embedder
         self.tokenizer = EmbeddingTokenizer(card.id, engine)
-        self.cache = VectorEntries(card.id, self.holders)
+        self.cache = EmptyCache(f"{card.id} keeps vectors, and no entries that have a name.", self.holders)
         self._thread = thread
         self._is_closed = False
 
@@ -53,20 +46,8 @@ class EmbeddingBackend:
     def stats(self) -> dict[str, Json]:
         return {"model": self.card.id, "embeddings": self.embedder.stats()}
 
-    def timeline(self) -> tuple[TimelineRecord, ...]:
-        return ()
-
-    def speculation_stats(self) -> None:
-        return None
-
     def health(self) -> dict[str, Json]:
         return {"backend": "local", "model": self.card.id}
-
-    def failure(self) -> EmberkeepError | None:
-        return None
-
-    async def start(self) -> None:
-        return None
 
     async def close(self) -> None:
         if not self._is_closed:
@@ -113,38 +94,3 @@ class EmbeddingTokenizer:
 
     def _no_chats(self) -> RequestError:
         return RequestError(f"{self._name} writes no answers: name a model that does.", "model")
-
-
-class VectorEntries:
-    """Vectors have no names, so none of them can be shown, kept or explained; users can be forgotten."""
-
-    def __init__(self, name: str, holders: Holders) -> None:
-        self._name = name
-        self.remove_user = holders.forget
-
-    def entries(self) -> list[CacheEntry]:
-        return []
-
-    def tree(self, limit: int, at: str = "") -> CacheTree:
-        return CacheTree()
-
-    def show(self, entry_id: str) -> EntryText:
-        raise self._nothing()
-
-    def pin(self, entry_id: str, pinned: bool) -> CacheEntry:
-        raise self._nothing()
-
-    def remove(self, entry_id: str) -> Removed:
-        raise self._nothing()
-
-    def gc(self) -> Removed:
-        return Removed(0, 0)
-
-    def explain(self, request: Request) -> Explanation:
-        raise RequestError(f"{self._name} writes no answers: name a model that does.", "model")
-
-    async def verify(self, entry_id: str, tokens: int) -> Verified:
-        raise self._nothing()
-
-    def _nothing(self) -> NoSuchEntry:
-        return NoSuchEntry(f"{self._name} keeps vectors, and no entries that have a name.")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from time import monotonic
+from typing import Any
 
 from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Embedder, Experts, ModelCard, Tokenizer, Warmer
 from emberkeep.backend.capabilities import keep_warm, warm_prefix
@@ -71,8 +72,23 @@ class Link:
         return {"name": self.name, "state": state, **({"error": self.error} if self.error else {})}
 
 
+def _of_active(name: str) -> Any:
+    """An attribute of the backend that answered last."""
+    return property(lambda chain: getattr(chain._backend, name))
+
+
 class FallbackBackend:
     """Owns its backends. Everything but answers is asked of the one that answered last."""
+
+    cache: Cache | None = _of_active("cache")
+    tokenizer: Tokenizer | None = _of_active("tokenizer")
+    embedder: Embedder | None = _of_active("embedder")
+    experts: Experts | None = _of_active("experts")
+    attention: AttentionSwitch | None = _of_active("attention")
+    memory: Memory | None = _of_active("memory")
+    holders: Holders = _of_active("holders")
+    stats: Callable[[], dict[str, Json]] = _of_active("stats")
+    speculation_stats: Callable[[], SpeculationStats | None] = _of_active("speculation_stats")
 
     def __init__(self, links: Sequence[Link]) -> None:
         """Open the first backend that can be opened. Blocks. If none can, raises the error of the first one."""
@@ -129,20 +145,14 @@ class FallbackBackend:
                             yield held.pop(0)
                 return
             except (*FAILURES, RequestError) as error:
-                if has_begun or isinstance(error, StepFailed) or self._is_request_wrong(error, link):
+                is_requests_fault = isinstance(error, RequestError)
+                if has_begun or isinstance(error, StepFailed) or (is_requests_fault and link is self._links[0]):
                     raise
-                self._note_failure(link, error)
+                if not is_requests_fault:
+                    link.note_failure(error)
+                log.warning("%s did not answer: %s", link.name, error)
                 failures.append(error)
         raise next((error for error in failures if isinstance(error, FAILURES)), failures[0])
-
-    def _is_request_wrong(self, error: EmberkeepError, link: Link) -> bool:
-        """Whether the error is the request's fault, and not the backend's."""
-        return isinstance(error, RequestError) and link is self._links[0]
-
-    def _note_failure(self, link: Link, error: EmberkeepError) -> None:
-        if not isinstance(error, RequestError):
-            link.note_failure(error)
-        log.warning("%s did not answer: %s", link.name, error)
 
     async def _opened_backend(self, link: Link) -> Backend:
         """A cancelled request does not cancel the opening: a thread that loads a model cannot be stopped."""
@@ -177,9 +187,6 @@ class FallbackBackend:
         self._prefixes = (*self._prefixes, *prefixes)
         keep_warm(self._backend, prefixes)
 
-    def stats(self) -> dict[str, Json]:
-        return self._backend.stats()
-
     def timeline(self) -> Sequence[TimelineRecord]:
         return [record for backend in self._opened() for record in backend.timeline()]
 
@@ -188,8 +195,7 @@ class FallbackBackend:
 
     def failure(self) -> EmberkeepError | None:
         """The failure of any backend: others may still answer, but only a new process brings that one back."""
-        opened = [link.backend for link in self._links if link.backend]
-        return next((failure for backend in opened if (failure := backend.failure())), None)
+        return next((failure for backend in self._opened() if (failure := backend.failure())), None)
 
     async def start(self) -> None:
         await self._backend.start()
@@ -208,31 +214,8 @@ class FallbackBackend:
         return self
 
     @property
-    def cache(self) -> Cache | None:
-        return self._backend.cache
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._backend.tokenizer
-
-    @property
-    def embedder(self) -> Embedder | None:
-        return self._backend.embedder
-
-    @property
-    def experts(self) -> Experts | None:
-        return self._backend.experts
-
-    @property
-    def attention(self) -> AttentionSwitch | None:
-        return self._backend.attention
-
-    def speculation_stats(self) -> SpeculationStats | None:
-        return self._backend.speculation_stats()
-
-    @property
     def host_tools(self) -> ToolDesk | None:
-        """Of all that are open: one that answers no new requests may still wait for a decision."""
+        """Those of all that are open: one that answers no new requests may still wait for a decision."""
         desks = [desk for backend in self._opened() if (desk := backend.host_tools) is not None]
         return JoinedDesks(desks) if desks else None
 
@@ -240,14 +223,6 @@ class FallbackBackend:
         """The one that answers now first."""
         active = self._backend
         return [active, *(link.backend for link in self._links if link.backend not in (None, active))]
-
-    @property
-    def memory(self) -> Memory | None:
-        return self._backend.memory
-
-    @property
-    def holders(self) -> Holders:
-        return self._backend.holders
 
 
 def _retrieve_error(opening: asyncio.Task[None]) -> None:

@@ -103,7 +103,7 @@ class LocalSettings:
     deadline_s: float | None = None
     """For requests that do not say."""
     most_tokens: int | None = None
-    """Of an answer, whatever a request says. None: as many as it asks for."""
+    """An answer is not longer, whatever a request says. None: as long as it asks for."""
     close_store: Callable[[KvStore], None] = KvStore.close
     close_memory: Callable[[Memory], None] = Memory.close
     """How it lets go of them at its end: they may outlive it."""
@@ -195,18 +195,15 @@ class LocalBackend:
         return self._use_tools(request) if self._server_tools.applies(request) else self._answer(request)
 
     async def _use_tools(self, request: Request) -> Events:
-        """With the tools that run here. It has one permit: an answer is not refused in the middle."""
-        permit = self._permits.acquire(request.user)
-        try:
+        """Answer with the tools that run here, under one permit: an answer is not refused in the middle."""
+        with self._permits.acquire(request.user) as permit:
             answer = partial(self._answer, held=permit, asked_at=monotonic())
             async with aclosing(self._server_tools.run(request, answer)) as events:
                 async for event in events:
                     yield event
-        finally:
-            permit.release()
 
     async def _answer(self, request: Request, held: Permit | None = None, asked_at: float | None = None) -> Events:
-        """With its own permit, or one that is `held` for more than this, which began at `asked_at`."""
+        """Answer under its own permit, or one that is `held` for more than this, which began at `asked_at`."""
         arrived = monotonic()
         asked_at = asked_at or arrived
         lineage = self._lineages.of(request)
@@ -266,7 +263,7 @@ class LocalBackend:
         return self._server_tools.equip(self._hygiene.apply(self._with_defaults(request), learn=False))
 
     def _with_defaults(self, request: Request) -> Request:
-        """With what the configuration says where it does not. Raises InvalidField."""
+        """Fill in what the configuration says where it says nothing. Raises InvalidField."""
         if request.scores_prompt:
             request = replace(request, use_cache=False, approximate=False)
         if self._settings.no_tools:
@@ -318,7 +315,7 @@ class LocalBackend:
     # ── beside the request ──
 
     def _prepare_prefix(self, prefix: Request) -> tuple[Request, Lineage]:
-        """With the tools that its model gets besides, and whose state it may share."""
+        """Add the tools that its model gets besides; with whose state it may share."""
         equipped = self._server_tools.equip(self._hygiene.apply(self._with_defaults(prefix)))
         return equipped, self._lineages.of(equipped)
 
@@ -368,8 +365,8 @@ class LocalBackend:
         return lookup
 
     def _locate(self, request: Request, prompt: Prompt, lookup: LookupRecord) -> LookupRecord:
-        """With the part of the request in which it left what was stored. Never raises: the answer is there, and
-        does not fail because nobody can say why it took so long."""
+        """Add in which part the request left what was stored. Never raises: the answer is there, and does not fail
+        because nobody can say why it took so long."""
         try:
             lookup = self._explainer.located(request, prompt, lookup)
             if (found := lookup.divergence) and found.volatile:

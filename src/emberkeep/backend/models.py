@@ -29,7 +29,7 @@ class Catalogue(Protocol):
         """Looks at a file at most. None: there is none of that name."""
 
     def names(self) -> Sequence[str]:
-        """Of all of them, in order. Looks into a folder at most."""
+        """All their names, in order. Looks into a folder at most."""
 
     def list(self) -> Sequence[Backend]:
         """By name. Reads a file for each: call it outside the event loop."""
@@ -190,5 +190,5 @@ def is_called(card: ModelCard, name: str) -> bool:
 
 
 def status_of(backend: Backend) -> ModelStatus:
-    """Of any model: one that is not loaded on demand is there as long as the server is."""
+    """One that is not loaded on demand is there as long as the server is."""
     return backend.status if isinstance(backend, OnDemandBackend) else ModelStatus()

@@ -59,7 +59,7 @@ class PromptFitter:
         return self._store.bring_in(prompt.lineage, wanted, snapshots=self._has_snapshots)
 
     async def wait_for(self, arrival: Arrival, conversation: Conversation) -> Conversation:
-        """With what came for its prompt in time."""
+        """Add what came for its prompt in time."""
         coming = asyncio.wrap_future(arrival.done)
         while not coming.done() and (left := arrival.give_up - monotonic()) > 0:
             await asyncio.wait([coming], timeout=left)
@@ -79,7 +79,7 @@ class PromptFitter:
         }
 
     def _plan_memory(self, conversation: Conversation) -> Conversation:
-        """With a plan for its memory. Raises TooLarge."""
+        """Add a plan for its memory. Raises TooLarge."""
         admission, prompt, lineage = self._admission, conversation.prompt, conversation.lineage
         if admission is None:
             return conversation
@@ -110,7 +110,7 @@ class PromptFitter:
         raise error
 
     def _truncated_to(self, conversation: Conversation, prompt_tokens: int) -> Conversation:
-        """With what was left out."""
+        """Count and note what was left out."""
         request, prompt = conversation.request, conversation.prompt
         tokens = prompt_tokens - len(prompt)
         messages = len(request.messages) - len(prompt.messages)
@@ -125,7 +125,7 @@ class PromptFitter:
 
 
 def timed(fit: Fit, lookup: LookupRecord) -> Fit:
-    """With what the engine needed for what left the context."""
+    """Add the time that the engine needed for what left the context."""
     if not fit.evictions:
         return fit
     latest = replace(fit.evictions[-1], engine_ms=lookup.cut_ms)

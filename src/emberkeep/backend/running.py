@@ -13,7 +13,7 @@ import httpx
 
 from emberkeep.api.openai.messages import message_json
 from emberkeep.api.stored import lookup_from_json
-from emberkeep.backend.base import ModelCard
+from emberkeep.backend.base import Extras, ModelCard
 from emberkeep.errors import EmberkeepError, RequestError
 from emberkeep.kv.holders import Holders
 from emberkeep.memory.memory import Memory
@@ -33,20 +33,17 @@ from emberkeep.types.events import (
     Usage,
 )
 from emberkeep.types.request import Json, Request, Tool
-from emberkeep.types.timeline import TimelineRecord
 
 _CONNECT_S = 3.0
 _SILENCE_S = 60.0
 """A server says every few seconds that an answer is still to come."""
 
 
-class RunningModel:
+class RunningModel(Extras):
     """A Backend that carries what a chat in a terminal asks: messages, tools, temperature, length, eviction.
 
     The server keeps the conversation and its state. Owns `memory`, which is the server's file.
     """
-
-    cache = tokenizer = embedder = experts = attention = host_tools = None
 
     def __init__(self, card: ModelCard, connection: Mapping[str, Any], memory: Memory | None) -> None:
         """`connection`: arguments of httpx's clients, with the address and the key."""
@@ -132,18 +129,6 @@ class RunningModel:
 
     def health(self) -> dict[str, Json]:
         return {"backend": f"the server at {self.url}", "model": self.card.id}
-
-    def timeline(self) -> tuple[TimelineRecord, ...]:
-        return ()
-
-    def speculation_stats(self) -> None:
-        """None: `stats` has them."""
-
-    def failure(self) -> None:
-        """None: a server may be started again."""
-
-    async def start(self) -> None:
-        pass
 
     async def close(self) -> None:
         await self._http.aclose()

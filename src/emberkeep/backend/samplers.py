@@ -24,8 +24,6 @@ _REMEMBERED = 16
 
 @dataclass(frozen=True, slots=True)
 class Samplers:
-    """Of one request."""
-
     request: Request
     settings: Sampling
     constraint: Constraint | None
@@ -60,7 +58,7 @@ class SamplerSource:
         return Samplers(request, self._with_ids(settings), constraint, breakers, self._vocab)
 
     def _with_ids(self, settings: Sampling) -> Sampling:
-        """With the tokens of what is biased."""
+        """Replace texts that are biased by their tokens."""
         if not settings.text_bias and not settings.ignore_eos:
             return settings
         bias = dict(settings.logit_bias)

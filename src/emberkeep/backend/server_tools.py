@@ -72,7 +72,7 @@ class HostTools(ToolDesk, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JoinedDesks:
-    """Of backends that stand in for each other, the one that answers now first."""
+    """The desks of backends that stand in for each other, the one that answers now first."""
 
     desks: Sequence[ToolDesk]
 
@@ -106,7 +106,7 @@ class ServerTools:
         return not request.execution.is_prefix and self.equip(request) is not request
 
     def equip(self, request: Request) -> Request:
-        """With our tools, where it is a chat with one answer that may call tools, and has none of that name.
+        """Add our tools, where it is a chat with one answer that may call tools, and has none of that name.
 
         What is warmed for such chats has them too.
         """

@@ -197,7 +197,7 @@ class Round:
     finished: Finished | None = None
     _ours: dict[int, ToolCall] = field(default_factory=dict)
     _arguments: dict[int, list[str]] = field(default_factory=dict)
-    """Of ours, in the pieces that they came in."""
+    """The pieces in which calls of our tools came."""
     _others: set[int] = field(default_factory=set)
 
     @property

@@ -18,7 +18,7 @@ from emberkeep.values import dataclass
 
 RAM_BYTES = 64 << 20
 _ENTRY_BYTES = 256
-"""Of an entry in RAM, besides the vector."""
+"""What an entry in RAM takes besides its vector."""
 
 
 @dataclass(frozen=True, slots=True)

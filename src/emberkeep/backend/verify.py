@@ -21,7 +21,7 @@ class Verifier:
     context: int
 
     async def verify(self, entry: CacheEntry, ids: list[int], lineage: Lineage, tokens: int) -> Verified:
-        """Of `entry`, whose latest state has these `ids`. Raises Overloaded, EngineError."""
+        """Verify `entry`, whose latest state has these `ids`. Raises Overloaded, EngineError."""
         # At the end of a turn a model has nothing to add: without this there would be nothing to compare.
         text_only = dict.fromkeys(self.vocab.controls | self.vocab.eog, -100.0)
         greedy = Request(

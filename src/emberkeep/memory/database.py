@@ -99,7 +99,7 @@ def value(db: apsw.Connection, sql: str, *values: Any) -> Any:
 
 
 def used_bytes(db: apsw.Connection) -> int:
-    """Of the file, without its free pages."""
+    """The size of the file without its free pages."""
     return int((db.pragma("page_count") - db.pragma("freelist_count")) * db.pragma("page_size"))
 
 

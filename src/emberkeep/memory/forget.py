@@ -19,7 +19,7 @@ from emberkeep.types.memory import Forgotten
 _TURNS_AT_ONCE = 1000
 """Turns in one transaction: others want to write meanwhile."""
 _PAGES = 2000
-"""Of the index."""
+"""So many pages of the index are merged at once."""
 _DID_SOMETHING = 2
 """Rows that a merge changes at least: FTS5 counts itself as one."""
 _FORGETTINGS = 1000
@@ -119,7 +119,6 @@ def _pages(db: apsw.Connection) -> int:
 
 
 def _note_forgetting(db: apsw.Connection, owner: str, conversation: str | None) -> None:
-    """Of everything, or of one conversation."""
     salt = secrets.token_bytes(16)
     named = None if conversation is None else _digest(salt, conversation)
     sql = "INSERT INTO forgettings (salt, owner, conversation) VALUES (?, ?, ?)"
@@ -177,7 +176,7 @@ _Removed = list[tuple[int, int, int]]
 
 
 def _remove_oldest(db: apsw.Connection, response: int, conversation: int) -> _Removed:
-    """Of turns, responses and lists of items, but for those two; nothing where there is none."""
+    """The oldest turns, response or list of items goes, but not those two; nothing where there is none."""
     ages: list[tuple[float, Callable[[], _Removed]]] = []
     for (at,) in rows(db, _OLDEST_TURN):
         ages.append((at, partial(_remove_turns, db)))
@@ -197,7 +196,7 @@ def _remove_turns(db: apsw.Connection) -> _Removed:
 
 
 def _remove_list(db: apsw.Connection, id_: int) -> _Removed:
-    """With the responses in it, which would have no history. What was archived under its name stays."""
+    """Its responses go too: they would have no history. What was archived under its name stays."""
     sql = "UPDATE conversations SET metadata = NULL WHERE id = ? RETURNING id, owner, id"
     removed: _Removed = rows(db, sql, id_)
     for table in ("items", "responses"):

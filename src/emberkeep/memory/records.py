@@ -22,7 +22,7 @@ from emberkeep.types.memory import Fact, Note, SavedConversation, ToolUse, Turn
 from emberkeep.types.request import Json, Message, ToolCall
 
 _INDEXED_CHARS = 100_000
-"""Of what tools gave back; more of it is data that no question names by its words."""
+"""So much of what a tool gave back is indexed; the rest is data that no question names by its words."""
 _TITLE_CHARS = 80
 
 
@@ -79,7 +79,7 @@ def add_turn(db: apsw.Connection, owner: int, conversation: int | None, turn: Tu
 
 
 def remove_turns(db: apsw.Connection, ids: Sequence[int]) -> None:
-    """With their vectors and everything the index knows of them, but for its free space."""
+    """Remove their vectors too, and everything the index knows of them, but for its free space."""
     bound = [(id_,) for id_ in ids]
     db.executemany(
         """UPDATE owners SET turns = turns - (t.conversation IS NOT NULL),

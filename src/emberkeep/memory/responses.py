@@ -185,7 +185,7 @@ def _read(db: apsw.Connection, owner: str, response_id: str) -> StoredResponse:
 
 
 def _items_until(db: apsw.Connection, owner: str, response_id: str, with_output: bool) -> list[Item]:
-    """Of a chain from its end to its beginning, which may be in a conversation."""
+    """Walks a chain from its end to its beginning, which may be in a conversation."""
     last = _read(db, owner, response_id)
     parts: list[list[Item]] = [last.data["output"]] if with_output else []
     while True:

@@ -30,9 +30,9 @@ from emberkeep.values import dataclass
 
 _CANDIDATES = 48
 _READ_CHARS = 60_000
-"""Of all candidates together: their words are counted one by one."""
+"""All candidates together are read so far: their words are counted one by one."""
 _LEAST_CHARS = 1000
-"""Of each."""
+"""Each of them is read so far at least."""
 
 
 class Query(NamedTuple):
@@ -122,7 +122,7 @@ def _recollection(score: float, row: _Row, words: list[_Word]) -> Recollection:
 # ── which turns could answer ──
 
 _WORDS = 24
-"""Of a question that are looked up: its last ones, where people ask."""
+"""So many words of a question are looked up: its last ones, where people ask."""
 _NEWEST, _OLDEST = 200, 64
 """Turns of one word; the oldest only of one that has more."""
 _LEAST_WEIGHT = 0.2
@@ -137,14 +137,12 @@ _SCANNED = 30_000
 
 @dataclass(frozen=True, slots=True)
 class _Scope:
-    """Whose turns are searched."""
-
     owner: int
     conversation: int | None
     turns: int
     """How many the owner has."""
     usual_length: float
-    """Of one of them, in words."""
+    """How many words one of them has."""
     first: int
     last: int
     """Ids of the oldest and the newest of all turns."""
@@ -277,7 +275,7 @@ _Texts = tuple[str, str, str]
 class _Question:
     words: Sequence[_Word]
     usual_length: float
-    """Of a turn, in words."""
+    """How many words a turn has."""
     known: Mapping[int, float]
     """Turns with the weight of those words that they are known to have, somewhere."""
 

@@ -39,7 +39,7 @@ class Conversation:
 
     request: Request
     lineage: Lineage
-    """Of the request; the prompt's own may have a splice besides."""
+    """The request's; the prompt's own may have a splice besides."""
     prompt: Prompt
     fit: Fit = field(default_factory=Fit)
     """What was done to make it fit."""

@@ -206,7 +206,7 @@ class _Edit:
 
 
 def _with_messages(request: Request, edited: tuple[Message, ...]) -> Request:
-    """With these in place of its own, and its breakpoints where they were."""
+    """Give it these in place of its own, and leave its breakpoints where they were."""
     is_left = [new is old or bool(new.content.strip()) for old, new in zip(request.messages, edited, strict=True)]
     # A system message of which nothing is left goes too, but no request loses its last one.
     is_left = is_left if any(is_left) else [True] * len(edited)

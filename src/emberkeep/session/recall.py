@@ -58,7 +58,7 @@ MOST_RESULTS = 10
 _RESULTS = 3
 _QUERY_CHARS = 2000
 _CHARS = 4000
-"""Of all results together: they stay in the context."""
+"""So long are all results together at most: they stay in the context."""
 
 NOTHING = "Nothing was found: try other words."
 

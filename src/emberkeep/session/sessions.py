@@ -115,7 +115,7 @@ class Sessions:
         self._counters = _SessionCounters()
         self._answering: Counter[tuple[str, bytes]] = Counter()
         self._told: set[tuple[str, bytes]] = set()
-        """Of those, the places where tools have answered since."""
+        """The places among those where tools have answered since."""
         self._begun: OrderedDict[tuple[str, bytes], int] = OrderedDict()
         """What was the last forgetting when the latest answer began at a place."""
         self._last_forgetting = 0
@@ -178,7 +178,7 @@ class Sessions:
                 del self._begun[place]
 
     def _with_answers(self, owner: str, view: View, *, is_dry_run: bool) -> View:
-        """With the latest answers as the model wrote them, where the client sends them otherwise. That is noted:
+        """Show the latest answers as the model wrote them, where the client sends them otherwise. That is noted:
         after a restart the prompt has to be the same."""
         changed = self._answers.changed_in(owner, view)
         for place, answer in {} if is_dry_run else changed.items():
@@ -259,7 +259,7 @@ class Sessions:
         return is_asked and bool(view.gone.spoken) and self.recall_of(request) is Recall.AUTO
 
     def recalled(self, request: Request, view: View, count: Callable[[str], int], room: int) -> View:
-        """With the best of what has left before the user's message, where the conversation ends with one.
+        """Put the best of what has left before the user's message, where the conversation ends with one.
 
         It stays there on later turns, so that their prompts begin as this one does. `count`: of the tokens of a
         text; `room`: for how many there is. Never raises.

@@ -44,7 +44,7 @@ _LONGEST = 1 << 18
 """Characters of a part that are looked at."""
 _REMEMBERED = 1024
 _VERSIONS = 4
-"""Of one part, the latest."""
+"""So many of one part are kept, the latest."""
 
 Look = tuple[str, bytes]
 """The name of a part, and a hash of what it looks like."""
@@ -169,7 +169,7 @@ def _looked_at(name: str, texts: list[str]) -> tuple[Look, tuple[Value, ...]]:
 
 
 def _kind(word: str) -> str:
-    """Of what may change with every call; empty for other words."""
+    """The kind of a word that may change with every call; empty for other words."""
     if _DAY_OR_MONTH.fullmatch(word):
         return TIMESTAMPS.name
     if not _DIGIT.search(word):
@@ -180,7 +180,7 @@ def _kind(word: str) -> str:
 
 
 def _in_dates(kinds: list[str]) -> list[str]:
-    """With numbers beside the name of a day or a month, or beside a time, taken for parts of a date."""
+    """Take numbers beside the name of a day or a month, or beside a time, for parts of a date."""
     found = list(kinds)
     for place in (i for i, kind in enumerate(kinds) if kind == TIMESTAMPS.name):
         for i in range(max(place - _NEARBY, 0), min(place + _NEARBY + 1, len(kinds))):

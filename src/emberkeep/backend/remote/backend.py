@@ -17,7 +17,7 @@ from dataclasses import astuple, replace
 from functools import partial
 from time import monotonic
 
-from emberkeep.backend.base import ModelCard
+from emberkeep.backend.base import Extras, ModelCard
 from emberkeep.backend.choices import Permits
 from emberkeep.backend.deadline import with_deadline
 from emberkeep.backend.remote.base import Provider
@@ -45,7 +45,6 @@ from emberkeep.types.events import (
     merge_usage,
 )
 from emberkeep.types.request import Json, ReasoningFormat, Request
-from emberkeep.types.timeline import TimelineRecord
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.remote")
@@ -78,10 +77,8 @@ class RemoteSettings:
     """How it lets go of it at its end: others may need it."""
 
 
-class RemoteBackend:
+class RemoteBackend(Extras):
     """Owns the provider. Belongs to the event loop. What a model has besides its answers is not here."""
-
-    cache = tokenizer = warmer = embedder = experts = attention = None
 
     def __init__(
         self,
@@ -246,15 +243,6 @@ class RemoteBackend:
         health = {"backend": self.name, "model": self.card.id}
         return {**health, "error": self._last_error} if self._last_error else health
 
-    def failure(self) -> None:
-        """None: a service that fails now may work later."""
-
-    def timeline(self) -> tuple[TimelineRecord, ...]:
-        return ()
-
-    def speculation_stats(self) -> None:
-        """None: whether the service drafts is its own affair."""
-
     def _forget(self, provider: ReportsEvictions, owners: Container[str]) -> Future[None] | None:
         if self._loop is None or self._loop.is_closed():
             return None
@@ -311,10 +299,7 @@ def _present(event: Event, format: ReasoningFormat | None) -> Event | None:
 
 
 async def _with_permit(answer: Events, permits: Permits, user: str) -> Events:
-    permit = permits.acquire(user)
-    try:
+    with permits.acquire(user):
         async with aclosing(answer) as events:
             async for event in events:
                 yield event
-    finally:
-        permit.release()

@@ -54,7 +54,7 @@ class Provider(Protocol):
 
 
 OpenProvider = Callable[[RemoteModel, str | None], Provider]
-"""With the key, where there is one. Does not connect. Raises ConfigError."""
+"""Opens one with the key, where there is one. Does not connect. Raises ConfigError."""
 
 
 # ── what the vendors' wire formats share ──

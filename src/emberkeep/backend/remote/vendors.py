@@ -179,7 +179,7 @@ def check_address(remote: RemoteModel) -> None:
 
 
 def with_defaults(remote: RemoteModel, env: Mapping[str, str] = MappingProxyType({})) -> RemoteModel:
-    """With the vendor's defaults for what the user left out; of the variables for its key, the one that is set in
+    """Add the vendor's defaults for what the user left out; of the variables for its key, the one that is set in
     `env`. Raises ConfigError for an unknown vendor."""
     vendor = _vendor(remote.backend)
     in_use = next((name for name in vendor.key_envs if _value(env, name)), next(iter(vendor.key_envs), None))
