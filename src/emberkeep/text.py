@@ -63,6 +63,23 @@ def shorten(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
+def common_start(a: str, b: str) -> int:
+    """How many characters both begin with. Found by halving: slices are compared faster than characters."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def common_end(a: str, b: str) -> int:
+    """How many characters both end with."""
+    return common_start(a[::-1], b[::-1])
+
+
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
     """The end of a sentence about a name that is not known: the nearest that is, or `otherwise`."""
     near = difflib.get_close_matches(name, list(known), n=1)
@@ -88,7 +105,7 @@ def alternatives(texts: Iterable[str]) -> re.Pattern[str] | None:
 
 def _one_of(texts: list[str], nesting: int) -> str | None:
     """A pattern for `texts`, which are sorted; None where `re` could not read it, so deep would it be."""
-    start = _common_start(texts[0], texts[-1])
+    start = texts[0][: common_start(texts[0], texts[-1])]
     rests = [text[len(start) :] for text in texts]
     if rests == [""]:
         return re.escape(start)
@@ -100,7 +117,3 @@ def _one_of(texts: list[str], nesting: int) -> str | None:
     # An empty alternative, the last to be tried, where one of them ends here already.
     ends = [""] if not rests[0] else []
     return re.escape(start) + "(?:" + "|".join([*filter(None, branches), *ends]) + ")"
-
-
-def _common_start(a: str, b: str) -> str:
-    return a[: next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), len(a))]

@@ -80,15 +80,6 @@ def test_raw_prompts_get_raw_text() -> None:
 # ── stop strings ──
 
 
-def test_text_ends_before_a_stop_string_that_spans_tokens() -> None:
-    stream = TextStream(VOCAB, OutputOptions(stop=("STOP",)))
-    answer = read(stream, [*VOCAB.tokenize("Hello worldSTOP"), ord("!")])
-    assert answer.stopped
-    assert answer.text == "Hello world"
-    assert answer.pushed == 4
-    assert stream.text_kept_tokens == 2
-
-
 def test_a_token_that_reaches_into_the_stop_string_is_visible_but_not_kept() -> None:
     vocab = TinyVocab(words=["end.ST"])
     stream = TextStream(vocab, OutputOptions(stop=("STOP",)))
@@ -100,37 +91,48 @@ def test_a_token_that_reaches_into_the_stop_string_is_visible_but_not_kept() -> 
     assert stream.text_kept_tokens == 4
 
 
-def test_all_tokens_are_kept_when_nothing_stopped_the_text() -> None:
-    stream = TextStream(VOCAB, OutputOptions(stop=("STOP",)))
-    read(stream, [*VOCAB.tokenize("Hello ST"), VOCAB.eos])
-    assert stream.text_kept_tokens == 4
-
-
-def test_the_stop_string_that_came_is_known() -> None:
-    stream = TextStream(VOCAB, OutputOptions(stop=("never", "worlds", "STOP")))
-    read(stream, [*VOCAB.tokenize("Hello worldSTOP"), ord("!")])
-    assert stream.stop == "STOP"
-
-
-def test_no_stop_string_is_known_where_the_text_ended_by_itself() -> None:
-    stream = TextStream(VOCAB, OutputOptions(stop=("STOP",)))
-    read(stream, [*VOCAB.tokenize("Hello ST"), VOCAB.eos])
-    assert stream.stop is None
-
-
-def test_a_stop_string_that_never_completes_is_text() -> None:
-    assert answered("Hello STO", stop=("STOP",)).text == "Hello STO"
+@pytest.mark.parametrize(
+    ("sampled", "stops", "text", "stop", "kept"),
+    [
+        ("Hello worldSTOP!", ("never", "worlds", "STOP"), "Hello world", "STOP", 2),
+        ("Hello ST", ("STOP",), "Hello ST", None, 4),
+    ],
+)
+def test_the_stop_string_that_came_is_known_and_what_is_kept_before_it(
+    sampled: str, stops: tuple[str, ...], text: str, stop: str | None, kept: int
+) -> None:
+    stream = TextStream(VOCAB, OutputOptions(stop=stops))
+    answer = read(stream, [*VOCAB.tokenize(sampled), VOCAB.eos])
+    assert (answer.text, stream.stop, stream.text_kept_tokens) == (text, stop, kept)
+    assert answer.stopped is (stop is not None)
 
 
 # ── reasoning ──
 
 
+THOUGHT = "<think>\nWhy?\n</think>\n\nSo."
+STRIP, INLINE = ReasoningFormat.STRIP, ReasoningFormat.INLINE
+
+
 @pytest.mark.parametrize(
-    "text", ["<think>\nWhy?\n</think>\n\nSo.", "<thinking>Why?</thinking>So.", "[THINK]Why?[/THINK]So."]
+    ("written", "options", "reasoning", "text"),
+    [
+        (THOUGHT, {}, "Why?", "So."),
+        ("<thinking>Why?</thinking>So.", {}, "Why?", "So."),
+        ("[THINK]Why?[/THINK]So.", {}, "Why?", "So."),
+        ("<think> \n \nWhy?\n \n</think>\n\nSo.", {}, "Why?", "So."),
+        ("<think>Why </thi", {}, "Why </thi", ""),
+        ("Use <think>tags</think> here.", {}, "", "Use <think>tags</think> here."),
+        (THOUGHT, {"reasoning_format": STRIP}, "", "So."),
+        (THOUGHT, {"reasoning_format": INLINE}, "", THOUGHT),
+    ],
 )
-def test_reasoning_is_separated(text: str) -> None:
-    answer = answered(text)
-    assert (answer.reasoning, answer.text) == ("Why?", "So.")
+def test_reasoning_is_separated_as_the_client_wants_it(
+    written: str, options: dict[str, Any], reasoning: str, text: str
+) -> None:
+    answer = answered(written, **options)
+    assert (answer.reasoning, answer.text) == (reasoning, text)
+    assert answer.logprobs == list(text.encode())
 
 
 def test_blanks_at_the_beginning_are_not_held_back() -> None:
@@ -166,24 +168,6 @@ def test_reasoning_streams_before_it_ends() -> None:
     assert "".join(event.text for event in events if isinstance(event, ReasoningDelta)) == "Because"
 
 
-def test_reasoning_without_an_end_stays_reasoning() -> None:
-    answer = answered("<think>Why </thi")
-    assert (answer.reasoning, answer.text) == ("Why </thi", "")
-
-
-THOUGHT = "<think>\nWhy?\n</think>\n\nSo."
-
-
-def test_reasoning_can_be_stripped() -> None:
-    answer = answered(THOUGHT, reasoning_format=ReasoningFormat.STRIP)
-    assert (answer.reasoning, answer.text, answer.logprobs) == ("", "So.", list(b"So."))
-
-
-def test_reasoning_can_stay_in_the_text_as_it_was_written() -> None:
-    answer = answered(THOUGHT, reasoning_format=ReasoningFormat.INLINE)
-    assert (answer.reasoning, answer.text, answer.tokens) == ("", THOUGHT, list(THOUGHT.encode()))
-
-
 @pytest.mark.parametrize("form", ReasoningFormat)
 def test_calls_are_read_behind_reasoning_and_never_in_it(form: ReasoningFormat) -> None:
     text = f"<think>Maybe {CALL}?</think>\n{CALL}"
@@ -205,15 +189,6 @@ def test_thoughts_are_counted_wherever_they_go(form: ReasoningFormat) -> None:
     stream = TextStream(VOCAB, OutputOptions(reasoning_format=form))
     read(stream, list(b"<think>Why?</think>So."))
     assert stream.reasoning_tokens == 4
-
-
-def test_blanks_at_both_ends_of_reasoning_are_dropped_in_any_pieces() -> None:
-    assert answered("<think> \n \nWhy?\n \n</think>\n\nSo.").reasoning == "Why?"
-
-
-def test_a_marker_in_the_middle_of_an_answer_is_text() -> None:
-    text = "Use <think>tags</think> here."
-    assert answered(text).text == text
 
 
 # ── tool calls ──
@@ -260,18 +235,19 @@ def test_end_markers_inside_arguments_do_not_end_the_call() -> None:
         assert answered(text, tools=TOOLS).calls == [("read_file", arguments)]
 
 
-def test_arguments_are_passed_on_as_they_were_written() -> None:
-    text = '<tool_call>{"name": "weather", "arguments": {"city" :"Bern",  "n":1.0}}</tool_call>'
-    assert answered(text, tools=TOOLS).arguments == ['{"city" :"Bern",  "n":1.0}']
-
-
-def test_newlines_in_strings_are_repaired() -> None:
-    text = '<tool_call>{"name": "read_file", "arguments": {"text": "a\nb"}}</tool_call>'
-    assert answered(text, tools=TOOLS).calls == [("read_file", {"text": "a\nb"})]
-
-
-def test_a_call_without_arguments_has_an_empty_object() -> None:
-    assert answered('<tool_call>{"name": "weather"}</tool_call>', tools=TOOLS).calls == [("weather", {})]
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        (', "arguments": {"city" :"Bern",  "n":1.0}', '{"city" :"Bern",  "n":1.0}'),
+        (', "arguments": {"text": "a\nb"}', '{"text": "a\\nb"}'),
+        ("", "{}"),
+    ],
+)
+def test_arguments_are_passed_on_as_they_were_written_and_repaired_where_they_are_no_json(
+    written: str, arguments: str
+) -> None:
+    text = f'<tool_call>{{"name": "weather"{written}}}</tool_call>'
+    assert answered(text, tools=TOOLS).arguments == [arguments]
 
 
 @pytest.mark.parametrize(
@@ -310,9 +286,7 @@ def test_without_tools_a_call_is_text() -> None:
 def test_one_call_only_stops_after_the_first() -> None:
     stream = TextStream(VOCAB, OutputOptions(tools=TOOLS, one_call=True))
     answer = read(stream, list(f"{CALL}{CALL}".encode()))
-    assert answer.stopped
-    assert answer.pushed == len(CALL)
-    assert len(answer.calls) == 1
+    assert (answer.stopped, answer.pushed, len(answer.calls)) == (True, len(CALL), 1)
     assert stream.saw_tool_calls
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from itertools import pairwise
 
 from emberkeep.chat.dialects.table import TAGGED
-from emberkeep.text import shorten
+from emberkeep.text import common_end, common_start, shorten
 from emberkeep.types.cache import EntryKind, Label
 from emberkeep.types.request import Json, Message, Request, Tool, ToolCall, Ttl
 from emberkeep.values import dataclass
@@ -21,7 +21,7 @@ _PREFIX_CHARS = 512
 _LEAST_CHARS = 16
 _SHORT = "short"
 """The one entry of raw prompts that are too short to have one each, and come without a name."""
-_STAYS = ("system", "developer")
+_SYSTEM = ("system", "developer")
 
 Render = Callable[[Sequence[Message], Sequence[Tool]], str]
 """A conversation as the model reads it, without the header of the next answer. Raises TemplateFailed."""
@@ -83,7 +83,7 @@ def stable_hash(request: Request) -> str | None:
 
 def stable_messages(messages: Sequence[Message]) -> tuple[Message, ...]:
     """The system's and developer's, before any other role speaks."""
-    count = next((i for i, m in enumerate(messages) if m.role not in ("system", "developer")), len(messages))
+    count = next((i for i, m in enumerate(messages) if m.role not in _SYSTEM), len(messages))
     return tuple(messages[:count])
 
 
@@ -191,12 +191,12 @@ def place_of(render: Render, request: Request, text: str, offset: int) -> Place:
         else:
             first = middle + 1
     role = request.messages[first].role
-    is_last = first == len(request.messages) - 1 and role not in ("system", "developer")
+    is_last = first == len(request.messages) - 1 and role not in _SYSTEM
     return Place(f"message {first + 1} ({role})", is_last=is_last, message=first)
 
 
 def _end(render: Render, request: Request, text: str, count: int) -> int:
-    return common_prefix(render(request.messages[:count], request.tools), text)
+    return common_start(render(request.messages[:count], request.tools), text)
 
 
 def _tool_at(render: Render, request: Request, offset: int) -> str | None:
@@ -204,25 +204,13 @@ def _tool_at(render: Render, request: Request, offset: int) -> str | None:
     if not request.tools:
         return None
     text, without = render(request.messages, request.tools), render(request.messages, ())
-    begin = common_prefix(without, text)
-    end = len(text) - common_prefix(without[::-1], text[::-1])
+    begin = common_start(without, text)
+    end = len(text) - common_end(without, text)
     if not begin <= offset < end:
         return None
     starts = {tool.name: text.find(f'"{tool.name}"', begin) for tool in request.tools}
     before = {name: start for name, start in starts.items() if 0 <= start <= offset}
     return max(before, key=lambda name: before[name]) if before else request.tools[0].name
-
-
-def common_prefix(a: str, b: str) -> int:
-    """In characters; found by halving, because comparing slices is quick and comparing characters is not."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 # ── as templates read them ──
@@ -339,7 +327,7 @@ def tools_as_text(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Me
         return plain
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in canonical_tools(tools))
     instruction = _INSTRUCTION.format(tools=lines)
-    if plain and plain[0].role in ("system", "developer"):
+    if plain and plain[0].role in _SYSTEM:
         system = replace(plain[0], content=f"{plain[0].content}\n\n{instruction}")
         return [system, *plain[1:]]
     return [Message("system", instruction), *plain]
@@ -362,7 +350,7 @@ def call_text(name: str, arguments: str) -> str:
 
 def system_in_first_user(messages: Sequence[Message]) -> list[Message]:
     """The same conversation with the leading system message put before the first user's text."""
-    if not messages or messages[0].role not in ("system", "developer"):
+    if not messages or messages[0].role not in _SYSTEM:
         return list(messages)
     system, rest = messages[0], list(messages[1:])
     if not rest or rest[0].role != "user":
@@ -376,7 +364,7 @@ def later_systems_in_users(messages: Sequence[Message]) -> list[Message]:
     start = len(stable_messages(messages))
     turns, was_system = list(messages[:start]), False
     for message in messages[start:]:
-        is_system = message.role in _STAYS
+        is_system = message.role in _SYSTEM
         turn = Message("user", marked_system(message.content)) if is_system else message
         if (is_system or was_system) and turn.role == "user" and turns and turns[-1].role == "user":
             turns[-1] = replace(turns[-1], content=f"{turns[-1].content}\n\n{turn.content}")
@@ -395,7 +383,7 @@ def with_moved(messages: tuple[Message, ...], moved: str) -> tuple[Message, ...]
     """With what was moved, at the end of the latest message of the user or of a tool. A request without any has
     nothing of a user's, and what the system said goes to the end of what it says last."""
     heard = [i for i, message in enumerate(messages) if message.role != "assistant"]
-    place = max((i for i in heard if messages[i].role not in _STAYS), default=max(heard, default=None))
+    place = max((i for i in heard if messages[i].role not in _SYSTEM), default=max(heard, default=None))
     if not moved or place is None:
         return messages
     latest = messages[place]
@@ -431,7 +419,7 @@ def _leaving(messages: Sequence[Message], turn: range) -> frozenset[int]:
     """Empty where the turn has to stay."""
     if not _is_closed([messages[i] for i in turn]):
         return frozenset()
-    return frozenset(i for i in turn if messages[i].role not in _STAYS)
+    return frozenset(i for i in turn if messages[i].role not in _SYSTEM)
 
 
 def _is_closed(turn: Sequence[Message]) -> bool:

@@ -12,14 +12,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from emberkeep.chat.dialects.reader import CallPiece
-from emberkeep.chat.dialects.table import (
-    HARMONY,
-    HARMONY_TOKENS,
-    MARKER_TOKENS,
-    REASONING,
-    Reasoning,
-)
-from emberkeep.chat.sections import AnswerSection, SectionKind, Sections
+from emberkeep.chat.dialects.table import HARMONY, HARMONY_TOKENS, MARKER_TOKENS, REASONING, Reasoning
+from emberkeep.chat.sections import AnswerSection, SectionKind, Sections, pieces_of, text_of
 from emberkeep.chat.stops import LineLimit, StopScanner
 from emberkeep.types.events import Event, ReasoningDelta, TextDelta, TokenLogprob, ToolCallDelta
 from emberkeep.types.models import Vocab
@@ -275,18 +269,14 @@ def read_answer(vocab: Vocab, request: Request, prompt: str, ids: Iterable[int])
     """A whole answer as the model wrote it, whatever of it the client was shown. Its calls have no ids."""
     hidden = hidden_tokens(vocab)
     text = b"".join(vocab.pieces[token] for token in ids if token not in hidden).decode("utf-8", "replace")
-    sections = Sections({tool.name: tool for tool in request.tools}, open_reasoning(prompt), framing(vocab))
-    parts = sections.feed(text) + sections.finish()
-    pieces = [piece for section in parts for piece in section.pieces]
+    tools = {tool.name: tool for tool in request.tools}
+    sections = Sections(tools, open_reasoning(prompt), framing(vocab)).read_whole(text)
     calls = [
-        ToolCall("", group[0].name or "", "".join(piece.arguments for piece in group))
-        for group in _by_call(pieces)
+        ToolCall("", pieces[0].name or "", "".join(piece.arguments for piece in pieces))
+        for pieces in _by_call(pieces_of(sections))
     ]
-    content, thought = (
-        "".join(section.text for section in parts if section.kind is kind)
-        for kind in (SectionKind.TEXT, SectionKind.REASONING)
-    )
-    return Message("assistant", content, thought, tuple(calls))
+    content, reasoning = (text_of(sections, kind) for kind in (SectionKind.TEXT, SectionKind.REASONING))
+    return Message("assistant", content, reasoning, tuple(calls))
 
 
 def open_reasoning(prompt: str) -> Reasoning | None:

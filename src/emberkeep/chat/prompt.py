@@ -21,13 +21,11 @@ from emberkeep.chat.messages import (
     stable_messages,
     with_moved,
 )
-from emberkeep.chat.messages import (
-    common_prefix as common_prefix_chars,
-)
 from emberkeep.chat.prompt_tokens import PromptTokenizer, TokenizedText
 from emberkeep.chat.seams import SeamedTemplate, SeamedText
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.errors import ContextExceeded, InvalidField, Overloaded, TemplateFailed
+from emberkeep.text import common_start
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types.cache import Label
 from emberkeep.types.events import Admitted, Marked
@@ -419,7 +417,7 @@ class PromptBuilder:
                 continue
             with suppress(*_NOT_RENDERED):
                 beginning = _up_to(one, request.messages, prompt.messages, count)
-                offset = common_prefix_chars(self._renderer(request)(beginning, request.tools), prompt.text)
+                offset = common_start(self._renderer(request)(beginning, request.tools), prompt.text)
                 yield prompt.tokenized.position_at(prompt.text, offset, self._vocab.pieces)
 
     def _renderer(self, request: Request) -> Callable[[Sequence[Message], Sequence[Tool]], str]:

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from queue import Empty, LifoQueue
 
 from emberkeep.chat.render_worker import (
     ANSWER_HEADER,
@@ -36,10 +37,8 @@ from emberkeep.errors import Overloaded, TemplateFailed
 from emberkeep.signals import with_default_signals
 from emberkeep.types.request import Json
 
-MOST_WORKERS = 4
-_KEPT = 2
-_PATIENCE_S = 0.05
-"""A worker is soon free again, sooner than another one has started."""
+MOST_WORKERS = 2
+"""One may have a template that takes all its time; another one answers meanwhile."""
 _START_S = 30.0
 _CHUNK = 1 << 20
 _SMALL = 1 << 16
@@ -237,33 +236,38 @@ class _Pool:
         self.reset()
 
     def reset(self) -> None:
-        self._free: list[_Worker] = []
         self._workers: set[_Worker] = set()
-        self._taken = 0
-        self._changed = threading.Condition()
+        self._free: LifoQueue[_Worker | None] = LifoQueue()
+        """The latest that was used comes first. None: one may be started."""
+        for _ in range(MOST_WORKERS):
+            self._free.put(None)
 
     @contextmanager
     def worker(self) -> Iterator[_Worker]:
         """One for this thread alone until the block ends. Ended if the block raises. Raises Overloaded."""
-        worker = self._take()
+        worker, is_fit = self._free.get(), False
         try:
             if worker is None or not worker.is_waiting:
                 self._end(worker)
+                worker = None
                 worker = _Worker()
                 self._workers.add(worker)
             yield worker
-        except BaseException:
-            self._end(worker)
-            self._give_back(None)
-            raise
-        self._give_back(worker)
+            is_fit = not worker.is_spent
+        finally:
+            if not is_fit:
+                self._end(worker)
+            self._free.put(worker if is_fit else None)
 
     def close(self) -> None:
         """End those that are not in use. The others end with their question, or this process."""
-        with self._changed:
-            free, self._free = self._free, []
+        free: list[_Worker | None] = []
+        with suppress(Empty):
+            while True:
+                free.append(self._free.get_nowait())
         for worker in free:
             self._end(worker)
+            self._free.put(None)
 
     def after_fork(self) -> None:
         """Two processes with one worker would read each other's prompts."""
@@ -271,27 +275,10 @@ class _Pool:
             worker.abandon()
         self.reset()
 
-    def _take(self) -> _Worker | None:
-        """None: start another one."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._free or not self._taken, _PATIENCE_S)
-            self._changed.wait_for(lambda: self._free or self._taken < MOST_WORKERS)
-            self._taken += 1
-            return self._free.pop() if self._free else None
-
     def _end(self, worker: _Worker | None) -> None:
         if worker is not None:
             worker.end()
             self._workers.discard(worker)
-
-    def _give_back(self, worker: _Worker | None) -> None:
-        with self._changed:
-            self._taken -= 1
-            if worker and not worker.is_spent and len(self._free) < _KEPT:
-                self._free.append(worker)
-                worker = None
-            self._changed.notify()
-        self._end(worker)
 
 
 _POOL = _Pool()

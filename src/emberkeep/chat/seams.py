@@ -17,7 +17,7 @@ from itertools import accumulate, chain, pairwise
 from emberkeep.chat.messages import parse_arguments
 from emberkeep.chat.template import NO_ARGS, ChatTemplate
 from emberkeep.errors import InvalidField
-from emberkeep.text import alternatives
+from emberkeep.text import alternatives, common_end
 from emberkeep.types.models import Vocab
 from emberkeep.types.request import Json, Message, Tool
 from emberkeep.values import dataclass
@@ -71,7 +71,7 @@ class SeamedText:
 
     def common_suffix(self, other: SeamedText) -> int:
         """How many characters both end with, with the same seams in and before them."""
-        common = _common_suffix(self.text, other.text)
+        common = common_end(self.text, other.text)
         mine, theirs = (
             {len(one.text) - seam for seam in one.seams if 0 < len(one.text) - seam <= common}
             for one in (self, other)
@@ -258,15 +258,3 @@ def _unescaped(text: str, mark: str) -> str:
 
 def _without_marks(text: str, seam: str) -> SeamedText:
     return SeamedText.of_parts(_unescaped(text, seam).split(seam))
-
-
-def _common_suffix(a: str, b: str) -> int:
-    """In characters; found by halving, because comparing slices is quick and comparing characters is not."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[len(a) - middle :] == b[len(b) - middle :]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -42,6 +42,14 @@ class AnswerSection:
     """No more calls follow without another marker."""
 
 
+def pieces_of(sections: Iterable[AnswerSection]) -> list[CallPiece]:
+    return [piece for section in sections for piece in section.pieces]
+
+
+def text_of(sections: Iterable[AnswerSection], kind: SectionKind) -> str:
+    return "".join(section.text for section in sections if section.kind is kind)
+
+
 class Markers:
     """Finds one of many strings in a text that is still being written.
 
@@ -144,6 +152,10 @@ class Sections:
         if not cut and self._tools and self._state == self._reasoning:
             self._take_last_thought()
         return out + self._take_out()
+
+    def read_whole(self, text: str) -> list[AnswerSection]:
+        """All sections of an answer that is complete; nothing may have been fed before."""
+        return self.feed(text) + self.finish()
 
     def _advance(self) -> list[AnswerSection]:
         while (self._buffer or self._attempt) and self._state():
@@ -313,12 +325,11 @@ class Sections:
         thought = "".join(self._thought)
         markers = _markers(self._names, ())
         for marker in markers.find_all(thought)[-_MAX_LAST_CALLS:] if markers else ():
-            sections = Sections(self._tools, None)
-            found = sections.feed(thought[marker.start() :]) + sections.finish()
-            self._in_vain += sections._in_vain
-            if all(section.kind in (SectionKind.CALLS, SectionKind.HIDDEN) for section in found):
-                pieces = tuple(piece for section in found for piece in section.pieces)
-                self._out.append(self._cut_off(0, SectionKind.CALLS, pieces, is_end=True))
+            reader = Sections(self._tools, None)
+            sections = reader.read_whole(thought[marker.start() :])
+            self._in_vain += reader._in_vain
+            if all(section.kind in (SectionKind.CALLS, SectionKind.HIDDEN) for section in sections):
+                self._out.append(self._cut_off(0, SectionKind.CALLS, tuple(pieces_of(sections)), is_end=True))
             if self._out or self._in_vain > _MAX_IN_VAIN:
                 return
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 
 from emberkeep.chat.dialects.table import HARMONY, TAGGED
-from emberkeep.chat.messages import CALL_FORMS, CallForm, common_prefix, values_for
-from emberkeep.chat.sections import SectionKind, Sections
+from emberkeep.chat.messages import CALL_FORMS, CallForm, values_for
+from emberkeep.chat.sections import SectionKind, Sections, pieces_of, text_of
 from emberkeep.errors import TemplateFailed
+from emberkeep.text import common_start
 from emberkeep.types.request import Json, Message, Tool, ToolCall
 from emberkeep.values import dataclass
 
@@ -125,7 +126,7 @@ class _Trial:
         last = self._try(turns)
         followed = self._try([*turns, Message("user", "ember7v")])
         ends = [text.partition("ember7a")[2] for text in (last, followed)]
-        shared = ends[0][: common_prefix(*ends)]
+        shared = ends[0][: common_start(*ends)]
         if len(shared) > _LONGEST:
             return ""
         # Two different markers may begin alike (`<|end|>\n<|user|>`, `<|end|>\n<|endoftext|>`).
@@ -144,7 +145,7 @@ class _Trial:
             self._try([*_ASK, Message("assistant", tool_calls=calls)], [_TOOL], form)
             for calls in (_WRITTEN[:1], _WRITTEN)
         )
-        header = common_prefix(plain, one)
+        header = common_start(plain, one)
         one, two = (text[header:].partition(turn_end or "\0")[0] for text in (one, two))
         found = find_writing(one, two, ("ember7f", "ember7g"), "ember7k")
         is_long = found and any(len(part or "") > _LONGEST for part in astuple(found))
@@ -197,9 +198,8 @@ def _calls(names: tuple[str, ...], key: str) -> re.Pattern[str]:
 
 
 def _is_read(writing: CallWriting, name: str, arguments: str) -> bool:
-    sections = Sections({name: Tool(name)}, None, HARMONY)
-    found = sections.feed(writing.call(name, arguments)) + sections.finish()
-    pieces = [piece for section in found for piece in section.pieces]
-    texts = [section.text.strip() for section in found if section.kind is SectionKind.TEXT]
+    sections = Sections({name: Tool(name)}, None, HARMONY).read_whole(writing.call(name, arguments))
+    pieces = pieces_of(sections)
     is_same = "".join(piece.arguments for piece in pieces) == arguments
-    return is_same and [piece.name for piece in pieces if piece.name] == [name] and not any(texts)
+    is_one = [piece.name for piece in pieces if piece.name] == [name]
+    return is_same and is_one and not text_of(sections, SectionKind.TEXT).strip()
