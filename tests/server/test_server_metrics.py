@@ -45,7 +45,7 @@ LEFT_OUT = (
     r"speculation\.sources\.\w+\.(acceptance|accepted_lengths)",  # a quotient, and a histogram of its own
     r"scheduler\.slots.*",  # what each holds, for llama-server's clients
     r"embeddings",  # told by models that give some
-    r"scheduler\.(jobs|cancelled|failed)",  # counted per request, see server/metrics.RequestMetrics
+    r"scheduler\.(jobs|cancelled|failed)",  # counted per request, see server/request_log.RequestMetrics
     r"store\.(folder|cold\.last_error)",  # texts
     r"store\.remote",  # told where hosts share their state
 )

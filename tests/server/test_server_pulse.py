@@ -44,7 +44,6 @@ def test_what_changes_is_told_without_being_asked_for(sea: Served) -> None:
     assert grown == answer["usage"]["prompt_tokens"]
     assert after["tiers"]["warm"]["tokens"] > before["tiers"]["warm"]["tokens"]
     assert after["tiers"]["warm"]["budget"] > 0
-    assert len(after["slots"]) == 8
 
 
 def test_a_backend_without_a_store_can_be_watched_too() -> None:

@@ -22,7 +22,7 @@ from helpers.scripted_server import ScriptedBackend
 def served(tmp_path: Path) -> Served:
     from emberkeep.models.library import ModelLibrary
     from emberkeep.server.middleware import Drain
-    from emberkeep.server.request_metrics import RequestMetrics
+    from emberkeep.server.request_log import RequestMetrics
     from emberkeep.server.side_work import SideWork
 
     return Served(

@@ -29,7 +29,7 @@ from emberkeep.config.settings import DRAIN_S, FIELDS, Config
 from emberkeep.errors import Overloaded, StoreFailed
 from emberkeep.routing import RouteKeys
 from emberkeep.runtime.served_models import open_models
-from emberkeep.server.front import create_front
+from emberkeep.server.app import create_front
 from emberkeep.server.http_server import Server
 from emberkeep.server.lifecycle import bind
 from emberkeep.server.presence import reachable_url

@@ -8,6 +8,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Match
+from starlette.types import ASGIApp
 
 from emberkeep.api.errors import Failure, failure_of
 from emberkeep.backend.models import Models
@@ -16,8 +17,7 @@ from emberkeep.errors import EmberkeepError
 from emberkeep.models.library import ModelLibrary
 from emberkeep.server.limits import Limits, affordable
 from emberkeep.server.middleware import Drain, PathMiddleware, RequestGate, SecurityMiddleware
-from emberkeep.server.request_log import CLIENT_LEFT, failure_response
-from emberkeep.server.request_metrics import RequestMetrics
+from emberkeep.server.request_log import CLIENT_LEFT, RequestMetrics, failure_response
 from emberkeep.server.routes.base import Served
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import ClientGone
@@ -34,21 +34,46 @@ def create_app(
     feed and to keep, and its `subjects`.
     """
     drain, metrics, library = Drain(), RequestMetrics(), ModelLibrary(config.data_dir / "models")
+    subjects = Subjects(Served(models, config, library, SideWork(), drain, metrics))
     app = Starlette()
-    app.router.default = subjects = Subjects(Served(models, config, library, SideWork(), drain, metrics))
     app.state.subjects = subjects
-    app.state.drain = drain
-    app.state.limits = limits or Limits(connections=affordable())
-    app.state.metrics = metrics
     app.add_middleware(PathMiddleware)
-    app.add_middleware(RequestGate, drain=drain, limits=app.state.limits)
-    if not is_checked:
-        app.add_middleware(SecurityMiddleware, config=config)  # added last, it comes first
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
-    app.add_exception_handler(EmberkeepError, _on_error)
+    _put_behind_gates(app, subjects, drain, metrics, limits or Limits(connections=affordable()))
+    if not is_checked:
+        app.add_middleware(SecurityMiddleware, config=config)  # added last, it comes first
     return app
+
+
+def create_front(answer: ASGIApp, config: Config) -> Starlette:
+    """The application in front of several servers: it has their checks and limits, and none of their routes.
+    `answer` gets what passes, and may raise EmberkeepError before it has sent anything.
+
+    `app.state` is that of `create_app`, and has `read_metrics`: its own figures, as Prometheus reads them.
+    """
+    app, metrics = Starlette(), RequestMetrics()
+
+    def read_metrics() -> bytes:
+        # Imported when somebody reads it: a server without a front needs it at its first scrape only.
+        from emberkeep.server.metrics import read_requests
+
+        return read_requests(metrics)
+
+    app.state.read_metrics = read_metrics
+    _put_behind_gates(app, answer, Drain(), metrics, Limits(connections=affordable()))
+    app.add_middleware(SecurityMiddleware, config=config)  # added last, it comes first
+    return app
+
+
+def _put_behind_gates(
+    app: Starlette, answer: ASGIApp, drain: Drain, metrics: RequestMetrics, limits: Limits
+) -> None:
+    app.state.drain, app.state.metrics, app.state.limits = drain, metrics, limits
+    app.router.default = answer
+    app.add_exception_handler(EmberkeepError, _on_error)
+    app.add_middleware(RequestGate, drain=drain, limits=limits)
 
 
 async def _on_error(http: HttpRequest, error: Exception) -> Response:

@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from emberkeep import __version__
 from emberkeep.backend.models import Models
-from emberkeep.server.request_metrics import RequestMetrics
+from emberkeep.server.request_log import RequestMetrics
 from emberkeep.server.routes.base import Routes, Served
 from emberkeep.types.request import Json
 from emberkeep.values import dataclass
@@ -161,21 +161,13 @@ def _group(label: re.Match[str]) -> str:
 
 _ROWS = (
     ("scheduler.prompt_tokens", "prefix_cache_queries_total", "Prompt tokens of all requests."),
-    (
-        "scheduler.reused_{tier}_tokens",
-        "prefix_cache_hits_total",
-        "Prompt tokens whose state was reused, by where it was.",
-    ),
+    ("scheduler.reused_{tier}_tokens", "prefix_cache_hits_total", "Reused prompt tokens, by where they were."),
     ("scheduler.moved_tokens", "moved_tokens_total", "Prompt tokens whose state was moved: approximate."),
     ("scheduler.repaired_tokens", "repaired_tokens_total", "Moved tokens that were evaluated again."),
     ("scheduler.approximate_jobs", "approximate_answers_total", "Answers that rest on moved state."),
     ("scheduler.cuts", "cuts_total", "Splices of state in the engine: approximate."),
     ("scheduler.blended_tokens", "blended_tokens_total", "Tokens of steps into which state was moved."),
-    (
-        "scheduler.blended_token_layers",
-        "blended_token_layers_total",
-        "The same, times the layers they went through.",
-    ),
+    ("scheduler.blended_token_layers", "blended_token_layers_total", "The same, times the layers passed."),
     ("scheduler.evaluated_tokens", "evaluated_tokens_total", "Tokens that the engine computed."),
     ("scheduler.sampled_tokens", "generated_tokens_total", "Tokens of answers."),
     ("scheduler.saved_s", "saved_prefill_seconds_total", "Prefill that reuse has saved, less loading."),
@@ -183,11 +175,7 @@ _ROWS = (
     ("speculation.steps", "speculative_steps_total", "Batches with a draft in them."),
     ("speculation.sources.{source}.drafts", "drafts_total", "Drafts that were computed, by source."),
     ("speculation.sources.{source}.drafted_tokens", "drafted_tokens_total", "Tokens of these drafts."),
-    (
-        "speculation.sources.{source}.accepted_tokens",
-        "accepted_draft_tokens_total",
-        "Of these, those of an answer.",
-    ),
+    ("speculation.sources.{source}.accepted_tokens", "accepted_draft_tokens_total", "Those of an answer."),
     ("scheduler.active", "queue_active", "Answers being computed; a request has as many as its n."),
     ("scheduler.waiting", "queue_waiting", "Answers that wait for a slot in the engine."),
     ("scheduler.idle_sequences", "idle_sequences", "Sequences at rest in the engine, ready to go on."),
@@ -251,11 +239,7 @@ _ROWS = (
         "Memory used, by what was predicted.",
     ),
     ("planning.actual_to_predicted.count", "planning_compared_total", "Requests whose memory was compared."),
-    (
-        r"planning.footprint.{part:capacity|fixed|in_ram|per_\w+}",
-        "planning_footprint_bytes",
-        "The engine's memory, by part.",
-    ),
+    (r"planning.footprint.{part:capacity|fixed|in_ram|per_\w+}", "planning_footprint_bytes", "Memory, by part."),
     ("sessions.evictions", "context_evictions_total", "Times that messages left a context."),
     ("sessions.evicted_messages", "evicted_messages_total", "Messages that left a context."),
     ("sessions.evicted_tokens", "evicted_tokens_total", "Tokens of these messages."),
@@ -265,11 +249,7 @@ _ROWS = (
     ("sessions.searches", "memory_searches_total", "Searches of models in what had left their context."),
     ("sessions.calls", "server_tool_calls_total", "Tool calls that ran here, unknown to the client."),
     ("sessions.recalled_turns", "recalled_turns_total", "Archived turns that were put into prompts."),
-    (
-        "memory.{kind:turns|facts|answers|conversations|responses|notes}",
-        "memory_entries",
-        "What is remembered, by kind.",
-    ),
+    ("memory.{kind:turns|facts|answers|conversations|responses|notes}", "memory_entries", "What is remembered."),
     ("memory.bytes", "memory_bytes", "Bytes of the memory's file."),
     ("memory.limit", "memory_budget_bytes", "Bytes beyond which the oldest turns and responses go."),
     ("measured.evaluate_tokens_per_s", "measured_evaluate_tokens_per_second", "Prompt evaluation, on average."),

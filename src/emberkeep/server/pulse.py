@@ -145,7 +145,6 @@ def pulse_json(stats: Mapping[str, Any]) -> dict[str, Json]:
         "remote": _remote_json(store.get("remote")),
         "saved_s": round(scheduler.get("saved_s", 0.0), 1),
         "evicted": {tier: sum(by.values()) for tier, by in (store.get("evictions") or {}).items()},
-        "slots": [_slot_json(slot) for slot in scheduler.get("slots") or ()],
     }
 
 
@@ -153,8 +152,3 @@ def _remote_json(remote: Mapping[str, Any] | None) -> dict[str, Json] | None:
     """None where no hosts share their state."""
     names = ("breaker_open", "hits", "lookups", "read_bytes", "written_bytes", "pending_chunks")
     return None if remote is None else {name: remote[name] for name in names}
-
-
-def _slot_json(slot: Mapping[str, Any]) -> dict[str, Json]:
-    names = ("id", "is_processing", "entry", "n_tokens", "n_prompt_tokens", "n_prompt_tokens_cache")
-    return {name: slot.get(name) for name in names}

@@ -25,7 +25,7 @@ from emberkeep.config.settings import Config
 from emberkeep.errors import RemoteLoop
 from emberkeep.models.library import ModelLibrary
 from emberkeep.server.middleware import Drain
-from emberkeep.server.request_metrics import RequestMetrics
+from emberkeep.server.request_log import RequestMetrics
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import Answers, gather, read_body, stream
 from emberkeep.types.models import DEPTH_HEADER, HOPS_HEADER
