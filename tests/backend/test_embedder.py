@@ -102,17 +102,13 @@ def test_texts_that_were_seen_are_not_computed_again() -> None:
     assert engine.steps == [[5, 5], [5]]
 
 
-def test_a_user_does_not_find_what_another_has_embedded() -> None:
+async def test_a_user_does_not_find_what_another_has_embedded() -> None:
     engine = FakeEmbeddingEngine()
-
-    async def ask_three() -> None:
-        embedder = embedder_over(engine)
-        for namespace in ("", '["ann", ""]', '["bob", ""]', '["ann", ""]'):
-            await embedder.embed(EmbeddingRequest(("secret",), namespace=namespace))
-        assert embedder.forget(of_user("ann")) is None
-        await embedder.embed(EmbeddingRequest(("secret",), namespace='["ann", ""]'))
-
-    run(ask_three())
+    embedder = embedder_over(engine)
+    for namespace in ("", '["ann", ""]', '["bob", ""]', '["ann", ""]'):
+        await embedder.embed(EmbeddingRequest(("secret",), namespace=namespace))
+    assert embedder.forget(of_user("ann")) is None
+    await embedder.embed(EmbeddingRequest(("secret",), namespace='["ann", ""]'))
     assert len(engine.steps) == 4
 
 
@@ -131,22 +127,18 @@ def test_after_a_restart_vectors_come_from_the_disk_but_none_of_named_users(tmp_
     assert second.steps == [[6]]
 
 
-def test_inputs_of_requests_that_wait_share_a_step_and_take_turns() -> None:
+async def test_inputs_of_requests_that_wait_share_a_step_and_take_turns() -> None:
     engine = FakeEmbeddingEngine(batch=24, sequences=4)
     engine.gate.clear()
-
-    async def ask_all() -> None:
-        embedder = embedder_over(engine)
-        blocker = asyncio.create_task(embedder.embed(EmbeddingRequest(("x",))))
-        await begun(engine)
-        large = asyncio.create_task(embedder.embed(EmbeddingRequest(tuple(f"text {i}" for i in range(6)))))
-        await waiting(embedder, 6)
-        small = asyncio.create_task(embedder.embed(EmbeddingRequest(("one",))))
-        await waiting(embedder, 7)
-        engine.gate.set()
-        await asyncio.gather(blocker, large, small)
-
-    run(ask_all())
+    embedder = embedder_over(engine)
+    blocker = asyncio.create_task(embedder.embed(EmbeddingRequest(("x",))))
+    await begun(engine)
+    large = asyncio.create_task(embedder.embed(EmbeddingRequest(tuple(f"text {i}" for i in range(6)))))
+    await waiting(embedder, 6)
+    small = asyncio.create_task(embedder.embed(EmbeddingRequest(("one",))))
+    await waiting(embedder, 7)
+    engine.gate.set()
+    await asyncio.gather(blocker, large, small)
     assert engine.steps[1] == [8, 5, 8]  # the small request is in the first step after the one that ran
     assert all(max(step) * len(step) <= 24 for step in engine.steps)
 
@@ -157,72 +149,56 @@ def test_a_text_that_is_longer_than_a_step_is_computed_alone() -> None:
     assert engine.steps == [[42], [4, 4]]
 
 
-def test_what_a_client_that_left_has_asked_for_is_not_computed() -> None:
+async def test_what_a_client_that_left_has_asked_for_is_not_computed() -> None:
     engine = FakeEmbeddingEngine(batch=8)
     engine.gate.clear()
-
-    async def leave() -> None:
-        embedder = embedder_over(engine)
-        asking = asyncio.create_task(embedder.embed(EmbeddingRequest(("first", "second", "third"))))
-        await begun(engine)
-        asking.cancel()
-        engine.gate.set()
-        await asyncio.wait([asking])
-        await embedder.embed(EmbeddingRequest(("other",)))
-
-    run(leave())
+    embedder = embedder_over(engine)
+    asking = asyncio.create_task(embedder.embed(EmbeddingRequest(("first", "second", "third"))))
+    await begun(engine)
+    asking.cancel()
+    engine.gate.set()
+    await asyncio.wait([asking])
+    await embedder.embed(EmbeddingRequest(("other",)))
     assert len(engine.steps) == 2
 
 
-def test_an_error_of_the_engine_ends_the_requests_of_its_step_only() -> None:
+async def test_an_error_of_the_engine_ends_the_requests_of_its_step_only() -> None:
     engine = FakeEmbeddingEngine()
-
-    async def fail_once() -> None:
-        embedder = embedder_over(engine)
-        engine.fails = True
-        with pytest.raises(EngineError, match="has failed"):
-            await embedder.embed(EmbeddingRequest(("cat",)))
-        engine.fails = False
+    embedder = embedder_over(engine)
+    engine.fails = True
+    with pytest.raises(EngineError, match="has failed"):
         await embedder.embed(EmbeddingRequest(("cat",)))
+    engine.fails = False
+    await embedder.embed(EmbeddingRequest(("cat",)))
 
-    run(fail_once())
 
-
-def test_after_it_was_closed_requests_are_refused_and_those_that_wait_fail() -> None:
+async def test_after_it_was_closed_requests_are_refused_and_those_that_wait_fail() -> None:
     engine = FakeEmbeddingEngine(batch=8)
     engine.gate.clear()
-
-    async def close_early() -> None:
-        embedder = embedder_over(engine)
-        asking = asyncio.create_task(embedder.embed(EmbeddingRequest(("first", "second"))))
-        await begun(engine)
-        closing = asyncio.create_task(embedder.close())
-        await asyncio.sleep(0)
-        engine.gate.set()
-        await closing
-        with pytest.raises(Overloaded, match="shutting down"):
-            await asking
-        with pytest.raises(Overloaded, match="shutting down"):
-            await embedder.embed(EmbeddingRequest(("third",)))
-
-    run(close_early())
+    embedder = embedder_over(engine)
+    asking = asyncio.create_task(embedder.embed(EmbeddingRequest(("first", "second"))))
+    await begun(engine)
+    closing = asyncio.create_task(embedder.close())
+    await asyncio.sleep(0)
+    engine.gate.set()
+    await closing
+    with pytest.raises(Overloaded, match="shutting down"):
+        await asking
+    with pytest.raises(Overloaded, match="shutting down"):
+        await embedder.embed(EmbeddingRequest(("third",)))
     assert len(engine.steps) == 1
 
 
-def test_more_requests_than_may_wait_are_refused() -> None:
+async def test_more_requests_than_may_wait_are_refused() -> None:
     engine = FakeEmbeddingEngine()
     engine.gate.clear()
-
-    async def crowd() -> None:
-        embedder = embedder_over(engine, limit=1)
-        asking = asyncio.create_task(embedder.embed(EmbeddingRequest(("first",))))
-        await begun(engine)
-        with pytest.raises(Overloaded, match="try again in a moment"):
-            await embedder.embed(EmbeddingRequest(("second",)))
-        engine.gate.set()
-        await asking
-
-    run(crowd())
+    embedder = embedder_over(engine, limit=1)
+    asking = asyncio.create_task(embedder.embed(EmbeddingRequest(("first",))))
+    await begun(engine)
+    with pytest.raises(Overloaded, match="try again in a moment"):
+        await embedder.embed(EmbeddingRequest(("second",)))
+    engine.gate.set()
+    await asking
 
 
 @pytest.mark.parametrize("wanted", [1, 3, 8])

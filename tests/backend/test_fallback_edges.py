@@ -110,22 +110,18 @@ def test_a_client_that_leaves_while_one_opens_does_not_make_it_open_twice() -> N
     assert len(second.opened) == 1
 
 
-def test_closing_while_one_opens_closes_that_too() -> None:
+async def test_closing_while_one_opens_closes_that_too() -> None:
     first, second, chain = pair()
     first.fails = RemoteDown("Gone.")
-
-    async def run() -> None:
-        second.may_open.clear()
-        leaving = asyncio.create_task(read(chain))
-        await asyncio.to_thread(second.is_opening.wait, PATIENCE_S)
-        leaving.cancel()
-        closing = asyncio.create_task(chain.close())
-        await asyncio.sleep(0)
-        second.may_open.set()
-        async with asyncio.timeout(PATIENCE_S):
-            await closing
-
-    asyncio.run(run())
+    second.may_open.clear()
+    leaving = asyncio.create_task(read(chain))
+    await asyncio.to_thread(second.is_opening.wait, PATIENCE_S)
+    leaving.cancel()
+    closing = asyncio.create_task(chain.close())
+    await asyncio.sleep(0)
+    second.may_open.set()
+    async with asyncio.timeout(PATIENCE_S):
+        await closing
     assert [backend.closed for backend in (*first.opened, *second.opened)] == [True, True]
 
 

@@ -83,80 +83,63 @@ def value(frame: bytes) -> int:
     return json.loads(frame.removeprefix(b"data: "))["value"]
 
 
-def test_figures_are_read_once_for_all_and_never_for_nobody() -> None:
-    async def watch() -> None:
-        figures = Figures()
-        beat = Pulse(figures, every_s=0.01)
-        await asyncio.sleep(0.05)
-        assert figures.reads == 0
-        async with aclosing(beat.watch(lambda: False)) as one, aclosing(beat.watch(lambda: False)) as other:
-            assert value(await anext(one)) == value(await anext(other)) == 0
-            figures.value = 7
-            assert value(await anext(one)) == value(await anext(other)) == 7
-        assert beat._beating is not None
-        await beat._beating
-        reads = figures.reads
-        await asyncio.sleep(0.05)
-        assert figures.reads == reads
-        async with aclosing(beat.watch(lambda: False)) as again:
-            assert value(await anext(again)) == 7
-
-    asyncio.run(watch())
+async def test_figures_are_read_once_for_all_and_never_for_nobody() -> None:
+    figures = Figures()
+    beat = Pulse(figures, every_s=0.01)
+    await asyncio.sleep(0.05)
+    assert figures.reads == 0
+    async with aclosing(beat.watch(lambda: False)) as one, aclosing(beat.watch(lambda: False)) as other:
+        assert value(await anext(one)) == value(await anext(other)) == 0
+        figures.value = 7
+        assert value(await anext(one)) == value(await anext(other)) == 7
+    assert beat._beating is not None
+    await beat._beating
+    reads = figures.reads
+    await asyncio.sleep(0.05)
+    assert figures.reads == reads
+    async with aclosing(beat.watch(lambda: False)) as again:
+        assert value(await anext(again)) == 7
 
 
-def test_who_reads_slowly_gets_the_latest() -> None:
-    async def watch() -> None:
-        figures = Figures()
-        beat = Pulse(figures, every_s=0.01)
-        async with aclosing(beat.watch(lambda: False)) as frames:
-            await anext(frames)
-            for figures.value in (1, 2, 3):
-                while value(beat._latest) != figures.value:
-                    await asyncio.sleep(0.01)
-            assert value(await anext(frames)) == 3
-
-    asyncio.run(watch())
+async def test_who_reads_slowly_gets_the_latest() -> None:
+    figures = Figures()
+    beat = Pulse(figures, every_s=0.01)
+    async with aclosing(beat.watch(lambda: False)) as frames:
+        await anext(frames)
+        for figures.value in (1, 2, 3):
+            while value(beat._latest) != figures.value:
+                await asyncio.sleep(0.01)
+        assert value(await anext(frames)) == 3
 
 
-def test_silence_is_broken_and_the_end_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silence_is_broken_and_the_end_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulse, "_SILENCE_S", 0.03)
-
-    async def watch() -> None:
-        is_over = False
-        beat = Pulse(Figures(), every_s=0.01)
-        async with aclosing(beat.watch(lambda: is_over)) as frames:
-            await anext(frames)
-            assert (await anext(frames)).startswith(b":")
-            is_over = True
-            async for _ in frames:
-                raise AssertionError("something came after the end")
-
-    asyncio.run(watch())
+    is_over = False
+    beat = Pulse(Figures(), every_s=0.01)
+    async with aclosing(beat.watch(lambda: is_over)) as frames:
+        await anext(frames)
+        assert (await anext(frames)).startswith(b":")
+        is_over = True
+        async for _ in frames:
+            raise AssertionError("something came after the end")
 
 
-def test_figures_that_cannot_be_read_now_are_read_later(caplog: pytest.LogCaptureFixture) -> None:
+async def test_figures_that_cannot_be_read_now_are_read_later(caplog: pytest.LogCaptureFixture) -> None:
     class Failing(Figures):
         def __call__(self) -> dict:
             if super().__call__() and self.reads == 1:
                 raise RuntimeError("not now")
             return {"value": 1}
 
-    async def watch() -> None:
-        async with aclosing(Pulse(Failing(), every_s=0.01).watch(lambda: False)) as frames:
-            assert value(await anext(frames)) == 1
-
-    asyncio.run(watch())
+    async with aclosing(Pulse(Failing(), every_s=0.01).watch(lambda: False)) as frames:
+        assert value(await anext(frames)) == 1
     assert "could not be told" in caplog.text
 
 
-def test_too_many_watchers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_watchers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulse, "_MOST_WATCHERS", 1)
-
-    async def watch() -> None:
-        beat = Pulse(Figures(), every_s=0.01)
-        async with aclosing(beat.watch(lambda: False)) as one:
-            await anext(one)
-            with pytest.raises(Overloaded, match="close one of these pages"):
-                await anext(beat.watch(lambda: False))
-
-    asyncio.run(watch())
+    beat = Pulse(Figures(), every_s=0.01)
+    async with aclosing(beat.watch(lambda: False)) as one:
+        await anext(one)
+        with pytest.raises(Overloaded, match="close one of these pages"):
+            await anext(beat.watch(lambda: False))

@@ -15,7 +15,7 @@ import apsw
 from emberkeep.errors import InvalidField, MemoryFailed
 from emberkeep.memory import records
 from emberkeep.memory.database import Database, rows, value
-from emberkeep.memory.responses import Item, add_items, put_response, read_items, stored_response
+from emberkeep.memory.responses import Item, add_items, put_response, read_items
 from emberkeep.text import encodable
 from emberkeep.types.memory import Fact, Note, NoteKind, StoredResponse, ToolUse, Turn
 from emberkeep.types.request import Json, Message, Role
@@ -29,90 +29,76 @@ _BATCH = 2000
 
 _WHOSE = "JOIN owners AS o ON o.id = r.owner"
 _NAMED = f"{_WHOSE} LEFT JOIN conversations AS c ON c.id = r.conversation"
-_NEXT = f"r.id > ?1 AND (?2 IS NULL OR o.name = ?2) ORDER BY r.id LIMIT {_PAGE}"
-_TURNS = f"""SELECT r.id, o.name, c.name, key, at, user_text, assistant_text, tool_uses
-             FROM turns AS r {_NAMED} WHERE {_NEXT}"""
-_NOTES = f"SELECT r.id, o.name, c.name, key, kind, data FROM notes AS r {_NAMED} WHERE {_NEXT}"
-_CONVERSATIONS = f"""SELECT r.id, o.name, r.name, title, model, created, updated
-                     FROM conversations AS r {_WHOSE} WHERE title IS NOT NULL AND {_NEXT}"""
-_ITEM_LISTS = f"""SELECT r.id, o.name, r.name, created, metadata
-                  FROM conversations AS r {_WHOSE} WHERE metadata IS NOT NULL AND {_NEXT}"""
-_RESPONSES = f"""SELECT r.id, o.name, r.name, c.name, previous, in_conversation, data, input
-                 FROM responses AS r {_NAMED} WHERE {_NEXT}"""
+
+
+_TABLES = {
+    "turn": f"""c.name AS conversation, key, at, user_text, assistant_text, tool_uses
+                FROM turns AS r {_NAMED} WHERE r.conversation IS NOT NULL""",
+    "answer": f"""at, user_text AS question, assistant_text AS answer
+                  FROM turns AS r {_WHOSE} WHERE r.conversation IS NULL""",
+    "note": f"c.name AS conversation, key, kind AS about, data FROM notes AS r {_NAMED} WHERE TRUE",
+    "conversation": f"""r.name AS id, title, model, created, updated
+                        FROM conversations AS r {_WHOSE} WHERE title IS NOT NULL""",
+    "item_list": f"r.name AS id, created, metadata FROM conversations AS r {_WHOSE} WHERE metadata IS NOT NULL",
+    "response": f"""r.name AS id, c.name AS conversation, previous, in_conversation, data, input
+                    FROM responses AS r {_NAMED} WHERE TRUE""",
+}
+"""Where the fields of each kind of row are. Facts are not among them: they have no ids to go on from."""
+_DECODED: dict[str, Callable[[Any], Json]] = {
+    "key": bytes.hex,
+    "data": json.loads,
+    "input": json.loads,
+    "metadata": json.loads,
+    "in_conversation": bool,
+    "tool_uses": lambda packed: [asdict(use) for use in records.unpack_uses(packed)],
+}
+_PARTS: dict[str, tuple[str, Callable[[apsw.Connection, int], list[Json]]]] = {
+    "conversation": ("messages", lambda db, id_: list(map(records.message_json, records.read_messages(db, id_)))),
+    "item_list": ("items", lambda db, id_: list(read_items(db, id_))),
+}
+"""What is read row by row, because it may be long."""
 
 
 def export(database: Database, owner: str | None) -> Iterator[dict[str, Json]]:
     """A header, then the rows. Nothing is held between them: others may write meanwhile."""
     yield {"kind": "header", "version": _VERSION, "exported": time.time()}
-    yield from _export_facts(database, owner)
-    yield from _read_pages(database, _TURNS, owner, _turn_json)
-    yield from _read_pages(database, _NOTES, owner, _note_json)
-    for row in _read_pages(database, _CONVERSATIONS, owner, _conversation_json):
-        with database.snapshot() as db:
-            messages = records.read_messages(db, row.pop("row"))
-        yield {**row, "messages": [records.message_json(message) for message in messages]}
-    for row in _read_pages(database, _ITEM_LISTS, owner, _item_list_json):
-        with database.snapshot() as db:
-            items = read_items(db, row.pop("row"))
-        yield {**row, "items": items}
-    yield from _read_pages(database, _RESPONSES, owner, _response_json)
-
-
-def _export_facts(database: Database, owner: str | None) -> Iterator[dict[str, Json]]:
     with database.snapshot() as db:
         names = [name for (name,) in rows(db, "SELECT name FROM owners ORDER BY id")] if owner is None else [owner]
         facts = [(name, fact) for name in names for fact in records.read_facts(db, name)]
     for name, fact in facts:
-        yield {"kind": "fact", "owner": name, "name": fact.name, "value": fact.value, "at": fact.at}
+        yield {"kind": "fact", "owner": name, **asdict(fact)}
+    for kind in _TABLES:
+        for id_, row in _read_pages(database, kind, owner):
+            if kind in _PARTS:
+                part, read = _PARTS[kind]
+                with database.snapshot() as db:
+                    row[part] = read(db, id_)
+            yield row
 
 
-def _read_pages(
-    database: Database, sql: str, owner: str | None, to_json: Callable[..., dict[str, Json]]
-) -> Iterator[dict[str, Json]]:
+def _read_pages(database: Database, kind: str, owner: str | None) -> Iterator[tuple[int, dict[str, Json]]]:
+    """The rows of one kind with their ids."""
+    sql = f"""SELECT r.id, o.name AS owner, {_TABLES[kind]} AND r.id > ?1 AND (?2 IS NULL OR o.name = ?2)
+              ORDER BY r.id LIMIT {_PAGE}"""
     after = 0
     while True:
+        page: list[tuple[int, dict[str, Json]]] = []
         with database.snapshot() as db:
-            found = rows(db, sql, after, owner)
-            page = [to_json(*values) for values in found]
+            cursor = db.execute(sql, (after, owner))
+            for id_, *values in cursor:
+                names = [name for name, _ in cursor.getdescription()[1:]]
+                columns = zip(names, values, strict=True)
+                page.append(
+                    (id_, {"kind": kind, **{name: _DECODED.get(name, _same)(one) for name, one in columns}})
+                )
         yield from page
         if len(page) < _PAGE:
             return
-        after = found[-1][0]
+        after = page[-1][0]
 
 
-def _turn_json(
-    _id: int, owner: str, conversation: str | None, key: bytes, at: float, *texts: str
-) -> dict[str, Json]:
-    user_text, assistant_text, packed = texts
-    if conversation is None:
-        return {"kind": "answer", "owner": owner, "at": at, "question": user_text, "answer": assistant_text}
-    uses = [
-        {"name": use.name, "arguments": use.arguments, "result": use.result} for use in records.unpack_uses(packed)
-    ]
-    what = {"user_text": user_text, "assistant_text": assistant_text, "tool_uses": uses}
-    return {"kind": "turn", "owner": owner, "conversation": conversation, "key": key.hex(), "at": at, **what}
-
-
-def _note_json(
-    _id: int, owner: str, conversation: str | None, key: bytes, kind: str, data: str
-) -> dict[str, Json]:
-    where = {"owner": owner, "conversation": conversation, "key": key.hex()}
-    return {"kind": "note", **where, "about": kind, "data": json.loads(data)}
-
-
-def _conversation_json(id_: int, owner: str, name: str, *rest: Any) -> dict[str, Json]:
-    title, model, created, updated = rest
-    what = {"title": title, "model": model, "created": created, "updated": updated}
-    return {"kind": "conversation", "owner": owner, "id": name, **what, "row": id_}
-
-
-def _item_list_json(id_: int, owner: str, name: str, created: float, metadata: str) -> dict[str, Json]:
-    what = {"created": created, "metadata": json.loads(metadata)}
-    return {"kind": "item_list", "owner": owner, "id": name, **what, "row": id_}
-
-
-def _response_json(_id: int, owner: str, *values: Any) -> dict[str, Json]:
-    return {"kind": "response", "owner": owner, **asdict(stored_response(values))}
+def _same(column: Any) -> Json:
+    return column
 
 
 def import_rows(database: Database, given: Iterable[Mapping[str, Json]]) -> int:

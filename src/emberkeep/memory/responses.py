@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import apsw
 
@@ -153,8 +152,6 @@ _WAY_OUT = "send less, begin another one, or set a larger memory_budget."
 
 # ── rows: inside a transaction of the caller ──
 
-_FIELDS = "r.name, c.name, r.previous, r.in_conversation, r.data, r.input"
-
 
 def put_response(
     db: apsw.Connection, owner: int, within: int, response: StoredResponse, began: int | None = None
@@ -170,18 +167,15 @@ def put_response(
     return db.last_insert_rowid()
 
 
-def stored_response(values: Sequence[Any]) -> StoredResponse:
-    name, conversation, previous, in_conversation, data, given = values
-    return StoredResponse(name, conversation, previous, bool(in_conversation), json.loads(data), json.loads(given))
-
-
 def _read(db: apsw.Connection, owner: str, response_id: str) -> StoredResponse:
-    sql = f"""SELECT {_FIELDS} FROM responses AS r JOIN conversations AS c ON c.id = r.conversation
-              WHERE r.owner = ? AND r.name = ?"""
-    found = rows(db, sql, owner_id(db, owner), encodable(response_id))
-    if not found:
-        raise _no_response(response_id)
-    return stored_response(found[0])
+    sql = """SELECT r.name, c.name, previous, in_conversation, data, input
+             FROM responses AS r JOIN conversations AS c ON c.id = r.conversation
+             WHERE r.owner = ? AND r.name = ?"""
+    for name, conversation, previous, within, data, given in rows(
+        db, sql, owner_id(db, owner), encodable(response_id)
+    ):
+        return StoredResponse(name, conversation, previous, bool(within), json.loads(data), json.loads(given))
+    raise _no_response(response_id)
 
 
 def _items_until(db: apsw.Connection, owner: str, response_id: str, with_output: bool) -> list[Item]:

@@ -132,16 +132,12 @@ def test_an_answer_that_broke_off_is_not_begun_anew() -> None:
     assert len(provider.asked) == 1
 
 
-def test_leaving_an_answer_closes_the_connection() -> None:
+async def test_leaving_an_answer_closes_the_connection() -> None:
     provider = ScriptedProvider(lambda request: [TextDelta(0, "Hel"), 60.0, *said("lo")])
-
-    async def leave() -> None:
-        events = remote(provider).generate(HELLO)
-        async for _ in events:
-            break
-        await events.aclose()  # type: ignore[attr-defined]
-
-    asyncio.run(leave())
+    events = remote(provider).generate(HELLO)
+    async for _ in events:
+        break
+    await events.aclose()  # type: ignore[attr-defined]
     assert provider.left == 1
 
 
@@ -187,26 +183,23 @@ def test_the_models_own_limit_of_an_answer_holds_unless_a_request_says() -> None
     assert [request.max_tokens for request in provider.asked] == [77, 5]
 
 
-def test_leaving_while_it_waits_to_ask_again_asks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_leaving_while_it_waits_to_ask_again_asks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_FIRST_WAIT_S", 60.0)
     monkeypatch.setattr(module, "_LONGEST_WAIT_S", 600.0)
     provider = ScriptedProvider(lambda request: [RemoteDown("Busy.")])
     backend = remote(provider)
 
-    async def leave() -> None:
-        async def asking() -> None:
-            async with aclosing(backend.generate(HELLO)) as events:  # type: ignore[type-var]
-                async for _ in events:
-                    pass
+    async def asking() -> None:
+        async with aclosing(backend.generate(HELLO)) as events:  # type: ignore[type-var]
+            async for _ in events:
+                pass
 
-        task = asyncio.create_task(asking())
-        async with asyncio.timeout(20):
-            while not backend.stats()["remote"]["retries"]:
-                await asyncio.sleep(0)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(leave())
+    task = asyncio.create_task(asking())
+    async with asyncio.timeout(20):
+        while not backend.stats()["remote"]["retries"]:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
     assert len(provider.asked) == 1
 
 
