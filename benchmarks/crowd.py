@@ -22,11 +22,11 @@ from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.policy import Keeping, Rate, Worth, worth
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import Chunk
-from emberkeep.sched.output import Ending
 from emberkeep.sched.parts import SchedulerSettings
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence as Sequence_
+from emberkeep.sched.sequence_state import Ending
 from emberkeep.types.cache import EntryKind, Label
 from emberkeep.types.request import Request
 from emberkeep.types.sampling import Sampling

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from emberkeep.errors import EmberkeepError
-from emberkeep.sched.output import Ending
+from emberkeep.sched.sequence_state import Ending
 from emberkeep.types.events import Progress, TokenLogprob
 
 

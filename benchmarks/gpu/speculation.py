@@ -16,11 +16,11 @@ from emberkeep.engine.hf.model_loader import HfSettings
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.sched.draft_model import LoadedDraft
 from emberkeep.sched.engine_thread import EngineThread
-from emberkeep.sched.output import Ending
 from emberkeep.sched.parts import SchedulerSettings
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence
+from emberkeep.sched.sequence_state import Ending
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.request import Request
 from emberkeep.types.sampling import Sampling

@@ -10,11 +10,11 @@ from benchmarks.miss import largest_slices, leading
 from emberkeep.chat.prompt import prompt_of_ids
 from emberkeep.errors import EmberkeepError
 from emberkeep.kv.store import Budgets, KvStore
-from emberkeep.sched.output import Ending
 from emberkeep.sched.parts import SchedulerSettings
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence
+from emberkeep.sched.sequence_state import Ending
 from emberkeep.types.events import Progress, TokenLogprob
 from emberkeep.types.request import Request
 from emberkeep.types.sampling import Sampling

@@ -22,11 +22,11 @@ from emberkeep.kv.policy import CHUNK_TOKENS, Keeping, Rate
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.sched.draft_model import LoadedDraft
 from emberkeep.sched.drafts import Corpus
-from emberkeep.sched.output import Ending
 from emberkeep.sched.parts import SchedulerSettings
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence as Sequence_
+from emberkeep.sched.sequence_state import Ending
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import Label
 from emberkeep.types.events import LookupRecord, Progress, TokenLogprob

@@ -14,7 +14,7 @@ from emberkeep.chat.prompt import Splice
 from emberkeep.engine.base import KvUnit, Outcome
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
-from emberkeep.sched.output import EndReason
+from emberkeep.sched.sequence_state import EndReason
 from emberkeep.types.lineage import Lineage
 from emberkeep.types.sampling import Sampling
 from helpers.chance import examples

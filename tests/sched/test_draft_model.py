@@ -13,9 +13,8 @@ from emberkeep.chat.prompt import Splice
 from emberkeep.engine.base import Engine, KvUnit
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.kv.disk.forgotten import of_user
-from emberkeep.sched.model_drafts import ModelDrafts, _Plan
+from emberkeep.sched.draft_length import ModelDrafts, _Plan
 from emberkeep.sched.sampling import Sampler
-from emberkeep.types.cache import EntryKind, Label
 from emberkeep.types.lineage import Lineage, private_namespace
 from emberkeep.types.sampling import Sampling
 from helpers.chance import examples
@@ -301,18 +300,6 @@ def test_rejected_tokens_are_never_stored():
             assert chunk.tokens.tolist() == said[chunk.start : chunk.start + len(chunk.tokens)]
 
 
-def test_a_prefix_that_is_warmed_is_warm_in_it_too():
-    prompt, draft = text(700), SmallEngine()
-    label = Label(EntryKind.PREFIX, "tools", "tools")
-    with Rig(draft=draft) as rig:
-        rig.run(prompt, max_new=0, closing=(), is_prefix=True, label=label)
-        while rig.scheduler.call(lambda: rig.scheduler._draft.has_work).result(PATIENCE):
-            pass
-        assert draft.evaluated_tokens == 700
-        rig.run([*prompt, *text(20, seed=9)], max_new=30, sampling=ENDLESS)
-        assert draft.evaluated_tokens < 800
-
-
 def test_state_after_it_is_reused_in_full(tmp_path, plain):
     more = [*PROMPT, *plain, *CLOSING, *range(40, 60)]
     with Rig(tmp_path, draft=SmallEngine()) as rig:
@@ -415,7 +402,7 @@ class Improving(SmallEngine):
 
 
 def test_it_becomes_quicker_in_gaps_when_nothing_is_in_it(monkeypatch, plain):
-    monkeypatch.setattr("emberkeep.sched.gaps.GAP_S", 0.01)
+    monkeypatch.setattr("emberkeep.sched.steps.GAP_S", 0.01)
     small = Improving()
     with Rig(draft=small) as rig:
         assert small.improved.wait(PATIENCE)
@@ -424,8 +411,8 @@ def test_it_becomes_quicker_in_gaps_when_nothing_is_in_it(monkeypatch, plain):
 
 
 def test_it_gives_back_memory_when_nothing_has_run(monkeypatch, plain):
-    monkeypatch.setattr("emberkeep.sched.gaps.GAP_S", 0.01)
-    monkeypatch.setattr("emberkeep.sched.gaps.REST_S", 0.01)
+    monkeypatch.setattr("emberkeep.sched.steps.GAP_S", 0.01)
+    monkeypatch.setattr("emberkeep.sched.steps.REST_S", 0.01)
     small = Improving()
     with Rig(draft=small) as rig:
         assert small.rested.wait(PATIENCE)

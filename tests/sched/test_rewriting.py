@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.kv.drafts.ngram_index import NgramIndex
-from emberkeep.sched.rewriting import Rewriting
+from emberkeep.sched.drafts import Rewriting
 
 OLD = list(range(100, 140))
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from emberkeep.sched.dry import find_breakers
-from emberkeep.sched.sampler_chain import Chain
+from emberkeep.sched.sampler_chain import Chain, find_breakers
 from emberkeep.sched.sampling import Sampler
 from emberkeep.types.sampling import DEFAULT_SAMPLERS, Sampling
 from helpers.chance import seed, times

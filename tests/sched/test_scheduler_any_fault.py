@@ -14,11 +14,10 @@ from emberkeep.engine.base import Engine, KvUnit, Rows
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.admission import PeakWatch
-from emberkeep.sched.cacheblend import CacheBlend
-from emberkeep.sched.context_shift import ContextShift
-from emberkeep.sched.output import SequenceOutput
+from emberkeep.sched.moved_state import CacheBlend, ContextShift
 from emberkeep.sched.prefix_cache import PrefixCache
 from emberkeep.sched.sampling import Sampler
+from emberkeep.sched.sequence_state import SequenceOutput
 from emberkeep.sched.slots import Planner, SlotAffinity
 from emberkeep.types.sampling import Sampling
 from helpers.chance import times

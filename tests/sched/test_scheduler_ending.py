@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from emberkeep.sched.output import EndReason
+from emberkeep.sched.sequence_state import EndReason
 from helpers.scheduling import (
     CLOSING,
     LONG,

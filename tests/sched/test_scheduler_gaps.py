@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.errors import EngineError, Overloaded
-from emberkeep.sched import gaps as module
+from emberkeep.errors import EngineError
+from emberkeep.sched import steps as module
 from helpers.scheduling import PATIENCE, Recorder, Rig
 from helpers.waiting import eventually
 
@@ -114,67 +113,10 @@ def test_what_is_given_up_later_is_given_back_too(rig: tuple[Rig, Improving], is
     assert engine.rested.wait(PATIENCE)
 
 
-def test_work_for_a_gap_waits_while_something_runs_and_finds_nothing_in_the_engine(
-    rig: tuple[Rig, Improving],
-) -> None:
-    opened, engine = rig
-    assert engine.improved.wait(PATIENCE)
-    answer(opened)
-    found: list[int] = []
-    done = threading.Event()
-
-    def work(is_wanted: Callable[[], bool]) -> bool:
-        found.append(len(opened.scheduler._slots.idle) + len(opened.scheduler._slots.active))
-        done.set()
-        return True
-
-    opened.scheduler.in_gaps(work)
-    assert done.wait(PATIENCE)
-    assert found == [0]
-
-
-def test_work_that_is_interrupted_goes_on_in_the_next_gap(rig: tuple[Rig, Improving]) -> None:
-    opened, engine = rig
-    assert engine.improved.wait(PATIENCE)
-    began, done = threading.Event(), threading.Event()
-    calls: list[bool] = []
-
-    def work(is_wanted: Callable[[], bool]) -> bool:
-        if calls:
-            done.set()
-            return True
-        began.set()
-        while not is_wanted():
-            pass
-        calls.append(True)
-        return False
-
-    opened.scheduler.in_gaps(work)
-    assert began.wait(PATIENCE)
-    answer(opened)
-    assert done.wait(PATIENCE)
-
-
-def test_who_waits_for_a_gap_is_told_when_there_will_be_none(
-    rig: tuple[Rig, Improving], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened, engine = rig
-    assert engine.improved.wait(PATIENCE)
-    assert opened.scheduler.in_a_gap(lambda: 7) == 7
-    monkeypatch.setattr(module, "GAP_S", 3600.0)
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(opened.scheduler.in_a_gap, lambda: 7)
-        opened.scheduler.close()
-        with pytest.raises(Overloaded):
-            waiting.result(PATIENCE)
-
-
 def test_an_engine_that_is_as_quick_as_it_can_be_keeps_its_conversation(rig: tuple[Rig, Improving]) -> None:
     opened, engine = rig
     engine.can_improve = False
     answer(opened)
-    ran = threading.Event()
-    opened.scheduler.in_gaps(lambda is_wanted: ran.set() is None, empties=False)
-    assert ran.wait(PATIENCE)
+    assert engine.rested.wait(PATIENCE)
     assert engine.calls == 0
     assert opened.scheduler.call(lambda: len(opened.scheduler._slots.idle)).result(PATIENCE) == 1

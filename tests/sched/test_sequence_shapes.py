@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.kv.tree import Made
-from emberkeep.sched.reuse import Shapes
+from emberkeep.sched.sequence_state import Shapes
 from emberkeep.types.lineage import EXACT
 from helpers.kv_building import chunks_of
 from helpers.scheduling import PROMPT, Gate, Rig, text

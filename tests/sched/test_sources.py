@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.sched.reuse import Reuse
+from emberkeep.sched.sequence_state import Reuse
 from emberkeep.types.events import LookupRecord, Source
 from helpers.scheduling import PATIENCE, Rig, text
 

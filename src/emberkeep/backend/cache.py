@@ -12,8 +12,8 @@ from emberkeep.errors import NoSuchEntry
 from emberkeep.kv.lookups import Peek
 from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import Cursor, tokens_to
-from emberkeep.sched.reuse import Reuse
 from emberkeep.sched.scheduler import Scheduler
+from emberkeep.sched.sequence_state import Reuse
 from emberkeep.session.conversation import Conversations
 from emberkeep.session.volatility import Volatility, remedy, told
 from emberkeep.token_arrays import TokenArray

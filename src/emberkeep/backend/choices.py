@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from emberkeep.chat.output import TextStream
 from emberkeep.errors import EmberkeepError, Overloaded, RateLimited
-from emberkeep.sched.output import Ending, EndReason
+from emberkeep.sched.sequence_state import Ending, EndReason
 from emberkeep.types.events import (
     Completed,
     Event,

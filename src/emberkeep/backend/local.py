@@ -56,7 +56,6 @@ from emberkeep.kv.shared_tier import Arrival
 from emberkeep.kv.store import KvStore
 from emberkeep.memory.memory import Memory
 from emberkeep.sched.admission import Admission
-from emberkeep.sched.probe import assumed
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence
@@ -157,7 +156,6 @@ class LocalBackend:
         self._hygiene = settings.hygiene
         self._lookups = RecentLookups()
         self._forgotten = ForgottenUsers()
-        self.machine = assumed(scheduler.engine.footprint)
         """What it runs on, as far as it was measured. Set from any thread."""
         self._warmup()
         self.warmer = Precache(self.generate, self._prepare_prefix, self._prompts, scheduler, settings.keep_alive)
@@ -407,7 +405,6 @@ class LocalBackend:
             "sessions": self._sessions.stats(),
             "memory": self.memory.stats() if self.memory else None,
             "embeddings": self.embedder.stats() if self.embedder else None,
-            "machine": self.machine.json(),
             "recent_lookups": self._lookups.json(),
             "measured": self._store.costs.json(),
         }

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from emberkeep.chat.output import open_reasoning
 from emberkeep.chat.prompt import Prompt
-from emberkeep.sched.dry import Breakers, find_breakers
-from emberkeep.sched.sampler_chain import Chain
+from emberkeep.sched.sampler_chain import Breakers, Chain, find_breakers
 from emberkeep.sched.sampling import Sampler
 from emberkeep.types.models import Vocab
 from emberkeep.types.request import Request

@@ -9,7 +9,6 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from enum import StrEnum
 from errno import EISDIR
 from importlib import metadata
@@ -215,14 +214,20 @@ def _disk(config: Config) -> Finding:
 
 
 def _speed(config: Config) -> Finding:
-    from emberkeep.sched.probe import probe
+    from emberkeep.cli.speeds import copy_speed, disk_speed, measured
 
-    folder, device = nearest_folder(config.data_dir), _device_of_torch(config)
-    if device is None:
-        return Finding(Level.OK, probe(folder).speeds)
-    from emberkeep.runtime.hf_model import device_probe
+    speeds = {
+        "RAM is copied at": copy_speed(),
+        "the data folder read at": disk_speed(nearest_folder(config.data_dir)),
+    }
+    if (device := _device_of_torch(config)) is not None:
+        from emberkeep.engine.hf.device import DeviceLimits
 
-    return Finding(Level.OK, replace(probe(folder, device=device_probe(device)), device=device).speeds)
+        limits = DeviceLimits(device)
+        limits.settle()  # the first use of a device takes longer than all that follow
+        speeds[f"RAM goes to {device} at"] = measured(lambda: limits.load_speed(64 << 20))
+    known = [f"{what} {readable_size(speed)}/s" for what, speed in speeds.items() if speed is not None]
+    return Finding(Level.OK, ", ".join(known) or "not known: nothing could be measured in time")
 
 
 def _device_of_torch(config: Config) -> str | None:

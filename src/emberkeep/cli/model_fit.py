@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from emberkeep.cli.speeds import disk_speed
 from emberkeep.config.kinds import readable_size
 from emberkeep.config.settings import Config
 from emberkeep.engine.hf.residency import HostPlan, Placing, ResidencyPlan, plan_host, plan_residency
@@ -14,7 +15,6 @@ from emberkeep.files import nearest_folder
 from emberkeep.models.layer_sizes import LayerSizes, layer_sizes
 from emberkeep.models.library import ModelFile
 from emberkeep.runtime.hf_model import placing_of
-from emberkeep.sched.probe import probe
 from emberkeep.types.models import Quantization, Residency
 from emberkeep.values import dataclass
 
@@ -107,5 +107,5 @@ def _explain_gpu(config: Config, sizes: LayerSizes, device: Any, placing: Placin
     folder = nearest_folder(config.data_dir)
     host = plan_host(plan.units, placing.ram or 0, shutil.disk_usage(folder).free)
     link = DeviceLimits(str(device)).load_speed(_SAMPLE) if plan.streamed else None
-    disk = probe(folder).disk_speed.value if host.on_disk else None
+    disk = disk_speed(folder) if host.on_disk else None
     return explain_plan(plan, host, len(sizes.layers), budget, str(device), Speeds(link, disk))

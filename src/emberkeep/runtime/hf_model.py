@@ -18,7 +18,6 @@ from emberkeep.models.parts import part_files
 from emberkeep.runtime.parts import OpenedModel, stored_by
 from emberkeep.runtime.placement import checked_context, engine_cells
 from emberkeep.sched.engine_thread import promised
-from emberkeep.sched.probe import DeviceProbe
 from emberkeep.types.models import AttentionTier, Quantization, Residency
 from emberkeep.types.request import Json
 
@@ -34,8 +33,6 @@ _CONTEXT_BESIDE_WEIGHTS = 8192
 would have to pass."""
 _SLICE_ON_GPU = 4096
 """Most prompt tokens in one step: a GPU takes as long for 500 as for thousands."""
-_PROBED = 64 << 20
-"""Bytes that are copied to learn how fast a GPU is: less would measure how long a copy takes to begin."""
 _SHARE_OF_DRAFT = 0.1
 """The part of a GPU's free memory that is for the KV cells of a draft model."""
 
@@ -77,9 +74,7 @@ def open_hf(
             settings.context,
         )
     details = _details(loaded, engine) | {"weights_sha256": digest.result()}
-    return OpenedModel(
-        engine, loaded.chat_template, details, device=None if on_cpu else device_probe(loaded.device)
-    )
+    return OpenedModel(engine, loaded.chat_template, details)
 
 
 def _settings(config: Config, loaded: HfModel, *, is_draft: bool) -> HfSettings:
@@ -130,15 +125,6 @@ def _source(model: ModelFile) -> HfSource:
     metadata = read_header(model.path).metadata
     facts = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     return HfSource(model.path.parent, model.path.name, facts, part_files(model.path)[1:])
-
-
-def device_probe(name: str) -> DeviceProbe:
-    """How fast a device of torch is, measured when it is asked. Raises EngineError for one that is not here."""
-    from emberkeep.engine.hf.device import DeviceLimits
-
-    limits = DeviceLimits(name)
-    limits.settle()  # the first use of a device takes longer than all that follow
-    return DeviceProbe(lambda: limits.load_speed(_PROBED), lambda: limits.read_speed(_PROBED))
 
 
 def placing_of(config: Config) -> Placing:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +14,9 @@ from emberkeep.backend.on_demand import Report, tell_nobody
 from emberkeep.backend.precache import KeepAlive
 from emberkeep.chat.render_pool import begin_worker
 from emberkeep.chat.template import ChatTemplate
+from emberkeep.config.kinds import readable_size
 from emberkeep.config.settings import DRAIN_S, NEVER, OFF, TOOL_TURNS, Config, TooLong, placed_by_itself
-from emberkeep.engine.base import Engine
+from emberkeep.engine.base import Engine, Footprint
 from emberkeep.engine.extras import require_hf
 from emberkeep.errors import ConfigError, EngineError, ModelBroken, Overloaded, TemplateFailed
 from emberkeep.kv.store import KvStore
@@ -28,13 +27,12 @@ from emberkeep.runtime.embedding_model import AUTO, make_embedder, open_embeddin
 from emberkeep.runtime.hf_model import open_hf
 from emberkeep.runtime.llamacpp_model import open_llamacpp
 from emberkeep.runtime.memory import open_sessions
-from emberkeep.runtime.parts import ModelParts, OpenedModel, OwnParts
+from emberkeep.runtime.parts import ModelParts, OwnParts
 from emberkeep.runtime.tools import server_tools
 from emberkeep.sched.admission import Admission, open_admission
 from emberkeep.sched.draft_model import LoadedDraft
 from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.sched.parts import SchedulerSettings
-from emberkeep.sched.probe import DeviceProbe, log_plan, probe, step_seconds
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.types.lineage import Approximation, Repair
 from emberkeep.types.models import Quantization, Vocab
@@ -96,33 +94,26 @@ def open_local(config: Config, parts: ModelParts | None = None, report: Report =
         details={**opened.details, **({"draft_model": draft.name} if draft else {})},
     )
     backend = assemble(config, opened.engine, opened.template, card, thread, draft, parts)
-    backend.scheduler.in_gaps(lambda _: _start(partial(_measure, config, opened, backend)), empties=False)
+    _log_plan(opened.engine.footprint)
     if opened.states is not None:
         backend.embed_with(make_embedder(config, card.id, opened.states, backend.scheduler.call))
     return backend
 
 
-def _start(action: Callable[[], None]) -> bool:
-    threading.Thread(target=action, name="probe", daemon=True).start()
-    return True
-
-
-def _measure(config: Config, opened: OpenedModel, backend: LocalBackend) -> None:
-    """What the model runs on, which is logged with what its memory is planned with. Blocks."""
-    engine, device, there = opened.engine, opened.device, backend.scheduler.in_a_gap
-    backend.machine = probe(
-        config.data_dir,
-        engine.footprint,
-        partial(_step_seconds, engine, there),
-        DeviceProbe(partial(there, device.load_speed), partial(there, device.read_speed)) if device else None,
-    )
-    log_plan(engine.footprint, backend.machine)
-
-
-def _step_seconds(engine: Engine, there: Callable[[Callable[[], float]], float]) -> float:
-    """`there`: calls it in a gap, when the engine holds nothing."""
-    known = engine.step_seconds(1, 0, 1)
-    return known if known is not None else there(lambda: step_seconds(engine))
+def _log_plan(footprint: Footprint | None) -> None:
+    """What memory is planned with: an operator has to know it where something does not fit."""
+    if footprint is not None:
+        log.info(
+            "memory of %s: %s in all, %s fixed; bytes per token of a step %.0f, per token of context %.0f, "
+            "per pair of them %.3g, per row of logits %.0f",
+            footprint.device,
+            readable_size(footprint.capacity),
+            readable_size(footprint.fixed),
+            footprint.per_step_token,
+            footprint.per_context_token,
+            footprint.per_pair,
+            footprint.per_logits_row,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ from emberkeep.kv.remote.tier import RemoteTier
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.memory.memory import Memory
 from emberkeep.runtime.memory import open_memory_or_none
-from emberkeep.sched.probe import DeviceProbe
 from emberkeep.session.hygiene import Hygiene
 from emberkeep.types.cache import Removed
 from emberkeep.types.hygiene import rules_in_use
@@ -51,8 +50,6 @@ class OpenedModel:
     """What the model's card tells."""
     states: EmbeddingEngine | None = None
     """Pooled, where that was asked for."""
-    device: DeviceProbe | None = None
-    """Where it computes, if that has memory of its own. Belongs to the engine's thread."""
 
 
 class ModelParts(Protocol):

@@ -21,9 +21,9 @@ from emberkeep.engine.base import Engine, Outcome, Rows
 from emberkeep.errors import EngineError
 from emberkeep.kv.entries import EntryId
 from emberkeep.kv.store import KvStore
+from emberkeep.sched.draft_length import Chance
 from emberkeep.sched.drafts import Draft
 from emberkeep.sched.engine_thread import insist
-from emberkeep.sched.model_drafts import Chance
 from emberkeep.sched.prefix_cache import PrefixCache
 from emberkeep.sched.sequence import FAIR_SLICE, Phase, Sequence
 from emberkeep.sched.slots import Planner, Slots
@@ -72,8 +72,6 @@ class DraftModel:
         self._times = _StepTimes(loaded.engine)
         self._shadows: dict[Sequence, Sequence] = {}
         """The shadow of each sequence."""
-        self._warming: deque[Sequence] = deque()
-        """Shadows of prefixes that only are to be ready."""
         self._steps = self._evaluated = 0
         loaded.store.follow(loaded.engine.fingerprint)
 
@@ -170,17 +168,16 @@ class DraftModel:
         if kept < before:
             self._engine.trim(shadow.slot, kept)
 
-    def _evaluate_slice(self, shadow: Sequence, count: int) -> bool:
-        """False: there is no room for it."""
+    def _evaluate_slice(self, shadow: Sequence, count: int) -> None:
+        """Does nothing where there is no room for it, or its state is still on its way."""
         if shadow.phase is not Phase.EVALUATING:
-            return True  # its state is still on its way
+            return
         begin, tokens = perf_counter(), shadow.tokens[shadow.computed : shadow.computed + count]
         if not self._evaluate([Rows(shadow.slot, shadow.computed, tokens, outputs=0)]):
-            return False
+            return
         self._planner.measure(len(tokens), perf_counter() - begin)
         shadow.evaluated(len(tokens), self._engine.capabilities.wide_rows)
         self._cache.commit(shadow)
-        return True
 
     def _evaluate(self, batch: list[Rows]) -> bool:
         """False: there is no room for it, whatever is given up."""
@@ -240,46 +237,9 @@ class DraftModel:
             self._cache.abandon(shadow)
             self._follow(shadow, target)
             shadow.stable = target.stable if shadow.is_kept else None
-            self._rest(shadow)
-
-    def _rest(self, shadow: Sequence) -> None:
-        shadow.become_idle(self._cache.commit_turn(shadow))
-        if not shadow.computed or not shadow.is_kept:
-            self._slots.drop(shadow)
-
-    def warm(self, target: Sequence) -> None:
-        """A prefix was evaluated so that it is ready: it is to be ready here, too."""
-        if self.reason or not target.is_kept or target.label is None:
-            return
-        with self._or_end():
-            shadow = self._shadow_of(target)
-            lineage, tokens = shadow.prompt.lineage, shadow.prompt.tokens
-            stored = self.store.advance(self.store.origin(lineage), tokens).position
-            if stored < len(tokens) <= self._context:
-                self._warming.append(shadow)
-
-    @property
-    def has_work(self) -> bool:
-        """There is a prefix to be warmed, and its state is not on its way."""
-        return bool(self._warming) and self._warming[0].phase is not Phase.LOADING
-
-    def advance(self) -> None:
-        """Evaluate a slice of a prefix that is to be ready. For when nothing else is done."""
-        if not self._warming:
-            return
-        with self._or_end():
-            shadow = self._warming[0]
-            if shadow.phase is Phase.WAITING and not self._cache.acquire(shadow):
-                self._warming.popleft()
-                return
-            if shadow.phase is Phase.LOADING:
-                self._cache.pump(shadow)
-            has_room = not shadow.pending or self._evaluate_slice(
-                shadow, self._planner.slice_tokens(beside_decodes=False)
-            )
-            if shadow.phase is Phase.EVALUATING and (not has_room or not shadow.pending):
-                self._warming.popleft()
-                self._rest(shadow)
+            shadow.become_idle(self._cache.commit_turn(shadow))
+            if not shadow.computed or not shadow.is_kept:
+                self._slots.drop(shadow)
 
     def improve(self, is_wanted: Callable[[], bool]) -> bool:
         """See `Engine`: what is idle is given up for it, which the store has as well."""
@@ -296,7 +256,7 @@ class DraftModel:
     def forget(self, owners: Container[str]) -> None:
         """Drop what is idle for these; of what is drafted for them now nothing is kept."""
         self._slots.forget(owners)
-        for shadow in [*self._shadows.values(), *self._warming]:
+        for shadow in self._shadows.values():
             if shadow.lineage.owner in owners:
                 shadow.forget()
 
@@ -325,7 +285,6 @@ class DraftModel:
             log.exception("the draft model has failed, and drafts no more")
             self.reason = f"The draft model has failed ({type(error).__name__}): the log says why."
             self._shadows.clear()
-            self._warming.clear()
             for shadow in [*self._slots.active, *self._slots.idle]:
                 self._cache.release(shadow)
                 self._slots.drop(shadow)

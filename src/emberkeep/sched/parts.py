@@ -1,4 +1,4 @@
-"""What a scheduler works with: its beginnings, steps and endings share these."""
+"""What a scheduler works with: those who begin, step and end sequences share these."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from functools import partial
 from emberkeep.engine.base import Engine
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.admission import Calibration, PeakWatch
+from emberkeep.sched.draft_length import ModelDrafts
 from emberkeep.sched.draft_model import DraftModel, LoadedDraft
-from emberkeep.sched.model_drafts import ModelDrafts
 from emberkeep.sched.prefix_cache import PrefixCache
+from emberkeep.sched.records import Timeline
 from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.slots import Planner, Slots, WaitingQueue
 from emberkeep.sched.speculation import Speculation
 from emberkeep.sched.stored_text import RecentAnswers
-from emberkeep.sched.timeline import Timeline
 from emberkeep.values import dataclass
 
 

@@ -26,13 +26,12 @@ from emberkeep.kv.lookups import Match
 from emberkeep.kv.remote.blocks import BLOCK_TOKENS, block_start
 from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import Chunk, Cursor, Segment, place_at
-from emberkeep.sched.cacheblend import CacheBlend
-from emberkeep.sched.context_shift import ContextShift
 from emberkeep.sched.engine_thread import insist
-from emberkeep.sched.misses import Misses, left_behind
+from emberkeep.sched.moved_state import CacheBlend, ContextShift
+from emberkeep.sched.records import Misses, left_behind
 from emberkeep.sched.sequence import Phase, Sequence
+from emberkeep.sched.sequence_state import Load, NewChunk, Save, take_together
 from emberkeep.sched.slots import HotMatch, Slots
-from emberkeep.sched.transit import Load, NewChunk, Save, take_together
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.events import MissReason
 from emberkeep.types.lineage import EXACT_BITS

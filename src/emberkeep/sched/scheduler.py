@@ -10,20 +10,18 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Container, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict
 from time import monotonic
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from emberkeep.chat.prompt import Prompt
 from emberkeep.engine.base import Engine
 from emberkeep.errors import EmberkeepError, EngineError, Overloaded
 from emberkeep.kv.entries import EntryId
 from emberkeep.kv.store import KvStore
-from emberkeep.sched.beginnings import Beginnings
 from emberkeep.sched.draft_model import LoadedDraft
-from emberkeep.sched.endings import Endings
 from emberkeep.sched.engine_thread import (
     SHUTTING_DOWN,
     Call,
@@ -37,10 +35,10 @@ from emberkeep.sched.engine_thread import (
     insist,
     promised,
 )
-from emberkeep.sched.gaps import Gaps, GapWork
+from emberkeep.sched.lifetimes import Beginnings, Endings
 from emberkeep.sched.parts import SchedulerParts, SchedulerSettings
 from emberkeep.sched.sequence import Phase, Sequence
-from emberkeep.sched.steps import Steps
+from emberkeep.sched.steps import Gaps, Steps
 from emberkeep.sched.stored_text import StoredText
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.lineage import Lineage
@@ -128,23 +126,6 @@ class Scheduler:
         future, run = promised(action)
         self._inbox.enter(WhenIdle(run, future))
         return future
-
-    def in_gaps(self, work: GapWork, *, empties: bool = True) -> None:
-        """Call `work` on the engine's thread when nothing has run for a second, until it returns True; with
-        `empties` the engine holds nothing then. It is given a function that says whether something waits now, and
-        should return then. Raises as `submit` does."""
-        self.call(lambda: self._gaps.add(work, empties=empties))
-
-    def in_a_gap(self, action: Callable[[], T]) -> T:
-        """As `in_gaps`, once. Blocks until it is done. Raises what it raises, and Overloaded when the scheduler
-        ended before there was a gap."""
-        future, run = promised(action)
-        self.in_gaps(lambda _: run() is None)
-        both: tuple[Future[Any], ...] = future, self._running
-        wait(both, return_when=FIRST_COMPLETED)
-        if not future.done():
-            raise Overloaded(SHUTTING_DOWN)
-        return future.result()
 
     def stored_text(self, lineage: Lineage) -> StoredText:
         """What is stored of a lineage, by other processes too, for a prompt that is still text. Reads the
@@ -269,8 +250,7 @@ class Scheduler:
         active = self._slots.active
         can_act = bool(self._when_idle) and not active
         can_admit = self._endings.slot_freed and len(self._waiting) > 0
-        can_warm = self._draft is not None and self._draft.has_work
-        return can_act or can_admit or can_warm or any(s.is_runnable for s in active)
+        return can_act or can_admit or any(s.is_runnable for s in active)
 
     def _take_commands(self, *, wait: bool) -> bool:
         """Obey everything in the inbox, waiting for a first command if asked to. False: stop."""
@@ -308,8 +288,7 @@ class Scheduler:
     def _act_when_idle(self) -> None:
         """Does nothing while a sequence is being computed."""
         while self._when_idle and not self._slots.active:
-            for sequence in self._slots.idle:
-                self._slots.drop(sequence)
+            self._slots.clear_the_way(None)
             command = self._when_idle.popleft()
             command.action()
             self.store.follow(self.engine.fingerprint)

@@ -17,11 +17,20 @@ from emberkeep.kv.entries import Entry, EntryId
 from emberkeep.kv.keys import Span
 from emberkeep.kv.tree import Chunk, Cursor, Made, place_at
 from emberkeep.sched.drafts import SequenceDrafts
-from emberkeep.sched.output import Ending, EndReason, SequenceOutput
-from emberkeep.sched.reuse import Reuse, Shapes
 from emberkeep.sched.sampling import Sampler
-from emberkeep.sched.token_buffer import TokenBuffer
-from emberkeep.sched.transit import Arrivals, Load, NewChunk, Save, StoredPiece
+from emberkeep.sched.sequence_state import (
+    Arrivals,
+    Ending,
+    EndReason,
+    Load,
+    NewChunk,
+    Reuse,
+    Save,
+    SequenceOutput,
+    Shapes,
+    StoredPiece,
+    TokenBuffer,
+)
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types.cache import Label
 from emberkeep.types.events import (

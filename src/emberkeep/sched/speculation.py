@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from dataclasses import field
 
 from emberkeep.engine.base import Capabilities
-from emberkeep.sched.draft_length import CERTAIN, Chosen, Seconds, StepCost, expected_tokens, share
+from emberkeep.sched.draft_length import CERTAIN, Chosen, ModelDrafts, Seconds, StepCost, expected_tokens, share
 from emberkeep.sched.drafts import Corpus, Draft, SequenceDrafts
-from emberkeep.sched.model_drafts import ModelDrafts
 from emberkeep.sched.sequence import Sequence as Running
 from emberkeep.types.models import Vocab
 from emberkeep.types.speculation import LENGTH_BUCKETS, DraftSource, SourceStats, SpeculationStats

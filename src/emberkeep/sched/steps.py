@@ -1,8 +1,11 @@
-"""One step of the engine: schedule, execute, process what came out, store what was computed."""
+"""One step of the engine: schedule, execute, process what came out, store what was computed. And what is
+done while no request is here.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from time import monotonic
 
@@ -10,11 +13,11 @@ from emberkeep.chat.prompt import Prompt
 from emberkeep.engine.base import Outcome
 from emberkeep.errors import EngineError
 from emberkeep.sched.draft_length import Chosen
-from emberkeep.sched.endings import Endings
-from emberkeep.sched.output import EndReason
+from emberkeep.sched.lifetimes import Endings
 from emberkeep.sched.parts import SchedulerParts
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.sequence import Phase, Sequence
+from emberkeep.sched.sequence_state import EndReason
 from emberkeep.sched.slots import Planned
 from emberkeep.types.events import Progress, TokenLogprob
 
@@ -34,7 +37,7 @@ class Steps:
     def __init__(self, parts: SchedulerParts, endings: Endings, flush: Callable[[], None]) -> None:
         """`flush` wakes the readers of new output."""
         self._engine, self._slots, self._cache = parts.engine, parts.slots, parts.cache
-        self._planner, self._speculation, self._draft = parts.planner, parts.speculation, parts.draft
+        self._planner, self._speculation = parts.planner, parts.speculation
         self._counters = parts.counters
         self._endings, self._only = endings, endings.only
         self._flush = flush
@@ -45,8 +48,6 @@ class Steps:
             self._process_outputs(batch)
             self._store_computed(batch)
         self._blend()
-        if self._draft is not None and not batch:
-            self._draft.advance()
 
     def _schedule(self) -> list[Planned]:
         try:
@@ -264,3 +265,64 @@ class Steps:
                 marked=sequence.marked,
             )
         )
+
+
+GAP_S, REST_S = 1.0, 40.0
+"""After so long without work, what makes later work quicker is done, and memory that is not used is given back."""
+
+
+class Gaps:
+    """Belongs to the engine's thread."""
+
+    def __init__(self, parts: SchedulerParts, is_wanted: Callable[[], bool]) -> None:
+        """`is_wanted`: whether something waits now."""
+        self._engine, self._slots, self._draft = parts.engine, parts.slots, parts.draft
+        self._is_wanted = is_wanted
+        self._improvements = deque([self._improve])
+        """Each is given a function that says whether something waits, and says whether all is done."""
+        if self._draft is not None:
+            self._improvements.append(self._draft.improve)
+        self._is_resting = False
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds without work after which there is something to do; None: nothing."""
+        return GAP_S if self._improvements else None if self._is_resting else REST_S
+
+    def end_rest(self) -> None:
+        """Something runs, or was given up: there may be memory to give back later."""
+        self._is_resting = False
+
+    def use(self) -> None:
+        """Do some of what waits for a gap. What fails is in the log: it only makes later work quicker."""
+        if self._improvements:
+            improve = self._improvements.popleft()
+            try:
+                is_done = improve(self._is_wanted)
+            except Exception:
+                log.exception("work for a gap failed")
+                return
+            if not is_done:
+                self._improvements.append(improve)
+        elif not self._is_resting:
+            self._rest()
+
+    def _improve(self, is_wanted: Callable[[], bool]) -> bool:
+        if not self._engine.can_improve:
+            return True  # and the next turn finds what it wants where it was
+        self._slots.clear_the_way(None)
+        return self._engine.improve(is_wanted)
+
+    def _rest(self) -> None:
+        """Gives memory back. Conversations that would keep the engine from it are given up: the store has them."""
+        self._is_resting = True
+        kept = self._engine.capabilities.resting_cells
+        if kept is not None:
+            self._slots.keep_latest(kept)
+        try:
+            self._engine.rest()
+        except (EngineError, MemoryError) as error:
+            log.warning("the engine could not give back memory, and forgets what is idle: %s", error)
+            self._slots.clear_the_way(None)
+        if self._draft is not None:
+            self._draft.rest()

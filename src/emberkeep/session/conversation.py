@@ -2,7 +2,7 @@
 
 One message's way from the context to the archive: `open` sees that the prompt is too long, `plan_eviction` says
 which of the oldest turns leave, they are taken out of the view (`view.py`) and archived (`sessions.py`), and a
-`Splice` describes how the state of the longer prompt becomes that of the shorter one (`sched/context_shift.py`). A
+`Splice` describes how the state of the longer prompt becomes that of the shorter one (`sched/moved_state.py`). A
 conversation that is truncated loses its oldest turns in the same way, without an archive.
 """
 
