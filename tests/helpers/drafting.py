@@ -1,4 +1,4 @@
-"""Corpora that draft what they are told to draft."""
+"""Corpora that draft what they are told to draft, and a small engine that drafts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.kv.drafts.ngram_index import Continuation
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.lineage import Lineage
+from helpers.scheduling import Recorder, Rig
+
+PROMPT = [53 + i % 61 for i in range(70)]
+LONG = 60
 
 Drafts = Callable[[list[int], int], list[int]]
 """From the latest tokens (at most 32) and the most that may be drafted."""
@@ -74,3 +78,8 @@ class SmallEngine(FakeEngine):
     def evaluate(self, batch: Sequence[Rows]) -> Outcome:
         assert all(len(rows.tokens) for rows in batch), "a real engine does not know what to do with nothing"
         return super().evaluate(batch)
+
+
+def answer_of(prompt=PROMPT, max_new=LONG, corpus=None, draft=None, engine=None, **more) -> Recorder:
+    with Rig(engine=engine, corpus=corpus, draft=draft) as rig:
+        return rig.run(prompt, max_new=max_new, **more)

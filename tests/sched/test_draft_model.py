@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.chat.prompt import Splice
-from emberkeep.engine.base import Engine, KvUnit
+from emberkeep.engine.base import Engine
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.kv.disk.forgotten import of_user
 from emberkeep.sched.draft_length import ModelDrafts, _Plan
@@ -18,29 +18,13 @@ from emberkeep.sched.sampling import Sampler
 from emberkeep.types.lineage import Lineage, private_namespace
 from emberkeep.types.sampling import Sampling
 from helpers.chance import examples
-from helpers.drafting import SmallEngine, ToldCorpus, knows
+from helpers.drafting import LONG, PROMPT, SmallEngine, ToldCorpus, answer_of, knows
 from helpers.engines import RecordingEngine
 from helpers.faulty_crowd import ERRORS, Faults, methods
 from helpers.kv_building import check_ledger
-from helpers.scheduling import CLOSING, PATIENCE, Gate, Recorder, Rig, prompt_of, text
+from helpers.scheduling import CLOSING, PATIENCE, Recorder, Rig, prompt_of, text
 
-PROMPT = [53 + i % 61 for i in range(70)]
-LONG = 60
-SETTINGS = {
-    "greedy": Sampling(temperature=0),
-    "sampled": Sampling(temperature=1.0, seed=7),
-    "cut": Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05, seed=11),
-    "typical": Sampling(temperature=1.3, typical_p=0.8, seed=3, logit_bias={70: 4.0, 71: -100.0}),
-    "penalised": Sampling(
-        temperature=0.9, seed=5, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.4
-    ),
-}
 ENDLESS = Sampling(temperature=0, logit_bias=dict.fromkeys(FakeEngine().vocab.eog, -1e9))
-
-
-def answer_of(prompt=PROMPT, draft=None, engine=None, max_new=LONG, **more) -> Recorder:
-    with Rig(engine=engine, draft=draft) as rig:
-        return rig.run(prompt, max_new=max_new, **more)
 
 
 def model_stats(rig: Rig):
@@ -59,17 +43,6 @@ def plain() -> list[int]:
 # ── the text ──
 
 
-@pytest.mark.parametrize("weights", ["fake", "others"])
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_text_is_that_of_plain_decoding(weights, name):
-    sampling = SETTINGS[name]
-    spoken = answer_of(draft=SmallEngine(weights=weights), sampling=sampling, top_logprobs=2)
-    without = answer_of(sampling=sampling, top_logprobs=2)
-    assert spoken.answer == without.answer
-    assert spoken.logprobs == without.logprobs
-    assert spoken.ending.drafted_tokens > 0
-
-
 @given(
     st.lists(st.integers(32, 126), min_size=1, max_size=300),
     st.sampled_from(["fake", "others"]),
@@ -82,15 +55,8 @@ def test_the_text_is_that_of_plain_decoding(weights, name):
 @examples(25)
 def test_no_prompt_or_setting_gives_another_text(prompt, weights, temperature, top_k, top_p, min_p, seed):
     sampling = Sampling(temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    spoken = answer_of(prompt, SmallEngine(weights=weights), max_new=24, sampling=sampling)
+    spoken = answer_of(prompt, 24, draft=SmallEngine(weights=weights), sampling=sampling)
     assert spoken.answer == answer_of(prompt, max_new=24, sampling=sampling).answer
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_model_that_agrees_is_always_right(name):
-    """Sampled, too: it draws with the same random numbers."""
-    ending = answer_of(draft=SmallEngine(), sampling=SETTINGS[name]).ending
-    assert ending.accepted_tokens == ending.drafted_tokens > ending.sampled_tokens / 2
 
 
 def test_looking_ahead_changes_nothing_that_is_drawn_later():
@@ -100,44 +66,6 @@ def test_looking_ahead_changes_nothing_that_is_drawn_later():
         told = [looking.look_ahead(later, [1] * ahead)[0] for ahead, later in enumerate(logits[place : place + 5])]
         drawn = looking.sample(row, [b"x"] * 300)[0]
         assert drawn == plain.sample(row, [b"x"] * 300)[0] == told[0]
-
-
-def test_a_model_that_agrees_saves_steps(plain):
-    engine = RecordingEngine(cells=1 << 15)
-    answer_of(draft=SmallEngine(), engine=engine)
-    decodes = [shape for batch in engine.shapes for shape in batch if shape[1] >= len(PROMPT) - 1]
-    assert len(decodes) < len(plain) / 3
-
-
-@pytest.mark.parametrize("weights", ["fake", "others"])
-@pytest.mark.parametrize("length", range(1, 9))
-def test_a_stop_inside_a_draft_leaves_what_plain_decoding_leaves(plain, weights, length):
-    with Rig(draft=SmallEngine(weights=weights)) as rig:
-        stops = Recorder(stop_at=lambda tokens: length - 1 if len(tokens) >= length else None)
-        assert rig.run(PROMPT, stops, max_new=LONG).tokens == plain[:length]
-        (idle,) = rig.scheduler._slots.idle
-        assert idle.tokens[:].tolist() == [*PROMPT, *plain[: length - 1]]
-        assert rig.run([*PROMPT, *plain], max_new=4).answer == answer_of([*PROMPT, *plain], max_new=4).answer
-
-
-@pytest.mark.parametrize("most", range(1, 14))
-def test_no_more_than_asked_for_is_sampled(plain, most):
-    assert answer_of(draft=SmallEngine(), max_new=most).answer == plain[:most]
-
-
-def test_several_sequences_are_drafted_for_in_the_same_steps(plain):
-    others = [[90 - i % 37 for i in range(length)] for length in (30, 45)]
-    alone = [answer_of(prompt).answer for prompt in others]
-    draft = RecordingEngine(cells=1 << 15)
-    with Rig(draft=draft) as rig:
-        together = Gate(rig.engine)
-        running = [rig.start(prompt, max_new=LONG) for prompt in (PROMPT, *others)]
-        unwanted = rig.start([*PROMPT[:-1], 99], max_new=LONG, speculation=False)
-        together.open()
-        assert [each.answer for each in running] == [plain, *alone]
-        assert unwanted.wait().ending.drafted_tokens == 0
-    assert max(len(batch) for batch in draft.shapes) >= 2
-    assert all(each.ending.accepted_tokens for each in running)
 
 
 def test_what_is_found_without_a_model_comes_first(plain):
@@ -300,18 +228,6 @@ def test_rejected_tokens_are_never_stored():
             assert chunk.tokens.tolist() == said[chunk.start : chunk.start + len(chunk.tokens)]
 
 
-def test_state_after_it_is_reused_in_full(tmp_path, plain):
-    more = [*PROMPT, *plain, *CLOSING, *range(40, 60)]
-    with Rig(tmp_path, draft=SmallEngine()) as rig:
-        rig.run(PROMPT, max_new=len(plain))
-        hot = rig.run(more, max_new=8)
-        assert hot.lookup.hot_tokens >= len(PROMPT) + len(plain)
-    with Rig(tmp_path) as rig:
-        cold = rig.run(more, max_new=8)
-        assert cold.lookup.cold_tokens >= len(PROMPT) + len(plain)
-    assert cold.answer == hot.answer == answer_of(more).answer[:8]
-
-
 # ── when it fails ──
 
 ASKED = ("evaluate", "logits", "trim", "export_kv", "import_kv", "copy_kv", "close")
@@ -344,10 +260,8 @@ def test_whatever_fails_in_it_harms_no_answer(tmp_path, name, error):
 
 def test_figures_say_what_it_drafted(plain):
     with Rig(draft=SmallEngine()) as rig:
-        ending = rig.run(PROMPT, max_new=LONG).ending
+        rig.run(PROMPT, max_new=LONG)
         stats = rig.scheduler.speculation_stats()
-    source = stats.sources["model"]
-    assert (source.drafted_tokens, source.accepted_tokens) == (ending.drafted_tokens, ending.accepted_tokens)
     assert stats.draft_model.name == "small"
     assert stats.draft_model.steps > 0
     assert stats.json()["draft_model"]["reason"] is None
@@ -359,13 +273,6 @@ def test_both_engines_are_closed():
         rig.run(PROMPT)
     assert engine.is_closed
     assert draft.is_closed
-
-
-def test_models_with_snapshots_are_not_drafted_for():
-    draft = SmallEngine()
-    with Rig(engine=FakeEngine(kv_unit=KvUnit.SNAPSHOT), draft=draft) as rig:
-        rig.run(PROMPT, max_new=LONG)
-    assert draft.evaluated_tokens == 0
 
 
 def test_a_model_that_is_never_right_is_soon_left_alone():

@@ -1,9 +1,10 @@
-"""Whatever is drafted, an answer is the one of plain decoding, and so is the state that it leaves."""
+"""Whatever is drafted, and by whom, an answer is the one of plain decoding, and so is the state that it leaves."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,17 +18,9 @@ from emberkeep.sched.sampling import Sampler
 from emberkeep.types.request import JsonFormat, Request
 from emberkeep.types.sampling import Sampling
 from helpers.chance import examples
-from helpers.drafting import ToldCorpus, knows, wrong_at
+from helpers.drafting import LONG, PROMPT, SmallEngine, ToldCorpus, answer_of, knows, wrong_at
 from helpers.engines import RecordingEngine
-from helpers.scheduling import CLOSING, GREEDY, Recorder, Rig
-
-PROMPT = [53 + i % 61 for i in range(70)]
-LONG = 60
-
-
-def answer_of(prompt=PROMPT, corpus=None, engine=None, **more) -> Recorder:
-    with Rig(engine=engine, corpus=corpus) as rig:
-        return rig.run(prompt, max_new=LONG, **more)
+from helpers.scheduling import CLOSING, GREEDY, Gate, Recorder, Rig
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +31,7 @@ def plain() -> list[int]:
     return answer
 
 
-BAD = {
+CORPORA = {
     "right": lambda text: knows(text),
     "wrong at once": lambda text: wrong_at(text, 0),
     "wrong in the middle": lambda text: wrong_at(text, 3),
@@ -47,20 +40,30 @@ BAD = {
     "no tokens at all": lambda text: lambda latest, limit: [-1, 10**6] * limit,
     "the end of the turn": lambda text: lambda latest, limit: [FakeEngine().vocab.eos] * limit,
 }
+MODELS = {"a model that agrees": "fake", "another model": "others"}
+SOURCES = [*CORPORA, *MODELS]
+SOME = ["right", "wrong in the middle", "what was just said", *MODELS]
 
 
-@pytest.mark.parametrize("kind", BAD)
+def drafted_by(kind: str, text: list[int]) -> dict[str, Any]:
+    """What a rig needs for such drafts; `text`: what is going to be said, after its prompt."""
+    if kind in MODELS:
+        return {"draft": SmallEngine(weights=MODELS[kind])}
+    return {"corpus": ToldCorpus(CORPORA[kind](text))}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
 def test_greedy_text_is_that_of_plain_decoding(plain, kind):
-    corpus = ToldCorpus(BAD[kind](PROMPT + plain))
-    spoken = answer_of(corpus=corpus)
+    spoken = answer_of(**drafted_by(kind, PROMPT + plain))
     assert spoken.answer == plain
-    assert corpus.asked
     assert spoken.ending.accepted_tokens <= spoken.ending.drafted_tokens
+    assert (spoken.ending.drafted_tokens > 0) == (kind not in ("no tokens at all", "the end of the turn"))
 
 
-def test_right_drafts_save_steps(plain):
+@pytest.mark.parametrize("kind", ["right", "a model that agrees"])
+def test_right_drafts_save_steps(plain, kind):
     engine = RecordingEngine(cells=1 << 15)
-    spoken = answer_of(corpus=ToldCorpus(knows(PROMPT + plain)), engine=engine)
+    spoken = answer_of(engine=engine, **drafted_by(kind, PROMPT + plain))
     decodes = [shape for batch in engine.shapes for shape in batch if shape[1] >= len(PROMPT) - 1]
     assert len(decodes) < len(plain) / 3
     assert spoken.ending.accepted_tokens == spoken.ending.drafted_tokens > len(plain) / 2
@@ -134,7 +137,7 @@ def test_a_request_may_do_without(plain):
     assert spoken.ending.drafted_tokens == 0
 
 
-@pytest.mark.parametrize("kind", ["right", "wrong in the middle", "what was just said"])
+@pytest.mark.parametrize("kind", SOME)
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -143,23 +146,25 @@ def test_a_request_may_do_without(plain):
         Sampling(temperature=1.3, typical_p=0.8, seed=3, logit_bias={70: 4.0, 71: -100.0}),
         Sampling(temperature=0.9, seed=5, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.4),
     ],
+    ids=["sampled", "cut", "typical", "penalised"],
 )
 def test_a_seed_gives_the_text_that_it_gives_without(kind, sampling):
-    plain = answer_of(sampling=sampling).answer
-    corpus = ToldCorpus(BAD[kind](PROMPT + plain))
-    spoken = answer_of(sampling=sampling, corpus=corpus, top_logprobs=2, speculation=True)
     without = answer_of(sampling=sampling, top_logprobs=2)
-    assert spoken.answer == plain == without.answer
+    sources = drafted_by(kind, PROMPT + without.answer)
+    spoken = answer_of(sampling=sampling, top_logprobs=2, speculation=True, **sources)
+    assert spoken.answer == without.answer
     assert spoken.logprobs == without.logprobs
+    if kind == "a model that agrees":  # it draws with the same random numbers
+        assert spoken.ending.accepted_tokens == spoken.ending.drafted_tokens > spoken.ending.sampled_tokens / 2
 
 
-@pytest.mark.parametrize("kind", ["right", "wrong in the middle"])
-@pytest.mark.parametrize("length", range(1, 12))
+@pytest.mark.parametrize("kind", ["right", "wrong in the middle", *MODELS])
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 6, 9, 11])
 def test_a_stop_inside_a_draft_leaves_the_same_state_as_without(plain, kind, length):
     """What comes after the stop was evaluated, and is gone."""
     states = []
-    for corpus in (None, ToldCorpus(BAD[kind](PROMPT + plain))):
-        with Rig(corpus=corpus) as rig:
+    for sources in ({}, drafted_by(kind, PROMPT + plain)):
+        with Rig(**sources) as rig:
             stops = Recorder(stop_at=lambda tokens: length - 1 if len(tokens) >= length else None)
             assert rig.run(PROMPT, stops, max_new=LONG).tokens == plain[:length]
             (idle,) = rig.scheduler._slots.idle
@@ -167,18 +172,17 @@ def test_a_stop_inside_a_draft_leaves_the_same_state_as_without(plain, kind, len
     assert states[0] == states[1]
 
 
-@pytest.mark.parametrize("most", range(1, 20))
-def test_no_more_than_asked_for_is_sampled(plain, most):
-    with Rig(corpus=ToldCorpus(knows(PROMPT + plain))) as rig:
-        assert rig.run(PROMPT, max_new=most).answer == plain[:most]
+@pytest.mark.parametrize("kind", ["right", "a model that agrees"])
+@pytest.mark.parametrize("most", range(1, 20, 2))
+def test_no_more_than_asked_for_is_sampled(plain, kind, most):
+    assert answer_of(max_new=most, **drafted_by(kind, PROMPT + plain)).answer == plain[:most]
 
 
-@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("kind", SOURCES)
 def test_the_next_turn_reuses_all_of_it(plain, kind, tmp_path):
     """From the engine, and from disk in another process."""
-    corpus = ToldCorpus(BAD[kind](PROMPT + plain))
     more = [*PROMPT, *plain, *CLOSING, *range(40, 60)]
-    with Rig(tmp_path, corpus=corpus) as rig:
+    with Rig(tmp_path, **drafted_by(kind, PROMPT + plain)) as rig:
         rig.run(PROMPT, max_new=len(plain))
         hot = rig.run(more, max_new=8)
         assert hot.lookup.hot_tokens >= len(PROMPT) + len(plain)
@@ -188,16 +192,23 @@ def test_the_next_turn_reuses_all_of_it(plain, kind, tmp_path):
     assert cold.answer == hot.answer == answer_of(more).answer[:8]
 
 
-def test_sequences_with_and_without_drafts_share_a_step(plain):
+@pytest.mark.parametrize("kind", ["right", "a model that agrees"])
+def test_sequences_with_and_without_drafts_share_a_step(plain, kind):
     others = [[90 - i % 37 for i in range(length)] for length in (30, 45)]
     alone = [answer_of(prompt).answer for prompt in others]
-    with Rig(engine=FakeEngine(cells=1 << 15), corpus=ToldCorpus(knows(PROMPT + plain))) as rig:
+    sources = drafted_by(kind, PROMPT + plain)
+    with Rig(**sources) as rig:
+        together = Gate(rig.engine)
         running = [rig.start(prompt, max_new=LONG) for prompt in (PROMPT, *others)]
-        running.append(rig.start([*PROMPT[:-1], 99], max_new=LONG, speculation=False))
-        assert [each.answer for each in running[:3]] == [plain, *alone]
+        unwanted = rig.start([*PROMPT[:-1], 99], max_new=LONG, speculation=False)
+        together.open()
+        assert [each.answer for each in running] == [plain, *alone]
+        assert unwanted.wait().ending.drafted_tokens == 0
+    if "draft" in sources:
+        assert all(each.ending.accepted_tokens for each in running)
 
 
-def test_beside_a_long_prompt_no_more_rows_want_logits_than_an_engine_gives(plain):
+def test_beside_a_long_prompt_no_more_rows_want_logits_than_an_engine_gives():
     """The prompt's own rows want none."""
     engine = RecordingEngine(cells=1 << 15, context=1 << 13, batch=512)
     with Rig(engine=engine, corpus=ToldCorpus(lambda latest, limit: [65] * limit), parallel=8) as rig:
@@ -217,13 +228,14 @@ def test_a_step_that_has_no_room_for_drafts_is_taken_without(plain):
 
 @pytest.mark.parametrize("unit", [KvUnit.SNAPSHOT, KvUnit.BOTH])
 def test_models_with_snapshots_do_without_and_say_so(unit):
-    corpus = ToldCorpus(lambda latest, limit: [65] * limit)
-    with Rig(engine=FakeEngine(kv_unit=unit), corpus=corpus) as rig:
+    corpus, draft = ToldCorpus(lambda latest, limit: [65] * limit), SmallEngine()
+    with Rig(engine=FakeEngine(kv_unit=unit), corpus=corpus, draft=draft) as rig:
         assert rig.run(PROMPT, max_new=LONG).ending.drafted_tokens == 0
         stats = rig.scheduler.speculation_stats()
     assert not stats.enabled
     assert "cannot go back" in stats.reason
     assert not corpus.asked
+    assert draft.evaluated_tokens == 0
 
 
 def test_what_is_of_no_use_is_looked_for_less_often(plain):
@@ -240,15 +252,16 @@ def test_an_error_while_drafting_harms_no_answer(plain):
     assert answer_of(corpus=ToldCorpus(fails)).answer == plain
 
 
-def test_figures_say_what_was_drafted_by_whom_and_how_much_of_it_was_right(plain):
-    with Rig(corpus=ToldCorpus(knows(PROMPT + plain))) as rig:
+@pytest.mark.parametrize(("kind", "source"), [("right", "corpus"), ("a model that agrees", "model")])
+def test_figures_say_what_was_drafted_by_whom_and_how_much_of_it_was_right(plain, kind, source):
+    with Rig(**drafted_by(kind, PROMPT + plain)) as rig:
         ending = rig.run(PROMPT, max_new=LONG).ending
         stats = rig.scheduler.speculation_stats()
     assert stats.enabled
     assert (stats.drafted_tokens, stats.accepted_tokens) == (ending.drafted_tokens, ending.accepted_tokens)
-    corpus = stats.sources["corpus"]
-    assert sum(corpus.accepted_lengths) == corpus.drafts > 0
-    assert corpus.accepted_tokens > 0
+    figures = stats.sources[source]
+    assert sum(figures.accepted_lengths) == figures.drafts > 0
+    assert figures.accepted_tokens > 0
 
 
 def exported(rig: Rig, idle) -> memoryview:
@@ -344,7 +357,7 @@ def test_with_grammar_penalties_and_stop_text_is_that_of_plain_decoding(constrai
         logit_bias=data.draw(st.sampled_from([{}, {97: 3.0}])),
     )
     stop = data.draw(st.sampled_from([None, 3, 10, 25]))
-    drafts = BAD[kind]([]) if kind in BAD else lambda latest, limit: []
+    drafts = CORPORA[kind]([]) if kind in CORPORA else lambda latest, limit: []
     texts = []
     for corpus in (None, ToldCorpus(drafts)):
         with Rig(corpus=corpus) as rig:
