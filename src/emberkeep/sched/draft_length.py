@@ -13,7 +13,7 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Protocol
 
-from emberkeep.sched.drafts import Draft, SequenceDrafts
+from emberkeep.sched.drafts import Acceptance, Draft, SequenceDrafts
 from emberkeep.sched.sequence import Sequence as Running
 from emberkeep.types.speculation import DraftModelStats
 from emberkeep.values import dataclass
@@ -115,8 +115,6 @@ _ASSUMED = 0.7
 """How likely a token is accepted, before anything is known."""
 _PRIOR = 4.0
 """Tokens that what is assumed counts as."""
-_REMEMBERED = 256.0
-"""Tokens that count: what is older counts half as much."""
 
 Chance = Callable[[Running, float], float]
 """How likely a token is accepted for a sequence, from how sure the draft model is of it."""
@@ -144,8 +142,8 @@ class ModelDrafts:
 
     def __init__(self, model: Drafter) -> None:
         self._model = model
-        self._all = _Rate(_ASSUMED)
-        self._by_sureness = [_Rate(0.3 + 0.65 * (tenth + 0.5) / 10) for tenth in range(10)]
+        self._all = Acceptance(_PRIOR, _PRIOR * _ASSUMED)
+        self._by_sureness = [Acceptance(_PRIOR, _PRIOR * (0.3 + 0.65 * (tenth + 0.5) / 10)) for tenth in range(10)]
         self._for_trials = 0.0
         """Seconds that may be spent on them."""
         self._left_out = 0
@@ -182,18 +180,18 @@ class ModelDrafts:
         """A draft was evaluated, and so many of its tokens were accepted."""
         tried = min(accepted + 1, chosen.count)
         for place, sure in enumerate(chosen.draft.sure[:tried]):
-            self._all.add(place < accepted)
-            self._by_sureness[_tenth(sure)].add(place < accepted)
+            self._all.add(1, place < accepted)
+            self._by_sureness[_tenth(sure)].add(1, place < accepted)
         if sequence.drafts is not None:
-            sequence.drafts.model_trust.add(sum(chosen.chances[:tried]), accepted)
+            sequence.drafts.model_trust.settle(chosen.chances, accepted)
 
     def _usual(self, drafts: SequenceDrafts) -> float:
         """How likely a token is accepted, whatever it is."""
         drafts.model_trust.rest()
-        return min(self._all.value * drafts.model_trust.factor, CERTAIN)
+        return min(self._all.value * drafts.model_trust.value, CERTAIN)
 
     def _chance(self, sequence: Running, sure: float) -> float:
-        trust = sequence.drafts.model_trust.factor if sequence.drafts else 1.0
+        trust = sequence.drafts.model_trust.value if sequence.drafts else 1.0
         return min(self._by_sureness[_tenth(sure)].value * trust, CERTAIN)
 
     def _is_worth_catching_up(self, asking: Mapping[Running, float], plan: _Plan, one: float) -> bool:
@@ -273,27 +271,8 @@ def _allowed(sequence: Running, draft: Draft) -> Draft:
     if count == len(draft.tokens):
         return draft
     if sequence.drafts is not None:
-        sequence.drafts.model_trust.add(_ASSUMED, 0)
+        sequence.drafts.model_trust.settle((_ASSUMED,), 0)
     return replace(draft, tokens=draft.tokens[:count], agreement=draft.agreement[:count], sure=draft.sure[:count])
-
-
-@dataclass(slots=True)
-class _Rate:
-    """How many of some tokens were accepted."""
-
-    assumed: float
-    tried: float = 0.0
-    accepted: float = 0.0
-
-    @property
-    def value(self) -> float:
-        return (self.accepted + _PRIOR * self.assumed) / (self.tried + _PRIOR)
-
-    def add(self, is_accepted: bool) -> None:
-        if self.tried >= _REMEMBERED:
-            self.tried, self.accepted = self.tried / 2, self.accepted / 2
-        self.tried += 1
-        self.accepted += is_accepted
 
 
 def _tenth(sure: float) -> int:

@@ -34,6 +34,10 @@ _REPEATED = 8
 """After so many tokens that stood together before, a text seems to be written again."""
 
 
+_REMEMBERED = 256.0
+"""Expected tokens that count: what is older counts half as much."""
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     tokens: TokenArray
@@ -65,24 +69,45 @@ class Corpus(Protocol):
 
 
 @dataclass(slots=True)
-class Trust:
-    """How much more, or less, of the drafts of one sequence is accepted than expected."""
+class Acceptance:
+    """How much of what was expected to be accepted was. What is older counts less."""
 
-    _expected: float = 0.0
-    _accepted: float = 0.0
+    prior: float
+    prior_accepted: float
+    """What is assumed before anything is known: so much of so much was accepted."""
+    expected: float = 0.0
+    accepted: float = 0.0
 
     @property
-    def factor(self) -> float:
-        return (self._accepted + 2) / (self._expected + 2)
+    def value(self) -> float:
+        return (self.accepted + self.prior_accepted) / (self.expected + self.prior)
 
     def add(self, expected: float, accepted: int) -> None:
-        self._expected = 0.8 * self._expected + expected
-        self._accepted = 0.8 * self._accepted + accepted
+        if self.expected >= _REMEMBERED:
+            self.fade(0.5)
+        self.expected += expected
+        self.accepted += accepted
+
+    def fade(self, share: float) -> None:
+        """What is known until now counts so much less."""
+        self.expected *= share
+        self.accepted *= share
+
+
+class Trust(Acceptance):
+    """How much more, or less, of the drafts of one sequence is accepted than expected."""
+
+    def __init__(self) -> None:
+        super().__init__(2.0, 2.0)
+
+    def settle(self, chances: Sequence[float], accepted: int) -> None:
+        """A draft was evaluated, and so many of its tokens were accepted."""
+        self.fade(0.8)
+        self.add(sum(chances[: accepted + 1]), accepted)
 
     def rest(self) -> None:
         """A step later: what was once refused may be right by now."""
-        self._expected *= 0.99
-        self._accepted *= 0.99
+        self.fade(0.99)
 
 
 class SequenceDrafts:

@@ -16,7 +16,7 @@ from dataclasses import field
 
 from emberkeep.engine.base import Capabilities
 from emberkeep.sched.draft_length import CERTAIN, Chosen, ModelDrafts, Seconds, StepCost, expected_tokens, share
-from emberkeep.sched.drafts import Corpus, Draft, SequenceDrafts
+from emberkeep.sched.drafts import Acceptance, Corpus, Draft, SequenceDrafts
 from emberkeep.sched.sequence import Sequence as Running
 from emberkeep.types.models import Vocab
 from emberkeep.types.speculation import LENGTH_BUCKETS, DraftSource, SourceStats, SpeculationStats
@@ -24,8 +24,6 @@ from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")
 
-_REMEMBERED = 256.0
-"""Expected tokens of one kind of drafts that count: what is older counts half as much."""
 _PRIOR = 8.0
 """As many expected tokens count as if they had been accepted."""
 
@@ -57,7 +55,7 @@ class Speculation:
         self._rows = able.outputs - able.max_sequences
         self._model = model
         self._reason = reason
-        self._rates: defaultdict[_Kind, _Rate] = defaultdict(_Rate)
+        self._rates: defaultdict[_Kind, Acceptance] = defaultdict(lambda: Acceptance(_PRIOR, _PRIOR))
         self._tallies: dict[DraftSource, _Tally] = {}
         self._steps = 0
 
@@ -106,10 +104,11 @@ class Speculation:
             self._model.settle(sequence, chosen, accepted)
             return
         for place, chance in enumerate(chosen.chances[:tried]):
-            self._rates[_kind(chosen.draft, place)].add(chance, place < accepted)
+            rate = self._rates[_kind(chosen.draft, place)]
+            rate.add(chance / rate.value, place < accepted)
         if sequence.drafts is not None:
             sequence.drafts.was_used(accepted > 0)
-            sequence.drafts.trust.add(sum(chosen.chances[:tried]), accepted)
+            sequence.drafts.trust.settle(chosen.chances, accepted)
 
     def stats(self) -> SpeculationStats:
         sources = {source.value: tally.stats() for source, tally in list(self._tallies.items())}
@@ -143,7 +142,7 @@ class Speculation:
             trust = sequence.drafts.trust
             trust.rest()
             proposed = sequence.drafts.propose(sequence.tokens[:], sequence.sampled_count, limit)
-            options = [self._weighed(draft, trust.factor) for draft in proposed]
+            options = [self._weighed(draft, trust.value) for draft in proposed]
         except Exception:
             log.exception("nothing could be drafted for a request")
             return None
@@ -152,28 +151,10 @@ class Speculation:
     def _weighed(self, draft: Draft, trust: float) -> Chosen:
         chances, before = [], 1.0
         for place, agreement in enumerate(draft.agreement):
-            usual = self._rates[_kind(draft, place)].factor
+            usual = self._rates[_kind(draft, place)].value
             chances.append(min(usual * trust * agreement / before, CERTAIN))
             before = agreement
         return Chosen(draft, len(chances), chances)
-
-
-@dataclass(slots=True)
-class _Rate:
-    """How much more, or less, of one kind of drafts is accepted than expected."""
-
-    expected: float = 0.0
-    accepted: float = 0.0
-
-    @property
-    def factor(self) -> float:
-        return (self.accepted + _PRIOR) / (self.expected + _PRIOR)
-
-    def add(self, chance: float, is_accepted: bool) -> None:
-        if self.expected >= _REMEMBERED:
-            self.expected, self.accepted = self.expected / 2, self.accepted / 2
-        self.expected += chance / self.factor
-        self.accepted += is_accepted
 
 
 @dataclass(slots=True)
