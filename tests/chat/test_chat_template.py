@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from contextlib import suppress
 
 import pytest
@@ -237,23 +236,3 @@ def test_a_template_cannot_reach_python(source: str) -> None:
 def test_a_template_that_takes_too_much_is_stopped(source: str, reason: str) -> None:
     with pytest.raises(TemplateFailed, match=reason):
         template(source).render(HELLO)
-
-
-def test_other_threads_render_while_one_template_loops() -> None:
-    bomb = template("{% if messages[0].content == 'go' %}{% for i in range(99999) %}{% for j in range(99999) %}"
-                    "{% endfor %}{% endfor %}{% endif %}")  # fmt: skip
-    failures: list[TemplateFailed] = []
-
-    def explode() -> None:
-        try:
-            bomb.render([Message("user", "go")])
-        except TemplateFailed as failure:
-            failures.append(failure)
-
-    looping = threading.Thread(target=explode)
-    looping.start()
-    rendered = ChatTemplate.default().render(HELLO)
-    assert looping.is_alive()
-    looping.join()
-    assert rendered.endswith("<|im_start|>assistant\n")
-    assert failures

@@ -111,24 +111,27 @@ def test_a_text_that_breaks_off_in_a_string_is_not_completed() -> None:
     assert answered('<tool_call>{"name": "write", "arguments": {"text": "half').arguments == ['{"text": "half']
 
 
-def test_a_parameter_without_an_end_ends_where_the_next_begins() -> None:
-    text = "<tool_call><function=list><parameter=path>\nsrc\n<parameter=depth>\n2\n</function></tool_call>"
-    assert answered(text).calls == [("list", {"path": "src", "depth": 2})]
+TYPED = "<function=list><parameter=path>12</parameter><parameter=depth>{}</parameter></function>"
 
 
-def test_values_in_tags_get_their_type_from_the_schema() -> None:
-    text = "<function=list><parameter=path>12</parameter><parameter=depth>{0}</parameter></function>"
-    assert answered(text.format("2")).calls == [("list", {"path": "12", "depth": 2})]
-    assert answered(text.format("True")).calls == [("list", {"path": "12", "depth": True})]
-    assert answered(text.format("two")).calls == [("list", {"path": "12", "depth": "two"})]
-
-
-def test_positional_arguments_get_their_names_from_the_schema() -> None:
-    assert answered('[list("src", depth=2)]').calls == [("list", {"path": "src", "depth": 2})]
-
-
-def test_backslashes_that_escape_nothing_are_kept() -> None:
-    assert answered(r"[list(path='\d \\d \n')]").calls == [("list", {"path": "\\d \\d \n"})]
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("<function=list><parameter=path>\nsrc\n<parameter=depth>\n2\n</function>", {"path": "src", "depth": 2}),
+        (TYPED.format("2"), {"path": "12", "depth": 2}),
+        (TYPED.format("True"), {"path": "12", "depth": True}),
+        (TYPED.format("two"), {"path": "12", "depth": "two"}),
+        ('[list("src", depth=2)]', {"path": "src", "depth": 2}),
+        (r"[list(path='\d \\d \n')]", {"path": "\\d \\d \n"}),
+        (
+            '<tool_call>list<arg_key>pa"th</arg_key><arg_value>"\\\n</arg_value></tool_call>',
+            {'pa"th': '"\\\n'},
+        ),
+    ],
+    ids=["no end of a parameter", "number", "constant", "text", "positional", "backslashes", "key and value"],
+)
+def test_arguments_get_their_names_and_types_from_the_schema(text: str, arguments: dict[str, object]) -> None:
+    assert answered(text).calls == [("list", arguments)]
 
 
 @pytest.mark.parametrize("value", ["open('x')", "a.b", "1 + 1", "f'{x}'", "__import__('os')", "b'x'", "{1: 2}"])
@@ -248,9 +251,17 @@ def test_a_tag_at_the_end_of_reasoning_that_was_not_ended_is_a_call() -> None:
 # ── what is quoted is no call ──
 
 
-def test_a_tag_in_a_line_of_code_is_an_example() -> None:
-    text = 'Use `<list path="a"/>` to look.'
-    assert answered(text).text == read_text(VOCAB, [text], tools=TOOLS).text == text
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize(
+    "text",
+    [
+        'Use `<list path="a"/>` to look.',
+        '```python\nprint("<tool_call>")\nlist(path="a")\nx = {"name": "write", "arguments": {}}\n```',
+        '```json\n{"a": "<tool_call>none</tool_call> and so',
+    ],
+)
+def test_code_is_text_whatever_it_contains(text: str, cut: bool) -> None:
+    assert answered(text, cut=cut).text == read_text(VOCAB, [text], tools=TOOLS, cut=cut).text == text
 
 
 def test_a_word_without_end_is_read_once() -> None:
@@ -283,11 +294,6 @@ def test_tags_in_a_fence_behind_other_text_are_an_example() -> None:
     assert answered(f"```xml\n{call}\n```").calls == [("write", {})]
 
 
-def test_code_in_a_fence_is_text_whatever_it_contains() -> None:
-    text = '```python\nprint("<tool_call>")\nlist(path="a")\nx = {"name": "write", "arguments": {}}\n```'
-    assert answered(text).text == text
-
-
 def test_endless_attempts_are_given_up() -> None:
     text = '<tool_call>{"a": ["' * 4000
     answer = read_text(VOCAB, [text], tools=TOOLS)
@@ -314,11 +320,6 @@ def test_endless_attempts_are_given_up() -> None:
 def test_a_cut_call_of_any_dialect_has_its_name_and_what_is_whole(text: str, name: str, arguments: str) -> None:
     answer = answered(text, cut=True)
     assert (answer.text, answer.names, answer.arguments) == ("", [name], [arguments])
-
-
-def test_what_is_no_call_is_text_also_where_the_answer_is_cut_later() -> None:
-    text = '```json\n{"a": "<tool_call>none</tool_call> and so'
-    assert answered(text, cut=True).text == text
 
 
 # ── markers ──
@@ -353,11 +354,6 @@ def test_tokens_around_messages_are_visible_only_to_models_that_have_channels() 
 def test_a_token_that_ends_the_answer_is_never_text() -> None:
     vocab = TinyVocab(("<|channel|>", "<|call|>"))
     assert vocab.specials["<|call|>"] in hidden_tokens(vocab)
-
-
-def test_arguments_are_json_whatever_was_written_around_them() -> None:
-    text = '<tool_call>list<arg_key>pa"th</arg_key><arg_value>"\\\n</arg_value></tool_call>'
-    assert answered(text).calls == [("list", {'pa"th': '"\\\n'})]
 
 
 @pytest.mark.parametrize(

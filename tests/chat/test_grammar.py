@@ -67,9 +67,16 @@ def test_a_random_walk_under_the_mask_fits_the_schema() -> None:
         assert fits_person(json.loads(VOCAB.text(ids)))
 
 
-def test_json_without_a_schema_is_an_object() -> None:
-    matcher = matcher_for(Request(prompt="", format=JsonFormat()))
-    assert {VOCAB.pieces[token][:1] for token in allowed(matcher)} == {b"{"}
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Request(prompt="", format=JsonFormat()),
+        Request(prompt="", tools=TOOLS, tool_choice=ToolChoice("none"), format=JsonFormat(PERSON)),
+    ],
+    ids=["no schema", "may not call"],
+)
+def test_an_answer_that_is_json_is_an_object(request_: Request) -> None:
+    assert {VOCAB.pieces[token][:1] for token in allowed(matcher_for(request_))} == {b"{"}
 
 
 def test_a_complete_answer_allows_only_the_end() -> None:
@@ -135,12 +142,6 @@ def test_with_tools_and_a_schema_the_answer_is_json_that_fits_or_a_call() -> Non
     assert kinds == {True, False}
 
 
-def test_who_may_not_call_can_only_answer() -> None:
-    request = Request(prompt="", tools=TOOLS, tool_choice=ToolChoice("none"), format=JsonFormat(PERSON))
-    matcher = matcher_for(request)
-    assert {VOCAB.pieces[token][:1] for token in allowed(matcher)} == {b"{"}
-
-
 def test_a_named_tool_is_called_exactly_once() -> None:
     matcher = matcher_for(Request(prompt="", tools=TOOLS, tool_choice=ToolChoice("named", "weather")))
     text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -183,14 +184,6 @@ def test_arguments_have_only_keys_that_the_tool_declares(
     assert (matcher_for(request).count_allowed(ids) == len(ids)) is fits
 
 
-def test_one_call_is_the_end_when_calls_are_not_parallel() -> None:
-    choice = ToolChoice("named", "weather")
-    matcher = matcher_for(Request(prompt="", tools=TOOLS, tool_choice=choice, parallel_tool_calls=False))
-    for byte in b'<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>':
-        matcher.advance(byte)
-    assert matcher.finished
-
-
 def test_a_keyword_that_cannot_be_enforced_does_not_stop_a_tool() -> None:
     tool = Tool("f", "", {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}})
     assert matcher_for(Request(prompt="", tools=(tool,), tool_choice=ToolChoice("required")))
@@ -221,15 +214,18 @@ def test_a_schema_that_cannot_be_used_is_refused_with_a_reason(schema: dict[str,
     assert failure.value.param == "response_format"
 
 
-@pytest.mark.parametrize("choice", [ToolChoice("named", "nosuch"), ToolChoice("named", "weather")])
-def test_a_choice_of_a_tool_that_is_not_there_is_refused(choice: ToolChoice) -> None:
-    with pytest.raises(InvalidField, match=f"no tool named '{choice.name}'"):
-        GRAMMARS.constraint_for(Request(prompt="", tools=(Tool("time"),), tool_choice=choice))
-
-
-def test_a_required_call_needs_tools() -> None:
-    with pytest.raises(InvalidField, match="no tools"):
-        GRAMMARS.constraint_for(Request(prompt="", tool_choice=ToolChoice("required")))
+@pytest.mark.parametrize(
+    ("choice", "tools", "reason"),
+    [
+        (ToolChoice("named", "weather"), (Tool("time"),), "no tool named 'weather'"),
+        (ToolChoice("required"), (), "no tools"),
+    ],
+)
+def test_a_choice_of_a_tool_that_is_not_there_is_refused(
+    choice: ToolChoice, tools: tuple[Tool, ...], reason: str
+) -> None:
+    with pytest.raises(InvalidField, match=reason):
+        GRAMMARS.constraint_for(Request(prompt="", tools=tools, tool_choice=choice))
 
 
 def test_a_schema_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,14 +161,17 @@ def test_every_limit_counts_per_request(hasty: Running) -> None:
             assert client.post("/tokenize", json={"content": "a" * 10_000}).status_code == 200
 
 
-@pytest.mark.parametrize("begun", [GET, b"GET /hea", b"\r\n"])
-def test_a_head_that_does_not_end_is_408(
-    hasty: Running, connect: Callable[[], socket.socket], begun: bytes
+@pytest.mark.parametrize(
+    ("begun", "code"),
+    [(GET, "head_timeout"), (b"GET /hea", "head_timeout"), (b"\r\n", "head_timeout"), (UPLOAD, "body_timeout")],
+)
+def test_a_request_that_does_not_end_is_408(
+    hasty: Running, connect: Callable[[], socket.socket], begun: bytes, code: str
 ) -> None:
     connection = connect()
     connection.sendall(begun)
     assert is_well(hasty)
-    assert refusal(connection) == (408, "head_timeout")
+    assert refusal(connection) == (408, code)
 
 
 @pytest.mark.parametrize(
@@ -226,13 +229,6 @@ def test_what_is_no_http_is_400_counted_and_no_warning(
 
 
 # ── bodies ──
-
-
-def test_a_body_that_does_not_end_is_408(hasty: Running, connect: Callable[[], socket.socket]) -> None:
-    connection = connect()
-    connection.sendall(UPLOAD)
-    assert is_well(hasty)
-    assert refusal(connection) == (408, "body_timeout")
 
 
 def test_a_body_that_is_no_longer_wanted_ends_the_connection(connect: Callable[[], socket.socket]) -> None:
