@@ -76,7 +76,7 @@ def template(source: str) -> ChatTemplate:
     ],
 )
 def test_the_end_of_a_turn_is_found_without_the_next_header(source: str, turn_end: str) -> None:
-    assert template(source).turn_end == turn_end
+    assert template(source).traits.turn_end == turn_end
 
 
 @pytest.mark.parametrize("source", [CHATML, LLAMA3, GEMMA, MISTRAL])
@@ -86,7 +86,7 @@ def test_a_finished_turn_is_a_prefix_of_the_next_prompt(source: str) -> None:
     following = chat.render([*HELLO, Message("assistant", "Hi!"), Message("user", "Bye")])
     written = following.index("Hi!")
     assert following.startswith(prompt)
-    assert following[written:].startswith("Hi!" + chat.turn_end)
+    assert following[written:].startswith("Hi!" + chat.traits.turn_end)
 
 
 def test_a_prompt_has_its_special_texts_and_the_generation_header() -> None:
@@ -142,7 +142,7 @@ def test_the_order_of_tools_is_kept() -> None:
 def test_a_template_with_tools_writes_them_itself() -> None:
     chat = template(WITH_TOOLS)
     prompt = chat.render(CALLED, [WEATHER])
-    assert chat.supports_tools
+    assert chat.traits.supports_tools
     assert '"name": "weather"' in prompt
     assert "[assistant]CALL weather city=Bern" in prompt
     assert "[tool]21 C" in prompt
@@ -150,14 +150,14 @@ def test_a_template_with_tools_writes_them_itself() -> None:
 
 def test_a_template_with_wishes_about_calls_gets_them() -> None:
     chat = template(PICKY_TOOLS)
-    assert chat.supports_tools
+    assert chat.traits.supports_tools
     assert 'weather: {"city":"Bern"}' in chat.render(CALLED, [WEATHER])
 
 
 def test_a_template_without_tools_gets_them_as_text() -> None:
     chat = ChatTemplate.default()
     prompt = chat.render([Message("system", "Be kind."), *CALLED], [WEATHER])
-    assert not chat.supports_tools
+    assert not chat.traits.supports_tools
     assert prompt.startswith("<|im_start|>system\nBe kind.\n\n")
     assert prompt.count("<|im_start|>system") == 1
     assert json.dumps(canonical_tools([WEATHER])[0]) in prompt

@@ -47,17 +47,17 @@ def template(calls: str) -> ChatTemplate:
     ],
 )
 def test_a_template_shows_how_its_model_writes_calls(calls: str, writing: CallWriting) -> None:
-    assert template(calls).writing == writing
+    assert template(calls).traits.writing == writing
 
 
 @pytest.mark.parametrize("calls", [TAGS, "<call>{{ m.tool_calls | tojson }}</call>"])
 def test_calls_that_are_not_json_or_not_readable_are_written_as_tagged_json(calls: str) -> None:
-    assert template(calls).supports_tools
-    assert template(calls).writing == TAGGED_JSON
+    assert template(calls).traits.supports_tools
+    assert template(calls).traits.writing == TAGGED_JSON
 
 
 def test_a_template_without_tools_has_tagged_json() -> None:
-    assert ChatTemplate.default().writing == TAGGED_JSON
+    assert ChatTemplate.default().traits.writing == TAGGED_JSON
 
 
 @pytest.mark.parametrize("calls", [TAGGED, LISTED, NAMED, BARE])
@@ -67,7 +67,7 @@ def test_required_calls_are_as_the_model_writes_them(calls: str, specials: tuple
     city = {"type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}}, "required": ["city"]}
     tools = (Tool("weather", "", {**city, "additionalProperties": False}),)
     request = Request(prompt="", tools=tools, tool_choice=ToolChoice("required"))
-    constraint = Grammars(vocab, template(calls).writing).constraint_for(request)
+    constraint = Grammars(vocab, template(calls).traits.writing).constraint_for(request)
     assert constraint is not None
     for number in range(times(5)):
         ids = walk(vocab, constraint.matcher(), random.Random(seed(number)).randrange(99))

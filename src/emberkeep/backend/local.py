@@ -122,7 +122,7 @@ class LocalBackend:
         settings: LocalSettings,
         tools: HostTools | None = None,
     ) -> None:
-        self.card = replace(card, calls_tools=template.supports_tools and not settings.no_tools)
+        self.card = replace(card, calls_tools=template.traits.supports_tools and not settings.no_tools)
         self.scheduler = scheduler
         self.memory = sessions.memory
         self._store = scheduler.store

@@ -43,18 +43,18 @@ class CacheKeys:
     too short to tell prompts apart."""
     legacy: str | None
     """OpenAI's `prompt_cache_key`."""
-    told: str | None = None
+    declared: str | None = None
     """The client's own `prefix_hash`. Several conversations may have the same one."""
 
     @property
     def affinity(self) -> str:
         """Requests that share it probably share much of their state: they like to have one slot."""
-        return self.conversation or self.stable or self.told or self.prefix or self.legacy or _SHORT
+        return self.conversation or self.stable or self.declared or self.prefix or self.legacy or _SHORT
 
     @property
     def entry(self) -> str:
         """What makes two requests turns of one conversation."""
-        return self.conversation or self.prefix or self.told or self.legacy or _SHORT
+        return self.conversation or self.prefix or self.declared or self.legacy or _SHORT
 
 
 def cache_keys(request: Request) -> CacheKeys:
@@ -70,7 +70,7 @@ def cache_keys(request: Request) -> CacheKeys:
         stable=stable_hash(request),
         prefix=prefix,
         legacy=f"key:{request.cache_key}" if request.cache_key else None,
-        told=f"hash:{request.prefix_hash}" if request.prefix_hash else None,
+        declared=f"hash:{request.prefix_hash}" if request.prefix_hash else None,
     )
 
 

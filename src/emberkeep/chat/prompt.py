@@ -163,9 +163,9 @@ class PromptBuilder:
         self.context = context
         self._wants_borders = wants_borders
         self._tokenizer = PromptTokenizer(vocab)
-        self._writing = template.writing
+        self._writing = template.traits.writing
         self._grammars: Grammars | None = None
-        self._turn_end = tuple(self._tokenizer.encode(template.turn_end)) if template.turn_end else ()
+        self._turn_end = tuple(self._tokenizer.encode(template.traits.turn_end))
         self._stable_ids: OrderedDict[str, TokenArray] = OrderedDict()
 
     def forget(self, owners: Container[str]) -> None:
@@ -344,21 +344,13 @@ class PromptBuilder:
         if not messages and not (execution.is_prefix and request.tools):
             raise InvalidField("messages", "at least one message is needed.")
         messages = messages if execution.is_prefix else with_moved(messages, execution.tidied.moved)
-        if request.continues and messages[-1].role == "assistant":
-            return self._render_beginning(request, messages)
-        return self._template.render(
-            messages,
-            request.tools,
-            add_generation_prompt=not request.execution.is_prefix,
-            args=request.template_args,
-        )
-
-    def _render_beginning(self, request: Request, messages: tuple[Message, ...]) -> SeamedText:
-        """Up to the end of the last message's text, without what the template writes after it."""
-        written = self._template.render_beginning(messages, request.tools, args=request.template_args)
-        if written is None:
+        tools, args = request.tools, request.template_args
+        if not (request.continues and messages[-1].role == "assistant"):
+            return self._template.render(messages, tools, add_generation_prompt=not execution.is_prefix, args=args)
+        beginning = self._template.render_beginning(messages, tools, args=args)
+        if beginning is None:
             raise InvalidField("messages", "this model cannot go on with an answer: end with the user's message.")
-        return written
+        return beginning
 
     def _check_length(self, request: Request, length: int) -> None:
         if length == 0:

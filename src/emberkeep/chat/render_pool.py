@@ -8,7 +8,6 @@ when this process does, because that closes the other end of its socket.
 from __future__ import annotations
 
 import atexit
-import codecs
 import json
 import marshal
 import os
@@ -40,7 +39,6 @@ from emberkeep.types.request import Json
 MOST_WORKERS = 2
 """One may have a template that takes all its time; another one answers meanwhile."""
 _START_S = 30.0
-_CHUNK = 1 << 20
 _SMALL = 1 << 16
 _LONGEST_SENTENCE = 1000
 _ENVIRONMENT = ("TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
@@ -151,16 +149,11 @@ class _Worker:
 
     def _answer(self, deadline: float) -> tuple[AnswerKind, str]:
         """Raises TemplateFailed, OSError."""
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        parts: list[str] = []
         try:
-            kind, left = ANSWER_HEADER.unpack(self._read(ANSWER_HEADER.size, deadline))
-            if left > 4 * MAX_OUTPUT:
+            kind, size = ANSWER_HEADER.unpack(self._read(ANSWER_HEADER.size, deadline))
+            if size > 4 * MAX_OUTPUT:
                 raise _broken()
-            while left:
-                parts.append(decoder.decode(self._read(min(left, _CHUNK), deadline)))
-                left -= min(left, _CHUNK)
-            return AnswerKind(kind), "".join(parts) + decoder.decode(b"", final=True)
+            return AnswerKind(kind), self._read(size, deadline).decode()
         except EOFError:
             raise self._ending() from None
         except ValueError as error:  # no answer, or no UTF-8

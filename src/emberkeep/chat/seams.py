@@ -106,7 +106,7 @@ class SeamedTemplate:
     ) -> SeamedText:
         """As `ChatTemplate.render`. Raises InvalidField where no character is left for seams."""
         seam = ""
-        if any(map(self._may_control, chain(_told(messages), map(_texts, tools)))):
+        if any(map(self._may_control, chain(_quoted_texts(messages), map(_texts, tools)))):
             seam = next(self._marks(messages, tools, args))
             messages, tools = self._with_marks(messages, tools, seam)
         text = self._template.render(messages, tools, add_generation_prompt=add_generation_prompt, args=args)
@@ -188,8 +188,8 @@ class SeamedTemplate:
         raise InvalidField("messages", "they have every character of private use: leave one of them out.")
 
 
-def _told(messages: Sequence[Message]) -> Iterator[str]:
-    """What messages hold that others may have written."""
+def _quoted_texts(messages: Sequence[Message]) -> Iterator[str]:
+    """Texts in messages that others may have written."""
     for message in messages:
         if message.role in _QUOTED:
             yield from (message.content, message.name or "", message.tool_call_id or "")
@@ -204,14 +204,14 @@ def _change_message(message: Message, change: Callable[[str], str]) -> Message:
 
 def _texts(tool: Tool) -> str:
     """One per line. Definitions of tools come from other servers too."""
-    found: list[str] = []
+    texts: list[str] = []
 
     def note(text: str) -> str:
-        found.append(text)
+        texts.append(text)
         return text
 
     _change_tool(tool, note)
-    return "\n".join(found)
+    return "\n".join(texts)
 
 
 def _change_tool(tool: Tool, change: Callable[[str], str]) -> Tool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from emberkeep.chat.messages import later_systems_in_users, system_in_first_user, tools_as_text, values_for
 from emberkeep.chat.render_pool import ask_worker
 from emberkeep.chat.render_worker import stop_error
-from emberkeep.chat.traits import CallWriting, Traits, find_traits
+from emberkeep.chat.traits import Traits, find_traits
 from emberkeep.types.request import Json, Message, Tool
 
 if TYPE_CHECKING:
@@ -48,29 +48,14 @@ class ChatTemplate:
             from emberkeep.chat.sandbox import JinjaTemplate
 
             self._own = JinjaTemplate(source)
-            self._traits = find_traits(self._own.render, self._specials)
+            self.traits = find_traits(self._own.render, self._specials)
         else:
-            self._traits = _traits(source, self._specials)
+            self.traits = _traits(source, self._specials)
 
     @classmethod
     def default(cls, *, bos: str = "", eos: str = "") -> ChatTemplate:
         """For models that bring no template: ChatML, which most models have seen."""
         return cls(CHATML, bos=bos, eos=eos)
-
-    @property
-    def supports_tools(self) -> bool:
-        """The template writes tool definitions, calls and results; otherwise they are written as text for it."""
-        return self._traits.supports_tools
-
-    @property
-    def writing(self) -> CallWriting:
-        """How a call is written that the model is made to write."""
-        return self._traits.writing
-
-    @property
-    def turn_end(self) -> str:
-        """What always follows an assistant's content, up to the next message's header. Empty when unknown."""
-        return self._traits.turn_end
 
     def render(
         self,
@@ -84,7 +69,7 @@ class ChatTemplate:
 
         Raises TemplateFailed, Overloaded.
         """
-        traits = self._traits
+        traits = self.traits
         if not traits.supports_tools:
             messages, tools = tools_as_text(messages, tools), ()
         if not traits.supports_later_system:
@@ -107,4 +92,4 @@ def _traits(source: str, specials: Mapping[str, str]) -> Traits:
     try:
         return Traits.from_json(ask_worker("traits", source, specials, MAX_SECONDS))
     except ValueError as error:
-        raise stop_error("what it said of itself makes no sense") from error
+        raise stop_error("what its process answered makes no sense") from error

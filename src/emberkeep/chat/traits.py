@@ -147,9 +147,9 @@ class _Trial:
         )
         header = common_start(plain, one)
         one, two = (text[header:].partition(turn_end or "\0")[0] for text in (one, two))
-        found = find_writing(one, two, ("ember7f", "ember7g"), "ember7k")
-        is_long = found and any(len(part or "") > _LONGEST for part in astuple(found))
-        return None if is_long else found
+        writing = find_writing(one, two, ("ember7f", "ember7g"), "ember7k")
+        is_long = writing and any(len(part or "") > _LONGEST for part in astuple(writing))
+        return None if is_long else writing
 
     def _try(self, messages: Sequence[Message], tools: Sequence[Tool] = (), form: CallForm = CALL_FORMS[0]) -> str:
         """What it writes; nothing where it fails."""

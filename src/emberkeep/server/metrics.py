@@ -90,8 +90,8 @@ class StatsCollector(Collector):
             whose = {"model": backend.card.id} if self._models.has_others else {}
             stats = backend.stats()
             for path, value in _numbers(stats):
-                if found := figure_at(path):
-                    figure, labels = found
+                if match := figure_at(path):
+                    figure, labels = match
                     if figure not in families:
                         families[figure] = _family(figure, [*whose, *labels])
                     families[figure].add_metric([*whose.values(), *labels.values()], value)
@@ -133,10 +133,10 @@ def _accepted_lengths(labels: Sequence[str]) -> HistogramMetricFamily:
 
 
 def _add_lengths(family: HistogramMetricFamily, labels: Sequence[str], sources: Mapping[str, Json]) -> None:
-    for source, told in sources.items():
-        lengths = told["accepted_lengths"]
+    for source, stats in sources.items():
+        lengths = stats["accepted_lengths"]
         buckets = list(zip([*map(str, range(len(lengths) - 1)), "+Inf"], accumulate(lengths), strict=True))
-        family.add_metric([*labels, source], buckets, told["accepted_tokens"])
+        family.add_metric([*labels, source], buckets, stats["accepted_tokens"])
 
 
 @dataclass(frozen=True, slots=True)

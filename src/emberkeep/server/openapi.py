@@ -129,10 +129,10 @@ def _content(route: ApiRoute) -> dict[str, Json]:
 
 
 def _responses(route: ApiRoute, *, has_parameters: bool) -> dict[str, Json]:
-    told = {"200": {"description": "Successful Response", "content": dict(route.about.get("content", JSON))}}
+    good = {"200": {"description": "Successful Response", "content": dict(route.about.get("content", JSON))}}
     own = {str(status): {"description": words} for status, words in route.about.get("errors", {}).items()}
     # A route without parameters that changes nothing has no errors of its own.
     possible = _EVERYWHERE if route.method == "GET" and not has_parameters else tuple(_ERRORS)
     name, _ = _ERROR_SCHEMAS[type(error_shape(route.path))]
     shared = {str(status): {"$ref": f"#/components/responses/{name}{status}"} for status in possible}
-    return {**told, **shared, **own}
+    return {**good, **shared, **own}

@@ -34,13 +34,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LARGE_BYTES = 64 << 10
-"""Of a body: takes about a millisecond to parse."""
+"""A body of this size takes about a millisecond to parse."""
 _LIMITS = Limits()
 _HEADERS_AFTER_S = 2.0
 _SILENCE_S = 5.0
-"""Of a stream: then it says that the answer is still to come. Some clients give up after half a minute."""
+"""A stream says then that the answer is still to come. Some clients give up after half a minute."""
 _EVENT_BYTES = 256
-"""Of an event and its frame, besides the text."""
+"""An event and its frame take this, besides the text."""
 _LOGPROB_BYTES = 128
 
 

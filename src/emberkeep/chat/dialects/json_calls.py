@@ -101,7 +101,7 @@ def _wrapped(tape: Tape, calls: Calls, end: str, depth: int) -> Reading[None]:
 
 
 class Arguments:
-    """Of one call: held back until the call has its name, and until it is clear that they are an object."""
+    """Those of one call: they are held back until it has its name, and until they are surely an object."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -265,18 +265,11 @@ class JsonText:
         yield from self._blanks()
 
     def _scalar(self) -> Reading[None]:
-        while True:
-            match = _SCALAR.match(self._tape.text, self._tape.at)
-            assert match
-            if match.end() < len(self._tape.text):
-                break
-            if self._tape.is_over:
-                self._tape.ran_out = True
-                break
-            yield
-        if not _NUMBER_OR_WORD.match(match[0]):
+        text = yield from self._tape.word(_SCALAR)
+        self._tape.at -= len(text)
+        if not _NUMBER_OR_WORD.match(text):
             raise NotJson
-        self._pass(len(match[0]))
+        self._pass(len(text))
 
     def _string(self) -> Reading[None]:
         if (yield from self._tape.char()) != '"':
@@ -311,13 +304,8 @@ class JsonText:
             self._put("\\\\")
 
     def _blanks(self) -> Reading[None]:
-        while True:
-            match = _BLANKS.match(self._tape.text, self._tape.at)
-            assert match
-            self._pass(len(match[0]))
-            if self._tape.at < len(self._tape.text) or self._tape.is_over:
-                return
-            yield
+        if blanks := (yield from self._tape.word(_BLANKS)):
+            self._put(blanks)
 
     def _pass(self, length: int) -> None:
         if length:

@@ -141,9 +141,9 @@ class Tape:
 
     def takes(self, *options: str) -> Reading[str]:
         """As `sees`, and it is read."""
-        found = yield from self.sees(*options)
-        self.at += len(found)
-        return found
+        option = yield from self.sees(*options)
+        self.at += len(option)
+        return option
 
     def skip(self, pattern: re.Pattern[str] = _BLANKS) -> Reading[None]:
         """Read everything that `pattern`, a repeated set of characters, matches."""
@@ -224,7 +224,7 @@ class Calls:
         self.is_first = is_first
         self._pieces: list[CallPiece] = []
         self.name: str | None = None
-        """Of the call that is being read, once it is known."""
+        """That of the call which is being read, once it is known."""
         self.is_open = False
         self.begun = 0
 
