@@ -69,38 +69,35 @@ def edited(index: int, text: str) -> Request:
     return replace(CHAT, messages=tuple(messages))
 
 
-def test_all_of_it_is_there(backend):
+FOURTH = edited(1, "Which ships wait at the fourth pier, and how long?")
+CHANGED = replace(CHAT, tools=(WEATHER, replace(TIME, description="The time in a city, with seconds.")))
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason", "where", "sentence"),
+    [
+        (CHAT, MissReason.NONE, None, "All "),
+        (FOURTH, MissReason.EDITED, "message 2 (user)", "Message 2 (user) was edited"),
+        (CHANGED, MissReason.TOOLS, "the tool get_time", "The tool get_time was changed"),
+        (edited(3, "Who is it?"), MissReason.DIVERGED, "message 4 (user)", "Message 4 (user) goes on differently"),
+    ],
+    ids=["all", "edited", "tools", "a new question is no edit"],
+)
+def test_the_place_is_named_and_the_response_says_the_same(backend, request_, reason, where, sentence):
     ask(backend, CHAT)
-    told = backend.cache.explain(CHAT)
-    assert told.lookup.reason is MissReason.NONE
-    assert told.sentence.startswith("All ")
+    told = backend.cache.explain(request_)
+    answered = ask(backend, request_).lookup
+    for lookup in (told.lookup, answered):
+        assert lookup.reason is reason
+        assert (lookup.divergence and lookup.divergence.where) == where
+    assert sentence in told.sentence
 
 
-def test_the_edited_message_is_named(backend):
+def test_both_texts_are_quoted(backend):
     ask(backend, CHAT)
-    told = backend.cache.explain(edited(1, "Which ships wait at the fourth pier, and how long?"))
-    assert told.lookup.reason is MissReason.EDITED
-    assert told.lookup.divergence is not None
-    assert told.lookup.divergence.where == "message 2 (user)"
-    assert told.lookup.divergence.stored_text.strip().startswith("third")
-    assert told.lookup.divergence.prompt_text.strip().startswith("fourth")
-    assert "Message 2 (user) was edited" in told.sentence
-
-
-def test_the_changed_tool_is_named(backend):
-    ask(backend, CHAT)
-    changed = replace(CHAT, tools=(WEATHER, replace(TIME, description="The time in a city, with seconds.")))
-    told = backend.cache.explain(changed)
-    assert told.lookup.reason is MissReason.TOOLS
-    assert "The tool get_time was changed" in told.sentence
-
-
-def test_the_response_says_the_same(backend):
-    ask(backend, CHAT)
-    lookup = ask(backend, edited(1, "Which ships wait at the fourth pier, and how long?")).lookup
-    assert lookup.reason is MissReason.EDITED
-    assert lookup.divergence is not None
-    assert lookup.divergence.where == "message 2 (user)"
+    divergence = backend.cache.explain(FOURTH).lookup.divergence
+    assert divergence.stored_text.strip().startswith("third")
+    assert divergence.prompt_text.strip().startswith("fourth")
 
 
 def test_an_answer_does_without_an_explanation_that_cannot_be_rendered_now(backend, monkeypatch):
@@ -112,18 +109,10 @@ def test_an_answer_does_without_an_explanation_that_cannot_be_rendered_now(backe
         return ask_worker(wanted, source, values, seconds)
 
     monkeypatch.setattr("emberkeep.chat.template.ask_worker", busy)
-    answer = ask(backend, edited(1, "Which ships wait at the fourth pier, and how long?"))
+    answer = ask(backend, FOURTH)
     assert answer.usage.completion_tokens == 2
     assert answer.lookup.divergence is not None
     assert not answer.lookup.divergence.where
-
-
-def test_a_new_question_is_no_edit(backend):
-    ask(backend, CHAT)
-    lookup = ask(backend, edited(3, "Who is the harbour master?")).lookup
-    assert lookup.reason is MissReason.DIVERGED
-    assert lookup.divergence is not None
-    assert lookup.divergence.where == "message 4 (user)"
 
 
 def test_the_expired_entry_is_named(backend):

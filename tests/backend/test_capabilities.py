@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -34,40 +36,34 @@ def far() -> RemoteBackend:
     return remote(ScriptedProvider(lambda request: []))
 
 
-def test_its_tokens_and_its_template_are_not_known(far: RemoteBackend) -> None:
-    with pytest.raises(RequestError, match=r"^far runs elsewhere and does not tell its tokens: use a model that"):
-        tokenizer_of(far)
-    with pytest.raises(RequestError, match="far runs elsewhere and does not tell its template: use"):
-        tokenizer_of(far, "template")
+@pytest.mark.parametrize(
+    ("wanted", "sentence"),
+    [
+        (tokenizer_of, "far runs elsewhere and does not tell its tokens: use a model that runs here"),
+        (lambda far: tokenizer_of(far, "template"), "far runs elsewhere and does not tell its template: use"),
+        (experts_of, "far runs elsewhere and does not tell its experts: use"),
+        (attention_of, "far runs elsewhere and computes attention as it likes: use"),
+        (embedder_of, "far runs elsewhere and neither embeds nor ranks for clients of"),
+        (ranker_of, "far runs elsewhere and neither embeds nor ranks for clients of"),
+    ],
+)
+def test_what_a_model_elsewhere_cannot_do(far: RemoteBackend, wanted: Callable[..., Any], sentence: str) -> None:
+    with pytest.raises(RequestError, match=f"^{sentence}"):
+        wanted(far)
 
 
-def test_its_experts_and_its_attention_are_its_own(far: RemoteBackend) -> None:
-    with pytest.raises(RequestError, match="far runs elsewhere and does not tell its experts: use"):
-        experts_of(far)
-    with pytest.raises(RequestError, match="far runs elsewhere and computes attention as it likes: use"):
-        attention_of(far)
-
-
-def test_it_neither_embeds_nor_ranks(far: RemoteBackend) -> None:
-    for wanted in (embedder_of, ranker_of):
-        with pytest.raises(RequestError, match="far runs elsewhere and neither embeds nor ranks for clients of"):
-            wanted(far)
-
-
-def test_a_chat_model_says_which_models_do() -> None:
-    here = ScriptedBackend(lambda request: [])
-    with pytest.raises(RequestError, match=r"scripted gives no embeddings: name a model .*models pull hf:.*embed"):
-        embedder_of(here)
-    with pytest.raises(RequestError, match=r"scripted does not rank documents: name a model .*pull hf:.*reranker"):
-        ranker_of(here)
-
-
-def test_a_model_here_may_have_neither() -> None:
-    here = ScriptedBackend(lambda request: [])
-    with pytest.raises(RequestError, match="scripted is not a mixture of experts: load a model that is one"):
-        experts_of(here)
-    with pytest.raises(RequestError, match="scripted has one way to compute attention: tiers are for --engine hf"):
-        attention_of(here)
+@pytest.mark.parametrize(
+    ("wanted", "sentence"),
+    [
+        (embedder_of, "scripted gives no embeddings: name a model .*models pull hf:.*embed"),
+        (ranker_of, "scripted does not rank documents: name a model .*pull hf:.*reranker"),
+        (experts_of, "scripted is not a mixture of experts: load a model that is one"),
+        (attention_of, "scripted has one way to compute attention: tiers are for --engine hf"),
+    ],
+)
+def test_what_a_model_here_may_not_have(wanted: Callable[..., Any], sentence: str) -> None:
+    with pytest.raises(RequestError, match=f"^{sentence}"):
+        wanted(ScriptedBackend(lambda request: []))
 
 
 def test_nothing_is_drafted_for_it(far: RemoteBackend) -> None:

@@ -23,13 +23,6 @@ from emberkeep.types.sampling import Sampling
 from helpers.fake_backend import fake_backend
 from helpers.scheduling import Gate
 
-pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
 
 @asynccontextmanager
 async def served(

@@ -129,21 +129,6 @@ def test_only_enabled_tools_are_there(client, engine):
     assert "run_command" not in prompt
 
 
-def test_an_unknown_tool_is_told_and_the_model_goes_on(client, engine):
-    engine.will_say(CALL.format("sail", "{}"), "I cannot.")
-    answer = client.say("Sail!")
-    assert answer.calls == []
-    assert "There is no tool" in answer.prompt
-    assert answer.text == "I cannot."
-
-
-def test_a_model_that_calls_again_and_again_is_told_so(client, engine):
-    engine.will_say(READ, READ, READ, "At noon.")
-    answer = client.say("When?")
-    assert "with the same arguments" in answer.prompt
-    assert answer.text == "At noon."
-
-
 def test_a_model_that_falls_silent_over_results_is_asked_once_more(client, engine):
     engine.will_say(READ, "", "It came at noon.", "You are welcome.")
     answer = client.say("When did the Zephyr come?")

@@ -110,12 +110,6 @@ def test_where_it_is_not_shown_the_client_gets_one_text() -> None:
     assert text_of(events) == "Let me see.\n\n7 metres."
 
 
-def test_the_cost_is_that_of_all_rounds_and_told_once() -> None:
-    *_, last = run(Model(calling(3), calling(4), ANSWER), Kept())
-    assert isinstance(last, Completed)
-    assert last.usage == Usage(10, 15)
-
-
 def test_what_the_gate_refuses_does_not_run_and_the_model_reads_why() -> None:
     transcript = Kept()
     run(Model(calling(3), ANSWER), transcript, Closed())

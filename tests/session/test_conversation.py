@@ -156,6 +156,15 @@ def test_a_message_that_barely_fits_is_answered(harbour):
     assert "Remark 5" not in answer.prompt
 
 
+@pytest.mark.parametrize("evict", [True, False])
+def test_a_message_that_cannot_fit_is_refused_before_it_is_tokenized(harbour, monkeypatch, evict):
+    monkeypatch.setattr(PromptBuilder, "build", lambda *_: pytest.fail("the text was tokenized"))
+    with pytest.raises(ContextExceeded, match="at least") as refusal:
+        Client(harbour, evict=evict).say("x" * 100_000)
+    assert refusal.value.prompt_tokens > CONTEXT
+    assert not refusal.value.is_counted
+
+
 @pytest.mark.parametrize("how", ["config", "request"])
 def test_where_nothing_may_leave_a_long_conversation_is_an_error(tmp_path, how):
     config, fields = ({"too_long": "refuse"}, {}) if how == "config" else ({}, {"evict": False})

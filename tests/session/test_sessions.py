@@ -14,6 +14,7 @@ from emberkeep.session.view import View
 from emberkeep.types.events import Eviction, Usage
 from emberkeep.types.lineage import private_namespace
 from emberkeep.types.request import Message, Recall, Request, ToolCall
+from helpers.remembering import raw_bytes
 
 POLICY = Policy(context=1000)
 SAID = ["anchor", "barge", "cargo", "dock", "eddy", "the anchor?"]
@@ -80,7 +81,6 @@ def test_each_eviction_adds_to_the_one_before(memory):
     second, eviction = evict(sessions, request(), 1)
     assert (eviction.messages, eviction.out) == (2, 6)
     assert second.gone.tokens == 200
-    assert second.gone.root == first.gone.root
     assert second.gone.root == first.gone.root
     assert turns(memory) == SAID[:3]
 
@@ -213,6 +213,73 @@ def test_what_was_found_when_the_same_was_asked_before_is_no_part_of_a_new_answe
         assert not sessions.view(request(1)).inserted
     (put,) = sessions.view(request(2)).inserted.values()
     assert put.said == "Now."
+
+
+# ── forgotten meanwhile ──
+
+
+def leave(sessions: Sessions, asked: Request, view: View) -> None:
+    groups = view.leaving()[:2]
+    sessions.left(asked, sessions.without(view, asked, groups), groups, 100, 0.0)
+
+
+def nothing_is_left(memory: Memory) -> bool:
+    return SAID[0].encode() not in raw_bytes(memory._database.path) and turns(memory) == []
+
+
+@pytest.mark.parametrize("conversation", [None, "c"])
+def test_what_leaves_after_the_user_was_forgotten_is_not_archived(memory, conversation):
+    sessions, asked = Sessions(memory, POLICY), request(conversation_id="c")
+    view = sessions.view(asked)
+    memory.forget("", conversation)
+    leave(sessions, asked, view)
+    assert nothing_is_left(memory)
+
+
+def test_another_conversation_and_another_user_are_archived(memory):
+    sessions = Sessions(memory, POLICY)
+    asked = [request(conversation_id="c"), request(conversation_id="d"), request(namespace="ann")]
+    views = [sessions.view(one) for one in asked]
+    memory.forget("", "c")
+    for one, view in zip(asked, views, strict=True):
+        leave(sessions, one, view)
+    assert turns(memory) == turns(memory, "ann") == SAID[:2]
+
+
+def test_what_could_not_be_written_before_is_not_written_afterwards(memory):
+    failing, sessions = Failing(memory), Sessions(memory, POLICY)
+    evict(sessions, request())
+    failing.is_full = False
+    memory.forget("")
+    assert sessions.view(request()).gone.spoken == frozenset()
+    assert nothing_is_left(memory)
+
+
+def test_what_tools_said_in_a_forgotten_conversation_is_not_written(memory):
+    sessions, asked = Sessions(memory, POLICY), request()
+    with sessions.answering(asked):
+        sessions.view(asked)
+        memory.forget("")
+        sessions.exchanged(asked, Usage(), "", [ToolCall("1", "look", "{}")], [SAID[0]])
+    assert nothing_is_left(memory)
+
+
+def test_another_process_writes_nothing_either(memory):
+    theirs = Memory(memory._database.path, limit_bytes=1 << 30)
+    sessions = Sessions(theirs, POLICY)
+    view = sessions.view(request())
+    memory.forget("")
+    leave(sessions, request(), view)
+    assert nothing_is_left(memory)
+    theirs.close()
+
+
+def test_a_conversation_that_is_sent_again_is_archived_again(memory):
+    sessions = Sessions(memory, POLICY)
+    for _ in range(2):
+        memory.forget("")
+        evict(sessions, request(), 2)
+        assert turns(memory) == SAID[:2]
 
 
 # ── many threads ──
