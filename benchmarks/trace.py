@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.trace_file import BLOCK, Visit, read_trace
 from emberkeep.bench.report import BenchResult, Row, Table, ratios, series
 from emberkeep.bench.workspace import Workspace
-from emberkeep.kv.eviction import shrink_disk
+from emberkeep.kv.disk.tier import shrink_disk
 from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.policy import LOW_WATER
@@ -89,7 +89,7 @@ def _served(ledger: Ledger, visit: Visit, capacity: int) -> int:
     chunk, take = place.chunk, place.used
     for begin in range(place.position, visit.tokens, BLOCK):
         key = ChunkKey(visit.blocks[begin // BLOCK].to_bytes(8))
-        chunk = Chunk(key=key, parent=chunk, take=take, tokens=tokens[begin : begin + BLOCK], size=1)
+        chunk = Chunk(key=key, parent=chunk, take=take, tokens=tokens[begin : begin + BLOCK], bytes=1)
         chunk.expires, take = inf, len(chunk.tokens)
         ledger.add(chunk, memoryview(b""))
         ledger.enter_file(chunk, 1)

@@ -317,7 +317,7 @@ def leaks(rig: Rig) -> list[str]:
     rig.scheduler.call(look).result(5)
     found += [] if no_pins(rig) else ["pins"]
     # Of a request that has failed some may still be under way.
-    found += [] if eventually(lambda: not len(rig.store.loading)) else ["fetches"]
+    found += [] if eventually(lambda: not rig.store.loading) else ["fetches"]
     check_ledger(rig.store)
     return found
 

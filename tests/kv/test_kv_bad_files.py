@@ -151,7 +151,7 @@ def test_two_damaged_files_of_one_prompt_are_both_given_up(tmp_path):
         damage(file_of(tmp_path, chunks[place].key))
     reads = [store.fetch(chunk, lambda: None) for chunk in chunks]  # all at once, as a request does it
     store.release(match)
-    store._disk._reader.close()
+    store._disk.reader.close()
     assert [read.state for read in reads[:2]] == [FetchState.READY, FetchState.DAMAGED]
     # The reader may have given up everything behind the first before the second is asked for.
     assert reads[2].state in (FetchState.DAMAGED, FetchState.GONE)
@@ -255,7 +255,7 @@ def test_a_bad_sector_is_given_up_in_the_end_and_computed_again(tmp_path, monkey
 
 
 def test_the_quarantine_holds_few_files_and_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr("emberkeep.kv.disk.quarantine._MOST_QUARANTINED", 3)
+    monkeypatch.setattr("emberkeep.kv.disk.folders._MOST_QUARANTINED", 3)
     prompts = [prompt(100, seed=seed) for seed in range(8)]
     store = only_on_disk(tmp_path, *prompts)
     for path in chunk_files(tmp_path):
@@ -264,7 +264,7 @@ def test_the_quarantine_holds_few_files_and_counts(tmp_path, monkeypatch):
     kept = list(tmp_path.glob("*/quarantine/*"))
     assert len(kept) == 3
     assert store.stats()["cold"]["other_bytes"] >= sum(path.stat().st_size for path in kept) > 0
-    monkeypatch.setattr("emberkeep.kv.disk.quarantine._MOST_QUARANTINED_BYTES", 0)
+    monkeypatch.setattr("emberkeep.kv.disk.folders._MOST_QUARANTINED_BYTES", 0)
     store = reopened(store, tmp_path)
     assert list(tmp_path.glob("*/quarantine/*")) == []
     store.close()

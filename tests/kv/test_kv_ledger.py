@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from emberkeep.kv.eviction import shrink_disk
+from emberkeep.kv.disk.tier import shrink_disk
 from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.tree import Chunk
@@ -15,7 +15,7 @@ def grown(ledger: Ledger, name: str, length: int, *, hits: int = 0) -> list[Chun
     chunks = [ledger.tree.root("")]
     for number in range(length):
         key = ChunkKey(f"{name}{number}".encode())
-        chunk = Chunk(key=key, parent=chunks[-1], take=len(chunks[-1].tokens), tokens=ids(ord(name), 1), size=1)
+        chunk = Chunk(key=key, parent=chunks[-1], take=len(chunks[-1].tokens), tokens=ids(ord(name), 1), bytes=1)
         chunk.expires = LATER
         ledger.add(chunk, memoryview(b"x"))
         ledger.enter_file(chunk, 1)

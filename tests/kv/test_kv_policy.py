@@ -11,7 +11,7 @@ from helpers.kv_building import ids
 
 
 def a_chunk(*, tokens: int = 128, size: int = 1000, hits: int = 0, used: int = 0) -> Chunk:
-    chunk = Chunk(key=ChunkKey(b"k"), parent=new_root(""), take=0, tokens=ids(*range(tokens)), size=size)
+    chunk = Chunk(key=ChunkKey(b"k"), parent=new_root(""), take=0, tokens=ids(*range(tokens)), bytes=size)
     chunk.hits, chunk.last_used = hits, used
     return chunk
 
@@ -55,7 +55,7 @@ def test_bytes_that_save_more_tokens_are_worth_more():
 def test_a_snapshot_is_worth_the_tokens_that_lead_to_it():
     above = a_chunk()
     above.attach()
-    snapshot = Chunk(key=ChunkKey(b"s"), parent=above, take=100, tokens=ids(), size=1000)
+    snapshot = Chunk(key=ChunkKey(b"s"), parent=above, take=100, tokens=ids(), bytes=1000)
     assert worth(snapshot, 10, 8) == pytest.approx(worth(a_chunk(tokens=100), 10, 8))
 
 
@@ -112,7 +112,7 @@ def test_the_ssd_wears_for_new_chunks_within_the_budget_and_for_reused_ones(
 def chain(count: int, size: int = 1000) -> tuple[Segment, ...]:
     segments, cursor = [], Cursor(new_root(""), 0, "")
     for _ in range(count):
-        chunk = Chunk(key=b"", parent=cursor.chunk, take=cursor.used, tokens=ids(*range(100)), size=size)
+        chunk = Chunk(key=b"", parent=cursor.chunk, take=cursor.used, tokens=ids(*range(100)), bytes=size)
         segments.append(Segment(chunk, chunk.start, chunk.end))
         cursor = Cursor(chunk, 100, "")
     return tuple(segments)

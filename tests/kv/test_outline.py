@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.kv import runs
-from emberkeep.kv.outline import outline
-from emberkeep.kv.runs import Runs
+from emberkeep.kv import outline as outlines
+from emberkeep.kv.outline import Runs, outline
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import Chunk, Cursor, RadixTree, new_chunk, new_root
 from emberkeep.token_arrays import TokenArray
@@ -388,6 +387,6 @@ def test_others_get_the_lock_and_the_interpreter_meanwhile(look, monkeypatch: py
     store, given_way = in_ram(), list[bool]()
     for number in range(2500):
         grow(store, store.origin(EXACT), ids(number, 1))
-    monkeypatch.setattr(runs, "sleep", lambda _: given_way.append(store._lock.locked()))
+    monkeypatch.setattr(outlines, "sleep", lambda _: given_way.append(store._lock.locked()))
     look(store)
     assert len(given_way) > 2 and not any(given_way)

@@ -22,8 +22,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from emberkeep.errors import ConfigError
 from emberkeep.kv.disk.chunkfile import Damaged
-from emberkeep.kv.remote.link import Breaker, KeySeal, OpenSeal, RemoteLink, RemoteSettings, Unreachable
-from emberkeep.kv.remote.socket import Allowance, BoundedSocket
+from emberkeep.kv.remote.blocks import KeySeal, Seal
+from emberkeep.kv.remote.link import Allowance, BoundedSocket, Breaker, RemoteLink, RemoteSettings, Unreachable
 from helpers.faulty_proxy import faulty_proxy
 from helpers.valkey_server import ValkeyServer, running_valkey
 
@@ -67,7 +67,7 @@ def test_another_key_or_another_name_does_not_open_it() -> None:
 
 
 def test_names_cannot_be_guessed_without_the_key() -> None:
-    digests = {seal.digest(b"tokens", 16) for seal in (OpenSeal(), KeySeal("a"), KeySeal("b"))}
+    digests = {seal.digest(b"tokens", 16) for seal in (Seal(), KeySeal("a"), KeySeal("b"))}
     assert len(digests) == 3
 
 

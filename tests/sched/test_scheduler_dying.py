@@ -137,7 +137,7 @@ def test_a_read_that_cannot_be_entered_is_noticed(stored, monkeypatch) -> None:
         told = rig.run(PROMPT)
         assert told.answer == reference(PROMPT)
         assert told.lookup.cold_tokens == 0
-        assert eventually(lambda: not len(rig.store.loading))  # of others, which nobody waits for any more
+        assert eventually(lambda: not rig.store.loading)  # of others, which nobody waits for any more
         assert no_pins(rig)
 
 
@@ -152,7 +152,7 @@ def test_a_read_that_fails_in_any_way_is_noticed(stored, monkeypatch) -> None:
 
 def test_a_read_that_cannot_begin_fails_one_request(stored, monkeypatch) -> None:
     with Rig(stored) as rig:
-        monkeypatch.setattr(rig.store._disk._reader._threads, "submit", breaks(RuntimeError("no more threads")))
+        monkeypatch.setattr(rig.store._disk.reader._threads, "submit", breaks(RuntimeError("no more threads")))
         assert isinstance(rig.run(PROMPT).error, EngineError)
         monkeypatch.undo()
         told = rig.run(PROMPT)

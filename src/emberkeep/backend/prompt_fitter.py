@@ -64,7 +64,7 @@ class PromptFitter:
         while not coming.done() and (left := arrival.give_up - monotonic()) > 0:
             await asyncio.wait([coming], timeout=left)
         if not coming.done():
-            self._store.was_late(arrival)
+            self._store.shared.was_late(arrival)
             return conversation
         return replace(conversation, prompt=replace(conversation.prompt, from_remote=coming.result()))
 

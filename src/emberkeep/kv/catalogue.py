@@ -9,12 +9,11 @@ from typing import NamedTuple
 from emberkeep.errors import StoreFailed
 from emberkeep.kv.disk.forgotten import Whose, of_user
 from emberkeep.kv.entries import Entry, EntryId, latest_tail, nameless
-from emberkeep.kv.eviction import drop_expired, has_expired
+from emberkeep.kv.expiry import drop_expired, has_expired
 from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.ledger import Ledger, Transact
-from emberkeep.kv.outline import outline
-from emberkeep.kv.remote.writer import StillElsewhere
-from emberkeep.kv.runs import Runs, gently
+from emberkeep.kv.outline import Runs, gently, outline
+from emberkeep.kv.shared_tier import StillElsewhere
 from emberkeep.kv.tree import Chunk, Cursor
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import CacheEntry, CacheTree, Removed
@@ -102,7 +101,8 @@ class Catalogue:
         return self._transact(Ledger.lineages)
 
     def expired(self, ids: Iterable[EntryId]) -> list[EntryId]:
-        """Those of `ids` that no request has wanted for their TTL; where such are deleted, those that are gone."""
+        """Returns those of `ids` that no request has wanted for their TTL; where such are deleted, those that
+        are gone."""
 
         def look(ledger: Ledger) -> list[EntryId]:
             known = {entry_id: ledger.entries.get(entry_id) for entry_id in ids}
@@ -203,7 +203,7 @@ class _Held:
         return [*((entry, tail) for entry, tail in named if tail), *self._unnamed()]
 
     def find(self, entry_id: EntryId) -> tuple[Entry, Cursor] | None:
-        """Not where it is copied."""
+        """Must not be called on a copy."""
         entry = self._entry(entry_id)
         if entry is None:
             return next((found for found in self._unnamed() if found[0].id == entry_id), None)
@@ -211,7 +211,7 @@ class _Held:
         return (entry, tail) if tail else None
 
     def sums_to(self, tail: Cursor) -> _Sums:
-        """Of everything from position 0 to `tail`. What many entries begin with is summed up once."""
+        """Sums up everything from position 0 to `tail`, and what many entries begin with only once."""
         path, chunk = [tail.chunk], tail.chunk.parent
         while chunk is not None and not chunk.is_root and path[-1].key not in self._before:
             path.append(chunk)
@@ -231,7 +231,6 @@ class _Held:
 
 
 def _held_by(ledger: Ledger, whose: Whose) -> Removed:
-    """What is about to go."""
     theirs = {lineage for lineage in ledger.lineages() if lineage.owner in whose}
     chunks = [chunk for chunk in ledger.tree if chunk.lineage in theirs]
     ledger.counters.removed_chunks += len(chunks)
@@ -248,7 +247,7 @@ class _Sums(NamedTuple):
     cold: int
 
     def with_part(self, chunk: Chunk, used: int) -> _Sums:
-        """And of the first `used` tokens of a chunk, whose bytes count whole."""
+        """Adds the first `used` tokens of a chunk, whose bytes count whole."""
         warm, cold = used * (chunk.payload is not None), used * chunk.on_disk
         return _Sums(self.bytes + chunk.bytes * (used > 0), self.warm + warm, self.cold + cold)
 

@@ -49,7 +49,7 @@ class Moved:
 
     @property
     def shift(self) -> int:
-        """From a position of the source to that in the prompt."""
+        """What to add to a position of the source to get that in the prompt."""
         return self.start - self.segments[0].start
 
     @property
@@ -128,7 +128,7 @@ def to_pieces(matches: Sequence[Moved], approximation: Approximation) -> tuple[M
 
 
 def window_hashes(tokens: TokenArray) -> Hashes:
-    """Of `WINDOW` tokens each, at every offset."""
+    """Hashes `WINDOW` tokens at every offset."""
     if len(tokens) < WINDOW:
         return np.empty(0, np.uint64)
     return _hash(np.lib.stride_tricks.sliding_window_view(tokens, WINDOW))
@@ -153,7 +153,7 @@ def _windows(chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, int]]:
 
 
 def _hashes_of(chunks: Sequence[Chunk]) -> list[int]:
-    """In the order of `_windows`."""
+    """Returns one for each of `_windows`, in that order."""
     if not chunks:
         return []
     whole = [chunk.tokens[: len(chunk.tokens) // WINDOW * WINDOW] for chunk in chunks]
@@ -196,7 +196,7 @@ def _between(segments: Iterable[Segment], start: int, end: int) -> tuple[Segment
 
 
 def _runs(owner: npt.NDArray[np.int32]) -> Iterator[tuple[int, int]]:
-    """Ranges that belong to one match."""
+    """Yields the ranges that belong to one match."""
     borders = [0, *(np.flatnonzero(np.diff(owner)) + 1).tolist(), len(owner)]
     return ((start, stop) for start, stop in pairwise(borders) if start < stop and owner[start] >= 0)
 

@@ -146,7 +146,7 @@ class Entries:
         return entry
 
     def restore(self, entries: Iterable[Entry]) -> None:
-        """Those of a store that is being opened: of those whose chunks are gone nothing stays."""
+        """Enter those of a store that is being opened. Those whose chunks are gone do not stay."""
         for entry in sorted(entries, key=lambda entry: entry.used_at):
             self._entries[entry.id] = entry
             self._note_tails(entry)
@@ -248,7 +248,7 @@ class Entries:
 
     @contextmanager
     def _changing_tails(self, entry: Entry) -> Iterator[None]:
-        """Around every change of an entry's tails."""
+        """Must surround every change of an entry's tails."""
         self._unnote_tails(entry)
         yield
         self._note_tails(entry)
@@ -315,16 +315,14 @@ class Uses:
 
 
 class UnsavedChanges:
-    """What the index does not know yet. Bounded, also where there is no index, or one that takes nothing: of what
-    is left out, the next opening finds that its chunks are gone."""
+    """Holds what the index does not know yet. It is bounded, also where no index takes anything: the next opening
+    finds that the chunks of what is left out are gone."""
 
     def __init__(self) -> None:
         self.used: dict[ChunkKey, Chunk] = {}
-        """Of chunks that are in the store."""
         self.entries: dict[EntryId, Entry] = {}
-        """That are in the store."""
         self.pins: dict[EntryId, bool] = {}
-        """Of these, what was pinned or unpinned here: others may have done so with the rest."""
+        """What was pinned or unpinned here: others may have done so with the rest."""
         self.forgotten: deque[EntryId] = deque(maxlen=CHANGES_LIMIT)
         self.ghosts: deque[Ghost] = deque(maxlen=CHANGES_LIMIT)
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from emberkeep.kv.disk.index import LaterUses
 from emberkeep.kv.disk.tier import DiskTier
 from emberkeep.kv.entries import Entry, EntryId, latest_tail
-from emberkeep.kv.eviction import drop_expired, has_expired
 from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.ledger import Ledger, Transact
 from emberkeep.kv.tree import Chunk, held_at
+from emberkeep.types.events import MissReason
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")
@@ -154,3 +154,23 @@ def _bring_forward(ledger: Ledger, chunks: Iterable[Chunk], expires: float) -> N
     for chunk in chunks:
         chunk.expires = min(chunk.expires, expires)
         ledger.entries.changes.used[chunk.key] = chunk
+
+
+def drop_expired(ledger: Ledger, chunks: Iterable[Chunk], but: Container[ChunkKey] = ()) -> list[Chunk]:
+    """Drop those of `chunks` that are not wanted any more, and what they grow from, leaves first. Returns what
+    was dropped."""
+    now = ledger.clock.now()
+    victims: list[Chunk] = []
+    for end in chunks:
+        chunk: Chunk | None = end
+        while chunk and not chunk.is_root and chunk in ledger.tree and chunk.expires <= now and chunk.may_go:
+            if chunk.key in but:
+                break
+            victims += ledger.drop(chunk, MissReason.EXPIRED)
+            chunk = chunk.parent
+    return victims
+
+
+def has_expired(ledger: Ledger, entry: Entry) -> bool:
+    """No request has wanted it for its TTL, and it is not pinned."""
+    return not entry.is_pinned and entry.used_at + ledger.keeping.ttl[entry.ttl] <= ledger.clock.now()

@@ -15,16 +15,14 @@ from emberkeep.kv.content import ContentIndex
 from emberkeep.kv.disk.index import ChunkRow
 from emberkeep.kv.entries import Entries, Entry, Unsaved
 from emberkeep.kv.ghosts import ghost_of
+from emberkeep.kv.holdings import Orphans, RamTier, Tally, _row_of
 from emberkeep.kv.keys import ROOT, ChunkKey
-from emberkeep.kv.orphans import Orphans, _row_of
 from emberkeep.kv.policy import Keeping, Rhythm, StoreCounters, WriteBudget, worth_writing
-from emberkeep.kv.ram_tier import RamTier, Tally
 from emberkeep.kv.tree import Chunk, Cursor, RadixTree, held_at, sibling_with
 from emberkeep.types.cache import Label
 from emberkeep.types.events import MissReason
 from emberkeep.types.lineage import Lineage
 from emberkeep.types.request import Ttl
-from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")
 
@@ -36,17 +34,6 @@ class Transact(Protocol):
 
     def __call__(self, change: Callable[[Ledger], T]) -> T:
         """Run `change` while nothing else looks at the ledger. It must be short, and must not block."""
-
-
-@dataclass(frozen=True, slots=True)
-class DiskUsage:
-    """What the files that are known take."""
-
-    bytes: int
-    chunks: int
-    """Those that a lookup can reach."""
-    to_remove: int
-    """Files that nothing leads to any more."""
 
 
 class Ledger:
@@ -84,19 +71,16 @@ class Ledger:
         """Chunks that left, but for tails that are inside others: files may have traces of them."""
         self._content: ContentIndex | None = None
         self.on_delete: Callable[[Container[str]], None] = lambda owners: None
-        """Told whose chunks were removed, have expired or were lost: others may have removed those. Must be quick,
-        and must not call the store."""
+        """It is told whose chunks were removed, have expired or were lost: others may have removed those. It must
+        be quick, and must not call the store."""
 
     @property
     def disk_bytes(self) -> int:
-        """Of every file that is known, whether a lookup can reach it or not."""
+        """What every file that is known takes, whether a lookup can reach it or not."""
         return self.disk.bytes + self.to_remove_bytes + self.orphans.bytes
 
-    def disk_usage(self) -> DiskUsage:
-        return DiskUsage(self.disk_bytes, self.disk.chunks, len(self.to_remove))
-
     def lineages(self) -> list[Lineage]:
-        """Of all who have something here."""
+        """Names all who have something here."""
         waiting = (Lineage.parse(row.namespace) for row in self.orphans)
         entered = (entry.lineage for entry in self.entries)
         return [*{*(chunk.lineage for chunk in self.tree), *waiting, *entered, *self.entries.ghosts.lineages()}]
@@ -182,7 +166,6 @@ class Ledger:
         return reachable and worth_writing(chunk, spent, self.writes.limit)
 
     def skip_write(self, chunk: Chunk) -> None:
-        """It was not worth it."""
         if chunk in self.tree:
             self.unwritten.add(chunk.key)
 
@@ -236,7 +219,7 @@ class Ledger:
             todo += self.orphans.take_all(row.key)
 
     def orphans_to_check(self) -> list[ChunkRow]:
-        """Those whose parent is there again. Their files may be as damaged as its was: they have to be read."""
+        """Returns those whose parent is there again. Their files may be as damaged as its was."""
         return self.orphans.below(self.tree.by_key)
 
     def settle_orphan(self, row: ChunkRow, *, is_whole: bool) -> None:
@@ -436,12 +419,14 @@ class Ledger:
             parent=parent,
             take=row.take,
             tokens=row.tokens,
-            size=row.bytes,
+            bytes=row.bytes,
             lineage=Lineage.parse(row.namespace),
+            sampled=row.sampled,
+            made=row.made,
+            last_used=row.last_used,
+            hits=row.hits,
+            expires=row.expires or wanted_until,
         )
-        chunk.sampled, chunk.made = row.sampled, row.made
-        chunk.last_used, chunk.hits = row.last_used, row.hits
-        chunk.expires = row.expires or wanted_until
         self.tick = max(self.tick, row.last_used)
         self.enter_file(chunk, row.bytes)
         self._enter(chunk)

@@ -273,7 +273,7 @@ class StoreCounters:
     removed_chunks: int = 0
 
     def read(self, size: int, seconds: float) -> None:
-        """A chunk's file was."""
+        """A chunk's file was read."""
         self.read_chunks += 1
         self.read_bytes += size
         self.read_seconds += seconds

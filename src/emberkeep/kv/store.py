@@ -28,11 +28,9 @@ from emberkeep.kv.expiry import Expiry
 from emberkeep.kv.holders import Holders
 from emberkeep.kv.keys import ChunkKey, Span, forget_lineages
 from emberkeep.kv.ledger import Ledger
-from emberkeep.kv.loading import Loading
-from emberkeep.kv.lookups import StoreLookups
+from emberkeep.kv.lookups import StoreLookups, chunks_along
 from emberkeep.kv.policy import CostModel, Keeping, Saved, StoreCounters, WriteBudget
-from emberkeep.kv.shared_tier import Arrival, NotShared, SharedTier
-from emberkeep.kv.text_walk import chunks_along
+from emberkeep.kv.shared_tier import Arrival, SharedTier
 from emberkeep.kv.tree import (
     Chunk,
     Cursor,
@@ -63,7 +61,7 @@ class Budgets:
 
     ram: int
     disk: int = 0
-    """For all stores under the same root together."""
+    """What all stores under the same root may hold together."""
 
 
 class KvStore(StoreLookups):
@@ -94,7 +92,6 @@ class KvStore(StoreLookups):
         self._lock = threading.Lock()
         self._ledger = Ledger(self.keeping, budgets.ram, self.counters)
         self._fits_engine = True
-        self.loading = Loading(self.transact, self.counters, self.costs)
         self._forgetter = Forgetter(files, self.transact)
         self.corpus = TokenCorpus(self.transact)
         self._ledger.on_delete = self.corpus.forget
@@ -103,7 +100,7 @@ class KvStore(StoreLookups):
         self._disk: DiskTier | None = None
         if files is not None:
             try:
-                self._disk = self.loading.disk = self._open(files, {"fingerprint": fingerprint, **(about or {})})
+                self._disk = self._open(files, {"fingerprint": fingerprint, **(about or {})})
             except BaseException:
                 files.close()
                 raise
@@ -111,12 +108,12 @@ class KvStore(StoreLookups):
         if self._expiry:
             self._expiry.sweep()  # before anything is served
         folder = self._disk.files.folder if self._disk else None
-        self._shared: SharedTier = shared(self, budgets.ram // 2, folder) if shared else NotShared()
-        self.catalogue = Catalogue(self.transact, self._remove_files, self._shared.remove, self._forget)
+        self.shared = shared(self, budgets.ram // 2, folder) if shared else SharedTier()
+        self.catalogue = Catalogue(self.transact, self._remove_files, self.shared.remove, self._forget)
         self.holders.join_lasting(self, self.catalogue.forget_user)
 
     def read_into(self, allocate: Callable[[int], memoryview | None]) -> None:
-        """From now on payloads are read from disk into memory that `allocate` gives, where it gives any."""
+        """Payloads are read from now on from disk into memory that `allocate` gives, where it gives any."""
         if self._disk is not None:
             self._disk.files.buffers.allocate = allocate
 
@@ -136,9 +133,7 @@ class KvStore(StoreLookups):
         self.counters.damaged_chunks += damaged
         settings = DiskSettings(self._budgets.disk, self._budgets.ram // 16, about, self.keeping.expire)
         largest = max((row.bytes for row in rows), default=0)
-        return DiskTier(
-            files, self.transact, self.loading.complete, self._forgetter, self.counters, settings, largest
-        )
+        return DiskTier(files, self.transact, self._forgetter, self.counters, self.costs, settings, largest)
 
     def follow(self, fingerprint: bytes) -> None:
         """The engine computes with `fingerprint` from now on, and holds nothing that it computed before.
@@ -149,14 +144,9 @@ class KvStore(StoreLookups):
             self._fits_engine = fingerprint == self.fingerprint
 
     @property
-    def shares_more(self) -> bool:
-        """Whether it would reach other hosts now."""
-        return self._shared.takes_more
-
-    @property
-    def is_shared(self) -> bool:
-        """Other hosts reuse what is stored here: chunks should lie where they cut them, too."""
-        return self._shared.is_shared
+    def loading(self) -> int:
+        """How many chunks are being read from disk."""
+        return len(self._disk.reader) if self._disk else 0
 
     def transact(self, change: Callable[[Ledger], T]) -> T:
         """Run `change` with the store's lock held. It must be short, and must not block."""
@@ -214,27 +204,22 @@ class KvStore(StoreLookups):
 
         Never blocks: it runs while the prompt is still being tokenised.
         """
+        if self._disk is None:
+            return set()
+        reader = self._disk.reader
         with self._lock:
             roots = {lineage.owner, SHARED}
             origins = [Cursor(self._tree.root(root), 0, lineage) for root in roots]
             likely = [chunk for origin in origins for chunk in chunks_along(origin, text, pieces)]
-            missing = [chunk for chunk in likely if chunk.payload is None and chunk.key not in self.loading]
+            missing = [chunk for chunk in likely if chunk.payload is None and chunk.key not in reader]
             for chunk in missing:
-                self.loading.begin(chunk)
+                reader.begin(chunk)
             return {chunk.key for chunk in missing}
-
-    def prefetch(self, lineage: Lineage, tokens: TokenArray) -> None:
-        """Begin to fetch what other hosts have computed of a prompt whose first tokens these are. Never blocks."""
-        self._shared.prefetch(lineage, tokens)
 
     def bring_in(self, lineage: Lineage, tokens: TokenArray, *, snapshots: bool) -> Arrival | None:
         """Fetch what other hosts have computed of a prompt, if that is cheaper than to evaluate it: a lookup finds
         it when it has arrived. None where nothing is to be had. Never blocks."""
-        return self._shared.bring_in(lineage, tokens, snapshots=snapshots) if self._fits_engine else None
-
-    def was_late(self, arrival: Arrival) -> None:
-        """A request has given up waiting for it."""
-        self._shared.was_late(arrival)
+        return self.shared.bring_in(lineage, tokens, snapshots=snapshots) if self._fits_engine else None
 
     def fetch(self, chunk: Chunk, notify: Callable[[], None]) -> Fetch:
         """Bring a pinned chunk's payload into RAM; `notify` is called once, from any thread, when it is there.
@@ -246,7 +231,8 @@ class KvStore(StoreLookups):
                 return Fetch(chunk, FetchState.READY)
             if chunk not in self._tree:
                 return Fetch(chunk, FetchState.GONE)
-            fetch = self.loading.begin(chunk)
+            assert self._disk is not None  # without one everything in the tree is in RAM
+            fetch = self._disk.reader.begin(chunk)
             fetch.waiting.append(notify)
             return fetch
 
@@ -300,7 +286,7 @@ class KvStore(StoreLookups):
                 self._ledger.supersede(replaced)
         if self._disk:
             self._disk.store(chunk, replaced)
-        self._shared.offer([chunk])
+        self.shared.offer([chunk])
         return cursor.moved(chunk, len(tokens))
 
     def share(
@@ -308,12 +294,12 @@ class KvStore(StoreLookups):
     ) -> None:
         """Let other hosts have a chunk that is not kept here as it is: the block around a place where
         conversations part."""
-        if not (self._shared.is_shared and self._fits_engine):
+        if not (self.shared.is_shared and self._fits_engine):
             return
         chunk = new_chunk(self.fingerprint, cursor, np.array(tokens, np.int32), len(payload), made)
         chunk.sampled, chunk.payload = tuple(sampled), payload
         chunk.expires = self.transact(lambda ledger: ledger.wanted_until(Ttl.LONG))
-        self._shared.offer_loose(chunk)
+        self.shared.offer_loose(chunk)
 
     def insert_snapshot(self, cursor: Cursor, payload: memoryview, made: Made = Made.UNKNOWN) -> Chunk | None:
         """Add the state at exactly `cursor`; None, where there is one, or no room for it."""
@@ -329,7 +315,7 @@ class KvStore(StoreLookups):
             return None
         if self._disk:
             self._disk.store(chunk, None)
-        self._shared.offer([chunk])
+        self.shared.offer([chunk])
         return chunk
 
     def turn_ended(self, label: Label, cursor: Cursor) -> Entry | None:
@@ -338,10 +324,10 @@ class KvStore(StoreLookups):
             if cursor.chunk.is_root or cursor.chunk not in self._tree:
                 return None
             entry = self._ledger.turn_ended(label, cursor)
-            held = list(held_at(cursor)) if self._shared.is_shared else []
+            held = list(held_at(cursor)) if self.shared.is_shared else []
         if self._disk:
             self._disk.wake()
-        self._shared.offer(held)
+        self.shared.offer(held)
         return entry
 
     def sweep(self) -> int:
@@ -367,13 +353,13 @@ class KvStore(StoreLookups):
         find it."""
         if self._disk:
             self._disk.flush()
-        self._shared.flush()
+        self.shared.flush()
 
     def close(self) -> None:
         """Write what is left and let go of the folder. Nothing may be called afterwards."""
         self.holders.leave(self)
         self.corpus.close()
-        self._shared.close()
+        self.shared.close()
         if self._disk:
             self._disk.close()
 
@@ -385,7 +371,7 @@ class KvStore(StoreLookups):
             self._ledger.shrink_ram()
 
     def held_bytes(self) -> tuple[int, int]:
-        """In RAM and on disk."""
+        """Returns those in RAM and those on disk."""
         with self._lock:
             return self._ledger.ram.tally.bytes, self._ledger.disk.bytes
 
@@ -402,7 +388,7 @@ class KvStore(StoreLookups):
         warm = {**figures.pop("warm"), "budget": self._budgets.ram}
         cold = {**figures.pop("cold"), "budget": self._budgets.disk, **(self._disk.stats() if self._disk else {})}
         folder = files.folder.name if files else None
-        shared, corpus = self._shared.stats(), self.corpus.stats()
+        shared, corpus = self.shared.stats(), self.corpus.stats()
         return {"folder": folder, **figures, "corpus": corpus, "warm": warm, "cold": cold, "remote": shared}
 
     # ── inside ──
@@ -435,7 +421,7 @@ class KvStore(StoreLookups):
         files. Raises OSError."""
         # The server first: what comes from there meanwhile goes with the rest.
         try:
-            self._shared.forget(user)
+            self.shared.forget(user)
         finally:
             swept = self._forget_here(user, whose)
         return swept

@@ -19,6 +19,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import field
 from enum import IntFlag
 
 import numpy as np
@@ -53,76 +54,49 @@ class Made(IntFlag):
 
 
 MADE = tuple(Made(number) for number in range(16))
-"""By number: making them anew is a twentieth of the time that opening a large store takes."""
+"""The values by their numbers: making them anew is a twentieth of the time that opening a large store takes."""
 
 
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class Chunk:
     """One stored token range: its place in the tree, and where its bytes are."""
 
-    __slots__ = (
-        "branches",
-        "bytes",
-        "came_back",
-        "expires",
-        "hits",
-        "is_fork",
-        "is_pinned",
-        "key",
-        "last_used",
-        "lineage",
-        "made",
-        "on_disk",
-        "parent",
-        "payload",
-        "pins",
-        "sampled",
-        "start",
-        "take",
-        "tokens",
-        "was_written",
-    )
+    key: ChunkKey
+    parent: Chunk | None
+    take: int
+    tokens: TokenArray
+    bytes: int = 0
+    lineage: Lineage = EXACT
+    start: int = 0
+    """Follows from `parent` and `take`."""
+    sampled: tuple[Span, ...] = ()
+    """Ranges of `tokens` (relative) that the model sampled."""
+    made: Made = Made.UNKNOWN
+    payload: memoryview | None = None
+    """The copy in RAM."""
+    on_disk: bool = False
+    is_fork: bool = False
+    """Other sequences branch off at its end, so it is not replaced when its own conversation grows."""
+    pins: int = 0
+    """Lookups that are using it now."""
+    is_pinned: bool = False
+    """A user asked that it be kept."""
+    hits: int = 0
+    """Lookups that reused it, also before it was evicted and stored again."""
+    last_used: int = 0
+    """In ticks of the store's logical clock."""
+    expires: float = 0.0
+    """Until when it is wanted, in the store's seconds."""
+    came_back: bool = False
+    """It was gone before, and asked for again."""
+    was_written: bool = False
+    """It was on disk before, and evicted."""
+    branches: dict[int, dict[int, list[Chunk]]] = field(default_factory=dict)
+    """take -> first token -> children. More than one child only where processes stored the same twice."""
 
-    def __init__(
-        self,
-        *,
-        key: ChunkKey,
-        parent: Chunk | None,
-        take: int,
-        tokens: TokenArray,
-        size: int = 0,
-        lineage: Lineage = EXACT,
-    ) -> None:
-        self.key = key
-        self.lineage = lineage
-        self.parent = parent
-        self.take = take
-        self.start: int = parent.start + take if parent else 0
-        self.tokens = tokens
-        self.sampled: tuple[Span, ...] = ()
-        """Ranges of `tokens` (relative) that the model sampled."""
-        self.made = Made.UNKNOWN
-        self.bytes = size
-        self.payload: memoryview | None = None
-        """The copy in RAM."""
-        self.on_disk = False
-        self.is_fork = False
-        """Other sequences branch off at its end, so it is not replaced when its own conversation grows."""
-        self.pins = 0
-        """Lookups that are using it now."""
-        self.is_pinned = False
-        """A user asked that it be kept."""
-        self.hits = 0
-        """Lookups that reused it, also before it was evicted and stored again."""
-        self.last_used = 0
-        """In ticks of the store's logical clock."""
-        self.expires = 0.0
-        """Until when it is wanted, in the store's seconds."""
-        self.came_back = False
-        """It was gone before, and asked for again."""
-        self.was_written = False
-        """It was on disk before, and evicted."""
-        self.branches: dict[int, dict[int, list[Chunk]]] = {}
-        """take -> first token -> children. More than one child only where processes stored the same twice."""
+    def __post_init__(self) -> None:
+        if self.parent is not None:
+            self.start = self.parent.start + self.take
 
     @property
     def end(self) -> int:
@@ -238,7 +212,7 @@ class RadixTree:
         return iter(self._chunks.values())
 
     def __contains__(self, chunk: Chunk) -> bool:
-        """By identity: a chunk that was dropped and stored anew is another one under the same key."""
+        """Compares by identity: a chunk that was dropped and stored anew is another one under the same key."""
         return chunk.is_root or self._chunks.get(chunk.key) is chunk
 
     @property
@@ -299,15 +273,12 @@ def new_chunk(fingerprint: bytes, cursor: Cursor, tokens: TokenArray, size: int,
     """What goes on at `cursor` with `tokens` (none: a snapshot). The tree stays as it is."""
     parent, lineage = cursor.chunk, cursor.lineage
     key = chunk_key(fingerprint, lineage, parent.key, cursor.used, tokens)
-    chunk = Chunk(key=key, parent=parent, take=cursor.used, tokens=tokens, size=size, lineage=lineage)
-    chunk.made = made
-    return chunk
+    return Chunk(key=key, parent=parent, take=cursor.used, tokens=tokens, bytes=size, lineage=lineage, made=made)
 
 
 def new_root(owner: str) -> Chunk:
-    root = Chunk(key=ROOT, lineage=Lineage(owner), parent=None, take=0, tokens=np.empty(0, np.int32))
-    root.is_fork = True
-    return root
+    empty = np.empty(0, np.int32)
+    return Chunk(key=ROOT, lineage=Lineage(owner), parent=None, take=0, tokens=empty, is_fork=True)
 
 
 def descend(cursor: Cursor, tokens: TokenArray) -> Cursor:
@@ -320,7 +291,7 @@ def descend(cursor: Cursor, tokens: TokenArray) -> Cursor:
 
 
 def places_along(cursor: Cursor, tokens: TokenArray) -> Iterator[Cursor]:
-    """In each chunk at or below `cursor` whose path holds `tokens`, the last place that does."""
+    """Yields the last place in each chunk at or below `cursor` whose path holds `tokens`."""
     todo = [cursor]
     while todo:
         chunk, used = (here := todo.pop()).chunk, here.used

@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from emberkeep.errors import NoSuchEntry
-from emberkeep.kv.disk.chunk_files import ChunkFiles, Found
+from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.disk.folders import INDEX, stores_under
-from emberkeep.kv.disk.index import read_meta
+from emberkeep.kv.disk.index import description_of, read_meta
+from emberkeep.kv.disk.transfers import FetchState, check_file
 from emberkeep.kv.keys import store_name
 from emberkeep.kv.policy import Keeping
 from emberkeep.kv.remote.link import RemoteLink
@@ -73,7 +74,8 @@ def check_files(folder: StoreFolder, on_progress: Callable[[int, int], None]) ->
         rows, damaged = files.open_rows()
         done, total = 0, sum(row.bytes for row in rows)
         for row in rows:
-            damaged += files.look_at(row) in (Found.DAMAGED, Found.UNREADABLE)
+            result = check_file(files, description_of(row, folder.fingerprint))
+            damaged += result.state in (FetchState.DAMAGED, FetchState.UNREADABLE)
             done += row.bytes
             on_progress(done, total)
         return Checked(len(rows), damaged)

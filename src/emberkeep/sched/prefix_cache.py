@@ -444,7 +444,7 @@ class PrefixCache:
 
     def _export_around(self, sequence: Sequence, borders: list[int]) -> tuple[NewChunk, KvExport] | None:
         """The block in which the first chunk lies, where that begins inside it and others could use it."""
-        if not self._store.shares_more or not sequence.lineage.is_exact:
+        if not self._store.shared.takes_more or not sequence.lineage.is_exact:
             return None
         begin = block_start(borders[0])
         if begin == borders[0]:
@@ -455,7 +455,7 @@ class PrefixCache:
     def _export(self, sequence: Sequence, borders: list[int]) -> list[KvExport]:
         """Full chunks in the bits of their lineage; the newest tokens, whose chunk will grow, as they are."""
         bits = sequence.lineage.bits
-        origin = block_start(borders[0]) if self._store.is_shared else borders[0]
+        origin = block_start(borders[0]) if self._store.shared.is_shared else borders[0]
         full = [border for border in borders if border == borders[0] or (border - origin) % self._chunk == 0]
         if bits == EXACT_BITS or len(full) < 2:
             return [self._engine.export_kv(sequence.slot, borders)]
@@ -474,7 +474,7 @@ class PrefixCache:
     def _borders(self, begin: int, end: int, *, tail: bool) -> list[int]:
         """Where chunks of [begin, end) begin and end; the last one may be shorter if it may be a tail. Where hosts
         share them the first one too, so that those after it are blocks."""
-        first = block_start(begin) + BLOCK_TOKENS if self._store.is_shared else begin + self._chunk
+        first = block_start(begin) + BLOCK_TOKENS if self._store.shared.is_shared else begin + self._chunk
         borders = [begin, *range(first, end + 1, self._chunk)]
         return [*borders, end] if tail and borders[-1] < end else borders
 

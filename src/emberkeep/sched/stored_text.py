@@ -10,9 +10,9 @@ from functools import lru_cache
 import numpy as np
 
 from emberkeep.kv.keys import ROOT, ChunkKey, Span
+from emberkeep.kv.lookups import Replayed, stored_ids
 from emberkeep.kv.remote.blocks import BLOCK_TOKENS
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.text_walk import Replayed, stored_ids
 from emberkeep.kv.tree import Chunk, Cursor
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.lineage import Lineage
@@ -35,7 +35,7 @@ class StoredText:
         self._cursor = store.origin(lineage)
         self._ids = np.empty(1024, np.int32)
         self._count = 0
-        self._can_prefetch = store.is_shared and not snapshots
+        self._can_prefetch = store.shared.is_shared and not snapshots
         self._prefetch_at: int | None = None
         """With so many ids, what other hosts have of them is asked for."""
 
@@ -64,7 +64,7 @@ class StoredText:
         self._count = len(ids)
         if self._prefetch_at is not None and self._count >= self._prefetch_at:
             self._prefetch_at = 2 * self._count  # few round trips, however long it is
-            self._store.prefetch(self._lineage, self._ids[: self._count].copy())
+            self._store.shared.prefetch(self._lineage, self._ids[: self._count].copy())
 
 
 class RecentAnswers:

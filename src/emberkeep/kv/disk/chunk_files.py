@@ -25,7 +25,6 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 
@@ -38,6 +37,7 @@ from emberkeep.kv.disk.folders import (
     OWNER,
     QUARANTINE,
     TMP,
+    Quarantine,
     bytes_below,
     delete,
     hold,
@@ -46,12 +46,11 @@ from emberkeep.kv.disk.folders import (
     lock,
     remove_if_unused,
     stores_under,
+    sweep_files,
 )
 from emberkeep.kv.disk.forgotten import ForgottenRecord, Whose
 from emberkeep.kv.disk.index import ChunkRow, Index, Unreadable, model_with, row_of
-from emberkeep.kv.disk.quarantine import Quarantine
 from emberkeep.kv.disk.shared_index import SharedIndex
-from emberkeep.kv.disk.sweeping import sweep_files
 from emberkeep.kv.keys import ChunkKey, store_name
 from emberkeep.values import dataclass
 
@@ -61,22 +60,12 @@ _MOST_STRAYS = 1024
 _STRAYS_AT_ONCE = 64
 
 
-class Found(Enum):
-    """What came of reading a file."""
-
-    WHOLE = "whole"
-    DAMAGED = "damaged"
-    GONE = "gone"
-    UNREADABLE = "unreadable"
-    """Just now, or damaged and where it was."""
-
-
 @dataclass(frozen=True, slots=True)
 class Written:
     """What came of writing some chunks."""
 
     sizes: dict[ChunkKey, int]
-    """Of the files that are in their places."""
+    """Bytes of each file that is in its place."""
     error: OSError | None = None
     """Why others are not."""
 
@@ -94,7 +83,7 @@ class ChunkFiles:
         self._strays: dict[ChunkKey, int] = {}
         """Files that may be anything: reading them failed, in a way that may pass."""
         self._unfinished_bytes = self._foreign_bytes = 0
-        """Of files in `tmp`, and of files among the chunks that are no chunks, as of the last look."""
+        """As of the last look: files in `tmp`, and files among the chunks that are no chunks."""
         try:
             self._locks.append(hold(self.folder, "in-use", fcntl.LOCK_SH))
             self._locks.append(hold(self._tmp, OWNER, fcntl.LOCK_EX))
@@ -167,23 +156,8 @@ class ChunkFiles:
         """The verified payload. Raises FileNotFoundError, OSError or Damaged."""
         return chunkfile.read(self._path(expected.key), expected, self.buffers)
 
-    def look_at(self, row: ChunkRow) -> Found:
-        """Read a chunk's file and verify it; a damaged one is put out of reach, if it can be."""
-        identity = (row.namespace, row.key, row.parent, row.take, row.start, row.tokens, row.sampled, row.made)
-        try:
-            self.read(Description(self.fingerprint, *identity))
-        except Damaged as reason:
-            log.info("quarantined %s.kv: %s", row.key.hex(), reason)
-            return Found.DAMAGED if self.quarantine(row.key) else Found.UNREADABLE
-        except FileNotFoundError:
-            return Found.GONE
-        except OSError as error:
-            log.warning("cannot read %s.kv: %s", row.key.hex(), error)
-            return Found.UNREADABLE
-        return Found.WHOLE
-
     def remove(self, keys: Iterable[ChunkKey]) -> tuple[set[ChunkKey], OSError | None]:
-        """Those whose files are gone, and why others are not."""
+        """Returns those whose files are gone, and why others are not."""
         gone: set[ChunkKey] = set()
         failed: OSError | None = None
         for key in keys:
@@ -196,7 +170,7 @@ class ChunkFiles:
         return gone, failed
 
     def missing(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
-        """Those that have no file: others may have evicted them."""
+        """Returns those that have no file: others may have evicted them."""
         gone: set[ChunkKey] = set()
         for key in keys:
             try:
@@ -249,7 +223,7 @@ class ChunkFiles:
 
     @property
     def has_undated(self) -> bool:
-        """Files of which nothing says when they expire. Raises OSError."""
+        """There are files of which nothing says when they expire. Raises OSError."""
         return bool(self._strays or self._quarantine.paths())
 
     # ── forgetting ──

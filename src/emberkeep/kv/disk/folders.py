@@ -6,10 +6,13 @@ import fcntl
 import os
 import re
 import shutil
+import uuid
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from emberkeep.files import private_folder
+from emberkeep.kv.disk.chunkfile import namespace_of
 
 INDEX = "index.db"
 CHUNKS, QUARANTINE, TMP = "chunks", "quarantine", "tmp"
@@ -90,7 +93,7 @@ def delete(path: Path) -> None:
 
 
 def list_folder(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in it, nothing where it is gone. Raises OSError."""
+    """Returns what is in it, nothing where it is gone. Raises OSError."""
     try:
         with os.scandir(folder) as entries:
             return list(entries)
@@ -99,7 +102,7 @@ def list_folder(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def bytes_below(folder: Path) -> int:
-    """Of all files, as far as they can be seen."""
+    """Sums up all files, as far as they can be seen."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -108,3 +111,114 @@ def bytes_below(folder: Path) -> int:
             except OSError:
                 continue
     return total
+
+
+# ── damaged files ──
+
+
+_MOST_QUARANTINED = 32
+
+
+_MOST_QUARANTINED_BYTES = 64 << 20
+
+
+class Quarantine:
+    """Safe to use from any thread; blocks on disk. Raises OSError from the constructor only, unless it says so."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = private_folder(folder)
+        self.bytes = 0
+        """What is in it, as of the last look: other processes use the same one."""
+        self.trim()
+
+    def put(self, path: Path) -> bool:
+        """Move a file here; one that cannot be moved is deleted. False: it is still where it was."""
+        try:
+            path.rename(self._folder / f"{path.stem}.{uuid.uuid4().hex[:8]}")
+        except FileNotFoundError:
+            return True
+        except OSError:
+            try:
+                delete(path)
+            except OSError:
+                return False
+        self.trim()
+        return True
+
+    def trim(self) -> None:
+        """Delete the oldest until there are few enough, and count what is left."""
+        found = sorted(self._files())
+        size = sum(bytes_ for _, _, bytes_ in found)
+        excess = len(found) - _MOST_QUARANTINED
+        for place, (_, path, bytes_) in enumerate(found):
+            if place >= excess and size <= _MOST_QUARANTINED_BYTES:
+                break
+            with suppress(OSError):
+                delete(path)
+                size -= bytes_
+        self.bytes = size
+
+    def empty(self) -> None:
+        """Raises OSError."""
+        for path in self.paths():
+            delete(path)
+        self.bytes = 0
+
+    def paths(self) -> list[Path]:
+        """Raises OSError."""
+        return list(self._folder.iterdir())
+
+    def _files(self) -> Iterator[tuple[int, Path, int]]:
+        """Yields when it came, its path and its bytes."""
+        with suppress(OSError):
+            for path in self.paths():
+                with suppress(OSError):
+                    status = os.lstat(path)
+                    yield status.st_ctime_ns, path, status.st_size
+
+
+# ── what belongs to a user ──
+
+
+def sweep_files(folder: Path, whose: Container[str]) -> int:
+    """Delete their files in the store in `folder`; returns the bytes that went.
+
+    chunks      whatever says that it is theirs, and what is named like a chunk and does not say whose it is: no
+                lookup could use that
+    quarantine  the same, whatever its name
+    tmp         what says that it is theirs; the rest is being written, or was when its process died
+
+    Raises OSError when some could not be looked at or deleted: the others are gone all the same.
+    """
+    swept, failed = 0, None
+    known: dict[str | None, bool] = {}
+    for path, goes_unless_it_says in _candidates(folder):
+        try:
+            namespace = namespace_of(path)
+            if namespace not in known:
+                known[namespace] = namespace is not None and namespace in whose
+            if known[namespace] or (namespace is None and goes_unless_it_says):
+                size = os.lstat(path).st_size
+                delete(path)
+                swept += size
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            failed = error
+    if failed is not None:
+        raise failed
+    return swept
+
+
+def _candidates(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """Yields files, and whether one that does not say whose it is goes as well. Raises OSError."""
+    for inner in list_folder(folder / CHUNKS):
+        for entry in list_folder(Path(inner.path)) if inner.is_dir(follow_symlinks=False) else ():
+            if entry.is_file(follow_symlinks=False):
+                yield Path(entry.path), is_chunk_name(entry.name) is not None
+    for entry in list_folder(folder / QUARANTINE):
+        yield Path(entry.path), True
+    for inner in list_folder(folder / TMP):
+        for entry in list_folder(Path(inner.path)) if inner.is_dir(follow_symlinks=False) else ():
+            if entry.is_file(follow_symlinks=False) and entry.name != OWNER:
+                yield Path(entry.path), False

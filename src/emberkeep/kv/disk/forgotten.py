@@ -102,7 +102,7 @@ class Record:
         return replace(self, last=one.seq, listed=(*self.listed, one))._trimmed()
 
     def with_done(self, one: Forgetting) -> Record:
-        """With those before it of the same user."""
+        """Marks those before it of the same user, too."""
         done = (
             replace(f, is_done=f.is_done or (f.digest == one.digest and f.seq <= one.seq)) for f in self.listed
         )
@@ -174,7 +174,7 @@ class ForgottenRecord:
         self.owed = [owed for owed in self.owed if owed[0].digest != forgetting.digest]
 
     def allowed(self, rows: list[ChunkRow]) -> list[ChunkRow]:
-        """Without those of users whose files could not all be removed yet."""
+        """Leaves out those of users whose files could not all be removed yet."""
         owed = self.owed
         return [row for row in rows if not any(row.namespace in whose for _, whose in owed)] if owed else rows
 
@@ -183,7 +183,7 @@ class ForgottenRecord:
         self.owed.append((forgetting, whose))
 
     def unfinished(self) -> list[tuple[Forgetting, Whose]]:
-        """Those whose files a process began to remove and did not finish."""
+        """Returns those whose files a process began to remove and did not finish."""
         record = self._read()
         return [(f, record.whose([f])) for f in record.listed if not f.is_done] if record else []
 

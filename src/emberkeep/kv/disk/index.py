@@ -107,6 +107,12 @@ def row_of(d: Description, size: int) -> ChunkRow:
     return ChunkRow(0, d.key, d.namespace, d.parent, d.take, d.start, d.tokens, d.sampled, d.made, size, 0, 0, 0.0)
 
 
+def description_of(row: ChunkRow, fingerprint: bytes) -> Description:
+    """What the chunk's file has to say."""
+    place = (row.namespace, row.key, row.parent, row.take, row.start)
+    return Description(fingerprint, *place, row.tokens, row.sampled, row.made)
+
+
 @dataclass(frozen=True, slots=True)
 class Notes:
     """What only the index knows."""
@@ -149,7 +155,7 @@ class Index:
         self._db = _translated(lambda: _open(self._path))
 
     def rows_after(self, seq: int) -> list[ChunkRow]:
-        """Everything inserted after `seq`, in order of insertion. Raises Unreadable."""
+        """Returns everything inserted after `seq`, in order. Raises Unreadable."""
         sql = """SELECT seq, key, namespace, parent, take, start, tokens, sampled, made, identity,
                         bytes, last_used, hits, expires
                  FROM chunk WHERE seq > ? ORDER BY seq"""
@@ -178,7 +184,7 @@ class Index:
         return _translated(lambda: [_entry(values) for values in self._db.execute(sql, (pinned_only,))])
 
     def later_uses(self, keys: Iterable[ChunkKey], ids: Iterable[EntryId]) -> LaterUses:
-        """Of these chunks and entries, as far as they are known. Raises Unreadable."""
+        """Looks up these chunks and entries, as far as they are known. Raises Unreadable."""
         of_chunk, of_entry = "SELECT expires FROM chunk WHERE key = ?", "SELECT used_at FROM entry WHERE id = ?"
 
         def read() -> LaterUses:

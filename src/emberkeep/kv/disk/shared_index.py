@@ -112,7 +112,7 @@ class SharedIndex:
             self._index.erase_traces()
 
     def later_uses(self, keys: Iterable[ChunkKey], ids: Iterable[EntryId]) -> LaterUses:
-        """Of these chunks and entries. Raises OSError."""
+        """Looks up these chunks and entries. Raises OSError."""
         with self._lock:
             return self._index.later_uses(keys, ids)
 

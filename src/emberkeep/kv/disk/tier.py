@@ -7,34 +7,36 @@ knows. It reaches the ledger through its store, for a moment each time, and neve
 from __future__ import annotations
 
 import logging
+import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
+from heapq import heapify, heappop, heappush
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any
 
-from emberkeep.kv.disk.chunk_files import ChunkFiles, Found
+from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.disk.chunkfile import most_bytes
 from emberkeep.kv.disk.forgetter import Forgetter
 from emberkeep.kv.disk.forgotten import Whose
-from emberkeep.kv.disk.index import ChunkRow
-from emberkeep.kv.disk.transfers import Fetch, Fetched, Reader, Writer
-from emberkeep.kv.eviction import evict
+from emberkeep.kv.disk.index import ChunkRow, description_of
+from emberkeep.kv.disk.transfers import FetchState, Reader, Writer
 from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.ledger import Ledger, Transact
-from emberkeep.kv.policy import StoreCounters
+from emberkeep.kv.policy import LOW_WATER, CostModel, StoreCounters
 from emberkeep.kv.tree import Chunk
+from emberkeep.types.events import MissReason
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")
 
-T = TypeVar("T")
 
 MOST_FILES = 250_000
 """Chunks on disk, however small they are: each takes 1.5 kB of RAM, and 20 µs when the store is opened."""
 _RETRY_S = 10.0
 """How long files that could not be removed or read are left alone."""
 _MOST_FAILURES = 16
-"""Of removals one after the other: a disk that refuses these refuses the others."""
+"""Removals that may fail one after the other: a disk that refuses these refuses the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class DiskSettings:
     about: Mapping[str, Any]
     """Written into the store's folder, for people and tools that come without the model."""
     expire: bool = False
-    """As in `Keeping`."""
+    """What has outlived its TTL is deleted, as in `Keeping`."""
 
 
 class DiskTier:
@@ -56,13 +58,13 @@ class DiskTier:
         self,
         files: ChunkFiles,
         transact: Transact,
-        on_read: Callable[[Fetch, Fetched], None],
         forgetter: Forgetter,
         counters: StoreCounters,
+        costs: CostModel,
         settings: DiskSettings,
         typical_size: int,
     ) -> None:
-        """`on_read` is called on a reader's thread for every load. `typical_size` is that of the files there."""
+        """`typical_size` is that of the files there."""
         self.files = files
         self._transact = transact
         self._forgetter = forgetter
@@ -72,18 +74,15 @@ class DiskTier:
         """Bytes of other fingerprints' stores; None until looked at."""
         self._removing = threading.Lock()
         self._telling = threading.Lock()
-        """Else the index might be told of an entry after it was told that it is forgotten."""
+        """Held so that the index is not told of an entry after it was told that it is forgotten."""
         self._look_again_at = 0.0
         self._unreadable: set[ChunkKey] = set()
         """Orphans that could not be read, until `_look_again_at`."""
-        self._reader = Reader(files, typical_size=typical_size, ready_bytes=settings.ready_bytes, on_done=on_read)
+        ready = settings.ready_bytes
+        self.reader = Reader(files, transact, counters, costs, typical_size=typical_size, ready_bytes=ready)
         self._writer = Writer(files, self, tells_expiry=settings.expire)
 
     # ── for the store ──
-
-    def load(self, fetch: Fetch) -> None:
-        """Read a chunk's file, then tell the store. Returns at once; called under the store's lock."""
-        self._reader.start(fetch)
 
     def store(self, chunk: Chunk, replaces: Chunk | None) -> None:
         """Write a chunk later, if it is worth it; then the tail inside it goes. Returns at once."""
@@ -99,7 +98,7 @@ class DiskTier:
 
     def close(self) -> None:
         """Write what is left and let go of the folder."""
-        self._reader.close()
+        self.reader.close()
         self._writer.close()
         self._try_to_save_notes()
         self.remove_files()
@@ -173,7 +172,7 @@ class DiskTier:
             for begin in range(0, len(keys), _MOST_FAILURES):
                 some = keys[begin : begin + _MOST_FAILURES]
                 gone, error = self.files.remove(some)
-                self._forget_files(gone)
+                self._transact(partial(Ledger.forget_files, keys=gone))
                 left -= gone
                 if error is not None:
                     log.warning("a file of the store cannot be removed: %s", error)
@@ -181,9 +180,6 @@ class DiskTier:
                 if failures >= _MOST_FAILURES:
                     break
             return left
-
-    def _forget_files(self, gone: set[ChunkKey]) -> None:
-        self._transact(lambda ledger: ledger.forget_files(gone))
 
     # ── for the writer, on its thread ──
 
@@ -212,11 +208,8 @@ class DiskTier:
         self.remove_files()
         self._transact(Ledger.shrink_ram)
         for tail in replaced:
-            self._retire(tail)
-
-    def _retire(self, tail: Chunk) -> None:
-        self._transact(lambda ledger: ledger.supersede(tail))
-        self.remove_files()
+            self._transact(partial(Ledger.supersede, tail=tail))
+            self.remove_files()
 
     def tidy(self) -> None:
         """Whenever there is nothing to write. Raises OSError."""
@@ -241,19 +234,17 @@ class DiskTier:
         """Chunks below one that was damaged and computed again: are they any better? Parents come first."""
         while rows := self._orphans_to_check():
             for row in rows:
-                found = self.files.look_at(row)
-                self._counters.damaged_chunks += found is Found.DAMAGED
-                self._counters.vanished_chunks += found is Found.GONE
-                if found is Found.UNREADABLE:
+                result = self.reader.check(description_of(row, self.files.fingerprint))
+                self._counters.damaged_chunks += result.state is FetchState.DAMAGED
+                self._counters.vanished_chunks += result.state is FetchState.GONE
+                if result.state is FetchState.UNREADABLE or (result.payload is None and result.is_there):
                     self._unreadable.add(row.key)
                 else:
-                    self._settle_orphan(row, is_whole=found is Found.WHOLE)
+                    is_whole = result.state is FetchState.READY
+                    self._transact(partial(Ledger.settle_orphan, row=row, is_whole=is_whole))
 
     def _orphans_to_check(self) -> list[ChunkRow]:
         return [row for row in self._transact(Ledger.orphans_to_check) if row.key not in self._unreadable]
-
-    def _settle_orphan(self, row: ChunkRow, *, is_whole: bool) -> None:
-        self._transact(lambda ledger: ledger.settle_orphan(row, is_whole=is_whole))
 
     def _look_at_strays(self) -> None:
         """Try again what failed in a way that may pass."""
@@ -292,7 +283,7 @@ class DiskTier:
                 return True
             self.files.clean_up()
             self._remove_orphans(lost_ones_too=False)
-            own = self._transact(Ledger.disk_usage).bytes + self.files.side_bytes
+            own = self._transact(lambda ledger: ledger.disk_bytes) + self.files.side_bytes
             allowed = max(self._settings.budget - incoming - own, 0)
             self._other_stores = self.files.shrink_other_stores(allowed)
             if not self._fits(incoming):
@@ -306,8 +297,8 @@ class DiskTier:
         self.remove_files()
 
     def _fits(self, incoming: int) -> bool:
-        usage = self._transact(Ledger.disk_usage)
-        return usage.chunks < MOST_FILES and usage.bytes <= self._room(incoming)
+        chunks, size = self._transact(lambda ledger: (ledger.disk.chunks, ledger.disk_bytes))
+        return chunks < MOST_FILES and size <= self._room(incoming)
 
     def _room(self, incoming: int) -> int:
         """Bytes of the budget for files that the ledger knows."""
@@ -315,13 +306,16 @@ class DiskTier:
 
     def _evict(self, incoming: int, newcomer: Chunk | None) -> None:
         """Nothing while the budget holds; else down to its low-water mark, deepest first."""
-        stuck = self._transact(Ledger.disk_usage).to_remove
+        stuck = self._count_to_remove()
         while not self._fits(incoming):
             if not self._evict_some(self._room(incoming), newcomer):
                 return
             self.remove_files()
-            if self._transact(Ledger.disk_usage).to_remove > stuck:
+            if self._count_to_remove() > stuck:
                 return  # a disk that gives nothing back: evicting more would only lose it
+
+    def _count_to_remove(self) -> int:
+        return self._transact(lambda ledger: len(ledger.to_remove))
 
     def _evict_some(self, room: int, newcomer: Chunk | None) -> int:
         return self._transact(lambda ledger: evict(ledger, room, MOST_FILES, newcomer))
@@ -342,3 +336,52 @@ class DiskTier:
         except BaseException:
             self._transact(lambda ledger: ledger.put_back(unsaved))
             raise
+
+
+# ── what goes when room is short: with the store's lock held ──
+
+
+def evict(ledger: Ledger, room: int, most_files: int, newcomer: Chunk | None) -> int:
+    """Drop chunks on disk until all files that are known fit into `room` bytes, down to the low-water mark;
+    likewise for their number. Nothing while they fit; returns how many were dropped."""
+    now = ledger.clock.now()
+    allowed = room - ledger.to_remove_bytes - ledger.orphans.bytes
+    target = allowed * LOW_WATER if ledger.disk.bytes > allowed else allowed
+    most = int(most_files * LOW_WATER) if ledger.disk.chunks >= most_files else most_files
+    victims = shrink_disk(ledger, target, now, newcomer, most_chunks=most)
+    expired = sum(chunk.expires <= now for chunk in victims)
+    ledger.counters.expired_evictions += expired
+    ledger.counters.cold_evictions += len(victims) - expired
+    if victims and log.isEnabledFor(logging.DEBUG):
+        size = sum(chunk.bytes for chunk in victims)
+        log.debug("cold: %d chunks are evicted, %d of them expired, %d bytes", len(victims), expired, size)
+    return len(victims)
+
+
+def shrink_disk(
+    ledger: Ledger, target: float, now: float, newcomer: Chunk | None = None, *, most_chunks: int = sys.maxsize
+) -> list[Chunk]:
+    """Drop leaves that no lookup uses and that are not pinned, expired ones first, then by worth, down to
+    `target` bytes and `most_chunks`.
+
+    With a `newcomer`, only what is worth less than it goes. A parent that becomes a leaf is weighed with the
+    rest. Returns what was dropped.
+    """
+    victims: list[Chunk] = []
+    if ledger.disk.bytes <= target and ledger.disk.chunks <= most_chunks:
+        return victims
+
+    def ranked(chunk: Chunk) -> tuple[bool, float, ChunkKey, Chunk]:
+        return chunk.expires > now, ledger.worth(chunk), chunk.key, chunk
+
+    limit = (True, ledger.worth(newcomer)) if newcomer else (True, float("inf"))
+    heap = [ranked(chunk) for chunk in ledger.tree if chunk.on_disk and chunk.may_go]
+    heapify(heap)
+    while heap and heap[0][:2] < limit and (ledger.disk.bytes > target or ledger.disk.chunks > most_chunks):
+        is_wanted, _, _, chunk = heappop(heap)
+        victims.append(chunk)
+        ledger.drop(chunk, MissReason.EVICTED if is_wanted else MissReason.EXPIRED)
+        parent = chunk.parent
+        if parent and not parent.is_root and parent.on_disk and parent.may_go:
+            heappush(heap, ranked(parent))
+    return victims

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import field
+from dataclasses import field, replace
 from enum import Enum
 from time import monotonic, perf_counter
 from typing import Protocol
@@ -21,6 +21,8 @@ from typing import Protocol
 from emberkeep.kv.disk.chunk_files import ChunkFiles, Written
 from emberkeep.kv.disk.chunkfile import Damaged, Description, describe, most_bytes
 from emberkeep.kv.keys import ChunkKey
+from emberkeep.kv.ledger import Ledger, Transact
+from emberkeep.kv.policy import CostModel, StoreCounters
 from emberkeep.kv.tree import Chunk
 from emberkeep.values import dataclass
 
@@ -62,26 +64,32 @@ class Fetched:
     """What came of a read."""
 
     state: FetchState
-    payload: memoryview | None
-    seconds: float
+    payload: memoryview | None = None
+    seconds: float = 0.0
     is_there: bool = False
     """Its file is damaged, and could not be put out of reach."""
 
 
 class Reader:
-    """`on_done` is called on a reader's thread for every fetch that was started."""
+    """Brings chunks from disk into RAM, each once. Safe to use from any thread."""
 
     def __init__(
         self,
         files: ChunkFiles,
+        transact: Transact,
+        counters: StoreCounters,
+        costs: CostModel,
         *,
         typical_size: int,
         ready_bytes: int,
-        on_done: Callable[[Fetch, Fetched], None],
     ) -> None:
         """`ready_bytes`: how much memory may be prepared for files of `typical_size`."""
         self._files = files
-        self._on_done = on_done
+        self._transact = transact
+        self._counters = counters
+        self._costs = costs
+        self._fetches: dict[ChunkKey, Fetch] = {}
+        """Reads that were begun and have not ended."""
         self._typical_size = typical_size
         self._ready_bytes = ready_bytes
         self._failing: dict[ChunkKey, tuple[int, float]] = {}
@@ -95,11 +103,22 @@ class Reader:
         all_started.wait()
         self._get_ready()
 
-    def start(self, fetch: Fetch) -> None:
-        """Returns at once. Called under the store's lock."""
-        self._typical_size = max(self._typical_size, fetch.chunk.bytes)
-        self._threads.submit(self._run, fetch)
-        self._get_ready_later()
+    def __len__(self) -> int:
+        return len(self._fetches)
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._fetches
+
+    def begin(self, chunk: Chunk) -> Fetch:
+        """The read of a chunk, begun where it was not yet. Returns at once; called with the store's lock held."""
+        fetch = self._fetches.get(chunk.key)
+        if fetch is None:
+            fetch = Fetch(chunk)
+            self._typical_size = max(self._typical_size, chunk.bytes)
+            self._threads.submit(self._run, fetch)
+            self._get_ready_later()
+            self._fetches[chunk.key] = fetch  # who takes in what was read waits for the lock
+        return fetch
 
     def close(self) -> None:
         """Blocks until the reads under way are done."""
@@ -109,13 +128,44 @@ class Reader:
         self._threads.shutdown(wait=True)
 
     def _run(self, fetch: Fetch) -> None:
+        """Read, and tell the requests that wait for it whatever goes wrong: they notice a payload that is not
+        there."""
         begin = perf_counter()
         try:
-            state, payload, is_there = self._read(fetch.chunk)
-        except Exception:  # the requests that wait for it must be told
+            result = self.check(describe(fetch.chunk, self._files.fingerprint))
+        except Exception:
             log.exception("cannot read %s.kv", fetch.chunk.key.hex())
-            state, payload, is_there = FetchState.UNREADABLE, None, False
-        self._on_done(fetch, Fetched(state, payload, perf_counter() - begin, is_there))
+            result = Fetched(FetchState.UNREADABLE)
+        try:
+            self._take_in(fetch.chunk, replace(result, seconds=perf_counter() - begin))
+        except Exception:
+            log.exception("cannot take in %s.kv", fetch.chunk.key.hex())
+        fetch.state = result.state
+        for notify in fetch.waiting:
+            notify()
+
+    def _take_in(self, chunk: Chunk, result: Fetched) -> None:
+        below = self._transact(lambda ledger: self._enter(ledger, chunk, result))
+        if result.payload is not None:
+            size, milliseconds = len(result.payload), 1e3 * result.seconds
+            log.debug("cold -> warm: %d tokens, %d bytes in %.1f ms", len(chunk.tokens), size, milliseconds)
+        if below:
+            missing = self._files.missing(below)
+            self._transact(lambda ledger: ledger.orphans.drop(missing))
+
+    def _enter(self, ledger: Ledger, chunk: Chunk, result: Fetched) -> list[ChunkKey]:
+        """Enter what was read; where it was nothing, returns the chunks below, which are out of reach now."""
+        del self._fetches[chunk.key]
+        if result.payload is not None:
+            self._counters.read(len(result.payload), result.seconds)
+            self._costs.read.measure(len(result.payload), result.seconds)
+            ledger.enter_payload(chunk, result.payload)
+            ledger.shrink_ram()
+            return []
+        self._counters.damaged_chunks += result.state is FetchState.DAMAGED
+        self._counters.vanished_chunks += result.state is FetchState.GONE
+        self._counters.unreadable_chunks += result.state is FetchState.UNREADABLE
+        return [] if result.state is FetchState.UNREADABLE else ledger.lose(chunk, is_there=result.is_there)
 
     def _get_ready(self) -> None:
         self._files.buffers.refill(self._typical_size, self._ready_bytes, _THREADS)
@@ -131,32 +181,44 @@ class Reader:
             log.info("no memory is prepared: %s", error)
             self._preparing = None
 
-    def _read(self, chunk: Chunk) -> tuple[FetchState, memoryview | None, bool]:
-        """Only what is missing or fails its check is given up: every other error may pass."""
-        try:
-            payload = self._files.read(describe(chunk, self._files.fingerprint))
-            self._failing.pop(chunk.key, None)
-            return FetchState.READY, payload, True
-        except Damaged as reason:
-            log.warning("quarantined %s.kv: %s", chunk.key.hex(), reason)
-            return FetchState.DAMAGED, None, not self._files.quarantine(chunk.key)
-        except FileNotFoundError as error:
-            log.info("%s.kv is gone: %s", chunk.key.hex(), error)
-            return FetchState.GONE, None, False
-        except (OSError, MemoryError) as error:
-            if isinstance(error, OSError) and error.errno == errno.EIO and self._is_bad_for_good(chunk.key):
-                log.warning("quarantined %s.kv: %s, for minutes now", chunk.key.hex(), error)
-                return FetchState.DAMAGED, None, not self._files.quarantine(chunk.key)
-            log.warning("cannot read %s.kv just now: %s", chunk.key.hex(), error)
-            return FetchState.UNREADABLE, None, False
+    def check(self, expected: Description) -> Fetched:
+        """Does what `check_file` does, but a file that has given nothing but errors for minutes is damaged."""
+        result = check_file(self._files, expected, self._is_bad_for_good)
+        if result.state is FetchState.READY:
+            self._failing.pop(expected.key, None)
+        return result
 
     def _is_bad_for_good(self, key: ChunkKey) -> bool:
-        """Else a bad sector in a prefix that many share would cost each of them its whole prompt for ever."""
+        """A bad sector in a prefix that many share must not cost each of them its whole prompt for ever."""
         count, since = self._failing.get(key, (0, monotonic()))
         self._failing[key] = count + 1, since
         while len(self._failing) > _MOST_FAILING:
             self._failing.pop(next(iter(self._failing)), None)
         return count + 1 >= _BAD_SECTOR_READS and monotonic() - since >= _BAD_SECTOR_S
+
+
+def check_file(
+    files: ChunkFiles, expected: Description, is_bad_for_good: Callable[[ChunkKey], bool] = lambda key: False
+) -> Fetched:
+    """Read a file and verify it; a damaged one is put out of reach, if it can be. Blocks on disk.
+
+    Only what is missing or fails its check is given up: every other error may pass.
+    """
+    key = expected.key
+    try:
+        return Fetched(FetchState.READY, files.read(expected), is_there=True)
+    except Damaged as reason:
+        log.warning("quarantined %s.kv: %s", key.hex(), reason)
+        return Fetched(FetchState.DAMAGED, is_there=not files.quarantine(key))
+    except FileNotFoundError as error:
+        log.info("%s.kv is gone: %s", key.hex(), error)
+        return Fetched(FetchState.GONE)
+    except (OSError, MemoryError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EIO and is_bad_for_good(key):
+            log.warning("quarantined %s.kv: %s, for minutes now", key.hex(), error)
+            return Fetched(FetchState.DAMAGED, is_there=not files.quarantine(key))
+        log.warning("cannot read %s.kv just now: %s", key.hex(), error)
+        return Fetched(FetchState.UNREADABLE)
 
 
 class WriteDecisions(Protocol):

@@ -31,7 +31,7 @@ class _Seen:
 
 
 class UnusedStores:
-    """Of one root. Safe to use from any thread; blocks on disk. Never raises."""
+    """Looks after those of one root. Safe to use from any thread; blocks on disk. Never raises."""
 
     def __init__(self, root: Path, keeping: Keeping, wall: Callable[[], float] | None = None) -> None:
         self._root = root

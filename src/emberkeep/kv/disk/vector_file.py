@@ -39,7 +39,7 @@ class VectorFile:
         self._insist(lambda: None, None)
 
     def find(self, keys: Iterable[bytes]) -> dict[bytes, bytes]:
-        """Those that are known."""
+        """Returns those that are known."""
         wanted = list(keys)
         return self._insist(lambda: self._find(wanted), {})
 

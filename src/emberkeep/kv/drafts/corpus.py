@@ -33,7 +33,7 @@ from emberkeep.values import dataclass
 log = logging.getLogger("emberkeep.kv")
 
 MAX_TOKENS = 1 << 20
-"""Of one owner, the latest used. They take 12 bytes each."""
+"""Kept of one owner, the latest used. They take 12 bytes each."""
 MAX_TOKENS_IN_ALL = 4 * MAX_TOKENS
 MAX_OWNERS = 32
 """The least recently used owners go first."""
@@ -139,7 +139,7 @@ class TokenCorpus:
     # ── on the thread ──
 
     def _put(self, job: Callable[[], None]) -> None:
-        """With the lock held."""
+        """Must be called with the lock held."""
         self._jobs.put(job)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kv-corpus", daemon=True)
@@ -183,7 +183,7 @@ class TokenCorpus:
         return index
 
     def _shrink(self, newest: str) -> None:
-        """With the lock held."""
+        """Must be called with the lock held."""
         held = {owner: len(text.index or ()) for owner, text in self._texts.items()}
         for owner in [owner for owner in held if owner != newest]:
             if len(held) <= MAX_OWNERS and sum(held.values()) <= MAX_TOKENS_IN_ALL:
@@ -225,7 +225,7 @@ def _segments(chunks: Iterable[Chunk]) -> Iterator[TokenArray]:
 
 
 def _latest(chunks: Iterable[Chunk]) -> dict[Chunk, None]:
-    """Those with tokens that were used last, up to the limit."""
+    """Returns those with tokens that were used last, up to the limit."""
     kept: dict[Chunk, None] = {}
     room = MAX_TOKENS
     for chunk in sorted(chunks, key=lambda chunk: chunk.last_used, reverse=True):
@@ -255,7 +255,6 @@ def _chain(chunk: Chunk, after: dict[Chunk, Chunk]) -> list[Chunk]:
 
 
 def _before(chunk: Chunk) -> TokenArray:
-    """The last tokens before it."""
     parts: list[TokenArray] = [_NO_TOKENS]
     missing, take, above = MAX_MATCH, chunk.take, chunk.parent
     while above is not None and missing > 0:

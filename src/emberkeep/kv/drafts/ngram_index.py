@@ -32,7 +32,7 @@ _FIRST_CAPACITY = 1 << 10
 _MERGE_RATIO = 4
 """A piece is sorted again together with those before it that are less than so many times as long."""
 _CANDIDATES = 1024
-"""Of a suffix that stands at more places, so many are looked at."""
+"""So many places are looked at where a suffix stands at more."""
 FEW = 32
 """So many positions are compared at once, in all of their tokens."""
 _SELECTIVE = 8
@@ -72,7 +72,6 @@ class NgramIndex:
         self._pieces: tuple[_Piece, ...] = ()
 
     def __len__(self) -> int:
-        """Tokens held."""
         return self._tokens
 
     @property
@@ -240,7 +239,7 @@ class _Piece:
         self.start, self.end = start, end
         before = buffer[start - MAX_MATCH : end - 1][::-1]
         self._before = before.astype(">u4").tobytes()
-        """Of each position, in bytes that compare as its tokens do; those of the last one come first."""
+        """For each position, bytes that compare as its tokens do; those of the last one come first."""
         order = _sorted_suffixes(before)
         order = order[order < end - start]
         at = end - 1 - order

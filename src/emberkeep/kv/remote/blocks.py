@@ -11,12 +11,14 @@ that lie otherwise stay where they are.
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
 
-from emberkeep.kv.disk.chunkfile import Description
+from emberkeep.kv.disk.chunkfile import Damaged, Description
 from emberkeep.kv.keys import ROOT, ChunkKey, Span, chunk_key
 from emberkeep.kv.tree import Chunk, Cursor, Made, tokens_to
 from emberkeep.token_arrays import TokenArray
@@ -88,7 +90,7 @@ class Placed:
     before: Place
     """The last block's end before it."""
     tokens: TokenArray
-    """From there to its end."""
+    """What is from there to its end."""
     described: Description
 
 
@@ -130,3 +132,51 @@ class BlockPlaces:
         self._ends.move_to_end(end)
         while len(self._ends) > _REMEMBERED:
             self._ends.popitem(last=False)
+
+
+# ── how they look in the server ──
+
+
+class Seal:
+    """How names and values look in the server: as they are, so that anyone who can read it can read them."""
+
+    is_closed = False
+
+    def digest(self, data: bytes, size: int) -> bytes:
+        return hashlib.blake2b(data, digest_size=size).digest()
+
+    def close(self, name: bytes, parts: Sequence[bytes | memoryview]) -> bytes:
+        """One value, which can be opened under that name alone."""
+        return b"".join(parts)
+
+    def open(self, name: bytes, value: bytes) -> bytes:
+        """Raises Damaged."""
+        return value
+
+
+class KeySeal(Seal):
+    """AES-256-GCM. A value belongs to its name: one that was swapped does not open."""
+
+    is_closed = True
+
+    def __init__(self, secret: str) -> None:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+        made = HKDF(SHA256(), length=64, salt=None, info=b"emberkeep remote tier 1").derive(secret.encode())
+        self._names, self._cipher, self._wrong = made[32:], AESGCM(made[:32]), InvalidTag
+
+    def digest(self, data: bytes, size: int) -> bytes:
+        return hashlib.blake2b(data, digest_size=size, key=self._names).digest()
+
+    def close(self, name: bytes, parts: Sequence[bytes | memoryview]) -> bytes:
+        nonce = os.urandom(12)
+        return nonce + self._cipher.encrypt(nonce, b"".join(parts), name)
+
+    def open(self, name: bytes, value: bytes) -> bytes:
+        try:
+            return self._cipher.decrypt(value[:12], memoryview(value)[12:], name)
+        except (self._wrong, ValueError):
+            raise Damaged("it was not sealed with this key, or under another name") from None

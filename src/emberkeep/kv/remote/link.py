@@ -12,22 +12,22 @@ waits for, has been answered. What stands in the server can be sealed with a key
 
 from __future__ import annotations
 
-import hashlib
-import os
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from emberkeep.errors import ConfigError
-from emberkeep.kv.disk.chunkfile import Damaged
-from emberkeep.kv.remote.socket import Allowance, bound
+from emberkeep.kv.remote.blocks import KeySeal, Seal
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from valkey import Valkey
     from valkey.client import Pipeline
+
 
 T = TypeVar("T")
 
@@ -57,67 +57,10 @@ class RemoteSettings:
     url: str
     """valkey://, redis:// or, with TLS, valkeys:// or rediss://; with `user:password@` where they are needed."""
     key: str | None = None
-    """With it everything but sizes and times is sealed."""
+    """Seals everything but sizes and times."""
     deadline_s: float = 0.5
     bytes_per_s: int = 256 << 20
-    """That are written at most."""
-
-
-class Seal(Protocol):
-    """How names and values look in the server."""
-
-    is_closed: bool
-
-    def digest(self, data: bytes, size: int) -> bytes: ...
-
-    def close(self, name: bytes, parts: Sequence[bytes | memoryview]) -> bytes:
-        """One value, which can be opened under that name alone."""
-
-    def open(self, name: bytes, value: bytes) -> bytes:
-        """Raises Damaged."""
-
-
-class OpenSeal:
-    """Anyone who can read the server can read it."""
-
-    is_closed = False
-
-    def digest(self, data: bytes, size: int) -> bytes:
-        return hashlib.blake2b(data, digest_size=size).digest()
-
-    def close(self, name: bytes, parts: Sequence[bytes | memoryview]) -> bytes:
-        return b"".join(parts)
-
-    def open(self, name: bytes, value: bytes) -> bytes:
-        return value
-
-
-class KeySeal:
-    """AES-256-GCM. A value belongs to its name: one that was swapped does not open."""
-
-    is_closed = True
-
-    def __init__(self, secret: str) -> None:
-        from cryptography.exceptions import InvalidTag
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-        from cryptography.hazmat.primitives.hashes import SHA256
-        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-
-        made = HKDF(SHA256(), length=64, salt=None, info=b"emberkeep remote tier 1").derive(secret.encode())
-        self._names, self._cipher, self._wrong = made[32:], AESGCM(made[:32]), InvalidTag
-
-    def digest(self, data: bytes, size: int) -> bytes:
-        return hashlib.blake2b(data, digest_size=size, key=self._names).digest()
-
-    def close(self, name: bytes, parts: Sequence[bytes | memoryview]) -> bytes:
-        nonce = os.urandom(12)
-        return nonce + self._cipher.encrypt(nonce, b"".join(parts), name)
-
-    def open(self, name: bytes, value: bytes) -> bytes:
-        try:
-            return self._cipher.decrypt(value[:12], memoryview(value)[12:], name)
-        except (self._wrong, ValueError):
-            raise Damaged("it was not sealed with this key, or under another name") from None
+    """The most that is written."""
 
 
 class Breaker:
@@ -130,7 +73,7 @@ class Breaker:
         self._closed_at = clock()
         self._damaged = 0
         self.opened = 0
-        """How often it was."""
+        """It was opened so often."""
         self.on_change: Callable[[str], None] = lambda event: None
         """Told when it opens and closes."""
 
@@ -190,7 +133,7 @@ class RemoteLink:
     def __init__(self, settings: RemoteSettings) -> None:
         """Does not connect yet. Raises ConfigError."""
         self.settings = settings
-        self.seal: Seal = KeySeal(settings.key) if settings.key else OpenSeal()
+        self.seal = KeySeal(settings.key) if settings.key else Seal()
         self.breaker = Breaker()
         self.counters = LinkCounters()
         self._client, self._errors = _open(settings)
@@ -366,3 +309,112 @@ def _is_broken(error: Exception) -> bool:
 
 def _said(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0][:200]
+
+
+# ── sockets ──
+
+
+_SPARE = 8 << 20
+"""Bytes of an answer besides the values that it was asked for."""
+_SLOWEST = 2e6
+"""Bytes per second: a line that is slower is none."""
+_PIECE = 256 << 10
+"""So much is sent within the socket's own timeout, which is one for all that is sent at a time."""
+
+
+class Allowance(threading.local):
+    """What the exchange may take that this thread is in."""
+
+    received = 0
+    """Bytes that may still come."""
+    until = 0.0
+
+    def begin(self, seconds: float, *, sent: int, received: int) -> None:
+        """`sent` and `received`: bytes of values."""
+        self.received = received + _SPARE
+        self.until = monotonic() + seconds + (sent + received) / _SLOWEST
+
+    def check_time(self) -> None:
+        if monotonic() > self.until:
+            raise TimeoutError("it takes too long")
+
+    def take(self, count: int) -> None:
+        """So many bytes have come. Raises OSError."""
+        self.received -= count
+        if self.received < 0:
+            raise ConnectionAbortedError("it sends more than it was asked for")
+        self.check_time()
+
+
+class BoundedSocket:
+    """Raises OSError where an exchange takes more than it may."""
+
+    def __init__(self, inner: socket.socket, allowance: Allowance) -> None:
+        self._inner = inner
+        self._allowance = allowance
+
+    def recv_into(self, buffer: bytearray) -> int:
+        count = self._inner.recv_into(buffer)
+        self._allowance.take(count)
+        return count
+
+    def recv(self, size: int) -> bytes:
+        data = self._inner.recv(size)
+        self._allowance.take(len(data))
+        return data
+
+    def sendall(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        for begin in range(0, len(view), _PIECE):
+            self._allowance.check_time()
+            self._inner.sendall(view[begin : begin + _PIECE])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def bound(client: Valkey, allowance: Allowance) -> None:
+    """All connections of a client that has none yet."""
+
+    class Bounded(client.connection_pool.connection_class):  # type: ignore[misc]
+        def _connect(self) -> BoundedSocket:
+            return BoundedSocket(super()._connect(), allowance)
+
+    client.connection_pool.connection_class = Bounded
+
+
+# ── what is in the server ──
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    store: str
+    """The name of the store's folder on every host that has it."""
+    tag: str
+    """What `RemoteLink.tag` makes of a user."""
+    chunks: int = 0
+    bytes: int = 0
+    longest_s: float = 0.0
+    """Until the last of them expires."""
+
+    def plus(self, size: int, milliseconds: int) -> Holding:
+        longest = max(self.longest_s, milliseconds / 1000)
+        return Holding(self.store, self.tag, self.chunks + 1, self.bytes + size, longest)
+
+
+def holdings(link: RemoteLink) -> list[Holding]:
+    """The largest first. Blocks while every name is looked at. Raises Unreachable."""
+    found: dict[tuple[str, str], Holding] = {}
+    for names in link.scan(f"{VERSION}:*:*:*"):
+        values = sorted({name for name in names if not name.endswith((FOLLOWERS, SNAPSHOTS))})
+        told = link.run(partial(_ask, values))
+        for name, size, left in zip(values, told[::2], told[1::2], strict=True):
+            _, store, tag, _ = name.decode("ascii", "replace").split(":", 3)
+            found[store, tag] = found.get((store, tag), Holding(store, tag)).plus(size, left)
+    return sorted(found.values(), key=lambda holding: -holding.bytes)
+
+
+def _ask(names: Sequence[bytes], pipe: Pipeline) -> None:
+    for name in names:
+        pipe.strlen(name)
+        pipe.pttl(name)

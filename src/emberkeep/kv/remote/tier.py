@@ -22,10 +22,10 @@ from emberkeep.kv.keys import ChunkKey, store_name
 from emberkeep.kv.remote.blocks import BLOCK_TOKENS
 from emberkeep.kv.remote.forgotten_log import ForgottenLog
 from emberkeep.kv.remote.link import RemoteLink, Unreachable
-from emberkeep.kv.remote.lookup import WORTH_ASKING, Lookup, LookupTools, RemoteOwner
-from emberkeep.kv.remote.reader import BlockReader
+from emberkeep.kv.remote.lookup import WORTH_ASKING, BlockReader, Lookup, LookupTools
 from emberkeep.kv.remote.writer import RemoteWriter
-from emberkeep.kv.shared_tier import Arrival
+from emberkeep.kv.shared_tier import Arrival, SharedTier
+from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import Chunk, held_at
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.lineage import SHARED, Lineage
@@ -36,12 +36,12 @@ _THREADS = 4
 _REMEMBERED = 16_384
 
 
-class RemoteTier:
-    """The `SharedTier` over a link to a server."""
+class RemoteTier(SharedTier):
+    """The shared tier over a link to a server."""
 
     is_shared = True
 
-    def __init__(self, link: RemoteLink, owner: RemoteOwner, most_bytes: int, folder: Path | None) -> None:
+    def __init__(self, link: RemoteLink, owner: KvStore, most_bytes: int, folder: Path | None) -> None:
         """`most_bytes`: that come for one prompt. `folder`: where it is kept who was forgotten."""
         self._link = link
         link.breaker.on_change = lambda event: log.warning("the remote tier %s", event)
@@ -91,7 +91,7 @@ class RemoteTier:
         return arrival if self._submit(run) else None
 
     def _known(self, lineage: Lineage, tokens: TokenArray, *, snapshots: bool) -> int:
-        """Up to where a prompt is stored here."""
+        """Returns up to where a prompt is stored here."""
         if snapshots:
             return self._owner.resumable(lineage, tokens)
         return self._owner.advance(self._owner.origin(lineage), tokens).position

@@ -13,15 +13,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from emberkeep.kv.disk.chunkfile import parts
 from emberkeep.kv.disk.transfers import give_way
 from emberkeep.kv.keys import ChunkKey, token_bytes
-from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.remote.blocks import BlockPlaces, Placed
 from emberkeep.kv.remote.forgotten_log import ForgottenLog
 from emberkeep.kv.remote.link import FOLLOWERS, SLOTS, SNAPSHOTS, RemoteLink, Unreachable
+from emberkeep.kv.shared_tier import StillElsewhere
+from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import Chunk
 from emberkeep.types.lineage import SHARED, Lineage
 from emberkeep.values import dataclass
@@ -31,32 +32,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("emberkeep.kv")
 
-T = TypeVar("T")
 
 _BATCH_CHUNKS = 16
 _BATCH_BYTES = 32 << 20
 _MOST_OFFERS = 4096
 _LOOSE_BYTES = 64 << 20
 _MOST_REMOVALS = 65_536
-"""That wait while the server does not answer. What is not removed expires."""
+"""So many wait while the server does not answer. What is not removed expires."""
 _REMEMBERED = 65_536
 _PAUSE_S = 10.0
 """How long a server that took nothing is left alone."""
 _POLL_S = 10.0
 _CLOSING_S = 10.0
 _TOUCHED = 0.25
-"""Of its time, by which a block must be wanted for longer to be given more."""
+"""A block is given more time when it is wanted for longer by this share of its time."""
 _FOREVER_S = 365 * 86_400
-
-
-class StillElsewhere(OSError):
-    """Something is left where other hosts may find it."""
-
-
-class WriterOwner(Protocol):
-    fingerprint: bytes
-
-    def transact(self, change: Callable[[Ledger], T]) -> T: ...
 
 
 @dataclass(slots=True)
@@ -83,7 +73,7 @@ class RemoteWriter:
     def __init__(
         self,
         link: RemoteLink,
-        owner: WriterOwner,
+        owner: KvStore,
         forgotten: ForgottenLog,
         name: Callable[[Lineage, ChunkKey], bytes],
     ) -> None:
@@ -96,7 +86,7 @@ class RemoteWriter:
         self._offers: tuple[dict[ChunkKey, Chunk], dict[ChunkKey, Chunk]] = {}, {}
         """Those that go first, and the others; in the order in which they came."""
         self._loose: dict[ChunkKey, Chunk] = {}
-        """Of these, what is not in the tree."""
+        """Those that are not in the tree."""
         self._removals: list[bytes] = []
         self._unlisted: list[tuple[bytes, str]] = []
         self._owed: set[str] = set()
@@ -137,7 +127,6 @@ class RemoteWriter:
         self.offer([chunk])
 
     def drop_loose(self, is_one: Callable[[str], bool]) -> None:
-        """Those of users who are forgotten."""
         with self._changed:
             self._loose = {key: one for key, one in self._loose.items() if not _is_of(one, is_one)}
 
@@ -238,7 +227,7 @@ class RemoteWriter:
                 self._changed.notify_all()
 
     def _wait(self) -> bool:
-        """For something to do, or for the time to look around; False: no more."""
+        """Wait for something to do, or for the time to look around; False: no more."""
         with self._changed:
             if self._is_over:
                 return False
@@ -352,7 +341,7 @@ class RemoteWriter:
     def _fill(
         self, pipe: Pipeline, items: Sequence[_Item], missing: Sequence[_Item]
     ) -> Mapping[bytes, int] | None:
-        """In a pipeline that watches the record of who was forgotten. Raises Unreachable."""
+        """Fill a pipeline that watches the record of who was forgotten. Raises Unreachable."""
         if not self._forgotten.follow(lambda: self._forgotten.ask(pipe)):
             raise Unreachable("some who were forgotten elsewhere are not forgotten here yet")
         values = {item.name: value for item in missing if (value := self._value(item)) is not None}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
 from heapq import heapify, heappop, heappush
+from typing import TypeVar
 
+from emberkeep.kv.disk.index import ChunkRow
 from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.policy import LOW_WATER
 from emberkeep.kv.tree import Chunk
 from emberkeep.values import dataclass
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -102,3 +106,73 @@ def _may_leave(chunk: Chunk) -> bool:
     """RAM, without anything that only it leads to being lost."""
     # Said here and not asked of the chunk: every chunk in RAM is looked at whenever room is made.
     return not chunk.pins and (chunk.on_disk or not (chunk.branches or chunk.is_pinned))
+
+
+# ── files that no lookup can reach ──
+
+
+class Orphans:
+    """Files on disk by the parent without which no lookup can reach them."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._below: dict[ChunkKey, dict[ChunkKey, ChunkRow]] = {}
+        self._lost: set[ChunkKey] = set()
+        """Those parents that were lost since the store was opened, and may well be computed again."""
+
+    def __iter__(self) -> Iterator[ChunkRow]:
+        return (row for rows in self._below.values() for row in rows.values())
+
+    def below(self, chunks: Container[ChunkKey]) -> list[ChunkRow]:
+        """Returns those whose parent is among `chunks`."""
+        return [row for parent, rows in self._below.items() if parent in chunks for row in rows.values()]
+
+    def parents(self, chunks: Container[ChunkKey], *, lost_ones_too: bool) -> list[ChunkKey]:
+        """Returns parents of orphans. Without `lost_ones_too` only those neither in `chunks` nor lost."""
+        if lost_ones_too:
+            return list(self._below)
+        return [key for key in self._below if key not in self._lost and key not in chunks]
+
+    def add(self, row: ChunkRow, *, is_lost: bool = False) -> None:
+        """`is_lost`: its parent may well be computed again."""
+        rows = self._below.setdefault(row.parent, {})
+        if row.key not in rows:
+            rows[row.key] = row
+            self.bytes += row.bytes
+        if is_lost:
+            self._lost.add(row.parent)
+
+    def take(self, parent: ChunkKey, key: ChunkKey) -> ChunkRow | None:
+        """Returns one that waited for its parent, if it did."""
+        rows = self._below.get(parent, {})
+        row = rows.pop(key, None)
+        if row is not None:
+            self.bytes -= row.bytes
+            if not rows:
+                self._forget(parent)
+        return row
+
+    def take_all(self, parent: ChunkKey) -> list[ChunkRow]:
+        """Returns those that waited for it, which wait no longer."""
+        rows = self._below.get(parent)
+        if rows is None:
+            return []
+        self.bytes -= sum(row.bytes for row in rows.values())
+        self._forget(parent)
+        return list(rows.values())
+
+    def drop(self, missing: Container[ChunkKey]) -> None:
+        """Their files are not there either."""
+        for row in [row for row in self if row.key in missing]:
+            self.take(row.parent, row.key)
+
+    def _forget(self, parent: ChunkKey) -> None:
+        del self._below[parent]
+        self._lost.discard(parent)
+
+
+def _row_of(chunk: Chunk) -> ChunkRow:
+    assert chunk.parent is not None
+    place = (chunk.key, str(chunk.lineage), chunk.parent.key, chunk.take, chunk.start)
+    uses = (chunk.bytes, chunk.last_used, chunk.hits, chunk.expires)
+    return ChunkRow(0, *place, chunk.tokens, chunk.sampled, chunk.made, *uses)
