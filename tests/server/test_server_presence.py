@@ -11,19 +11,15 @@ import pytest
 from emberkeep.server.presence import announce, reachable_url, server_urls
 
 
-def test_a_server_is_found_while_it_runs(tmp_path: Path) -> None:
+def test_a_server_is_found_while_it_runs_by_its_owner_and_no_key_is_there(tmp_path: Path) -> None:
     assert server_urls(tmp_path) == []
     with announce(tmp_path, "http://127.0.0.1:1"):
         assert server_urls(tmp_path) == ["http://127.0.0.1:1"]
-    assert server_urls(tmp_path) == []
-    assert list((tmp_path / "servers").iterdir()) == []
-
-
-def test_only_the_owner_can_read_where_it_is_and_no_key_is_there(tmp_path: Path) -> None:
-    with announce(tmp_path, "http://127.0.0.1:1"):
         (file,) = (tmp_path / "servers").iterdir()
         assert file.stat().st_mode & 0o777 == 0o600
         assert json.loads(file.read_text()) == {"url": "http://127.0.0.1:1", "pid": os.getpid()}
+    assert server_urls(tmp_path) == []
+    assert list((tmp_path / "servers").iterdir()) == []
 
 
 def left_behind(data_dir: Path, text: str) -> Path:
@@ -35,13 +31,9 @@ def left_behind(data_dir: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("text", ['{"url": "http://127.0.0.1:1", "pid": 1}', "", "{", "[]"])
-def test_the_file_of_a_killed_server_is_not_believed(tmp_path: Path, text: str) -> None:
-    left_behind(tmp_path, text)
+def test_the_file_of_a_killed_server_is_not_believed_and_the_next_one_tidies_up(tmp_path: Path, text: str) -> None:
+    old = left_behind(tmp_path, text)
     assert server_urls(tmp_path) == []
-
-
-def test_the_next_server_tidies_up(tmp_path: Path) -> None:
-    old = left_behind(tmp_path, '{"url": "http://127.0.0.1:1", "pid": 1}')
     with announce(tmp_path, "http://127.0.0.1:2"):
         assert not old.exists()
         assert server_urls(tmp_path) == ["http://127.0.0.1:2"]

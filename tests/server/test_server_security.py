@@ -38,52 +38,41 @@ def call(
     return asyncio.run(send())
 
 
-@pytest.mark.parametrize("host", ["localhost", "LocalHost:1", "127.0.0.1", OWN, "[::1]:8080", "[::1]"])
-def test_loopback_names_are_served(host: str) -> None:
-    assert call(Config(), {"Host": host}).status_code == 200
+AUTH = {"Authorization": f"Bearer {KEY}"}
+BOUND = Config(host="10.1.2.3", allow=("Box.local",), api_key=KEY)
+EVERYWHERE = Config(host="0.0.0.0", api_key=KEY)
+DIALLED = "192.168.1.20:8080"
 
 
 @pytest.mark.parametrize(
-    "host",
+    ("config", "host"),
     [
-        "evil.example",
-        "evil.example:8080",
-        "localhost.evil.example",
-        "127.0.0.1.nip.io",
-        "localhost@evil.example",
-        "evil.example/localhost",
-        "localhost:8080:1",
-        "localhost:x",
-        "192.168.1.5:8080",
-        "0.0.0.0",
-        "[::1",
-        "",
+        *((Config(), host) for host in ("localhost", "LocalHost:1", "127.0.0.1", OWN, "[::1]:8080", "[::1]")),
+        (BOUND, "10.1.2.3:9999"),
+        (BOUND, "box.local:8080"),
+        (EVERYWHERE, DIALLED),
     ],
 )
-def test_a_forged_host_is_refused(host: str) -> None:
-    response = call(Config(), {"Host": host})
-    assert response.status_code == 403
-    assert response.json()["error"]["type"] == "permission_error"
-    assert "allow" in response.json()["error"]["message"]
+def test_names_of_the_server_are_served(config: Config, host: str) -> None:
+    assert call(config, {"Host": host, **AUTH}, dialled=DIALLED).status_code == 200
 
 
-def test_two_hosts_are_refused() -> None:
-    assert call(Config(), [("Host", "localhost"), ("Host", "evil.example")]).status_code == 403
+FORGED = (
+    *("evil.example", "evil.example:8080", "localhost.evil.example", "127.0.0.1.nip.io", "localhost@evil.example"),
+    *("evil.example/localhost", "localhost:8080:1", "localhost:x", "192.168.1.5:8080", "0.0.0.0", "[::1", ""),
+)
 
 
-def test_the_bound_host_and_allowed_hosts_are_served() -> None:
-    config = Config(host="10.1.2.3", allow=("Box.local",), api_key=KEY)
-    auth = {"Authorization": f"Bearer {KEY}"}
-    assert call(config, {"Host": "10.1.2.3:9999", **auth}).status_code == 200
-    assert call(config, {"Host": "box.local:8080", **auth}).status_code == 200
-    assert call(config, {"Host": "other.local", **auth}).status_code == 403
-
-
-def test_a_server_that_listens_everywhere_answers_to_the_address_that_was_dialled() -> None:
-    config = Config(host="0.0.0.0", api_key=KEY)
-    auth = {"Authorization": f"Bearer {KEY}"}
-    assert call(config, auth, dialled="192.168.1.20:8080").status_code == 200
-    assert call(config, {"Host": "192.168.1.21:8080", **auth}, dialled="192.168.1.20:8080").status_code == 403
+@pytest.mark.parametrize(
+    ("config", "host"),
+    [*((config, host) for config in (Config(), BOUND) for host in FORGED), (EVERYWHERE, "192.168.1.21:8080")],
+)
+def test_a_forged_host_is_refused(config: Config, host: str) -> None:
+    for headers in ([("Host", host)], [("Host", "localhost"), ("Host", host)]):
+        response = call(config, [*headers, *AUTH.items()], dialled=DIALLED)
+        assert response.status_code == 403
+        assert response.json()["error"]["type"] == "permission_error"
+        assert "allow" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("origin", [f"http://{OWN}", f"https://{OWN}"])
