@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from emberkeep.chat.output import open_reasoning
 from emberkeep.chat.prompt import Prompt
+from emberkeep.latest import Latest
 from emberkeep.sched.sampler_chain import Breakers, Chain, find_breakers
 from emberkeep.sched.sampling import Sampler
 from emberkeep.types.models import Vocab
@@ -48,7 +48,7 @@ class SamplerSource:
 
     def __init__(self, vocab: Vocab) -> None:
         self._vocab = vocab
-        self._breakers: OrderedDict[tuple[str, ...], Breakers] = OrderedDict()
+        self._breakers = Latest[tuple[str, ...], Breakers](_REMEMBERED)
 
     def samplers(self, request: Request, constraint: Constraint | None) -> Samplers:
         """Blocks for tens of milliseconds where a request wants what no other wanted."""
@@ -71,6 +71,4 @@ class SamplerSource:
         found = self._breakers.get(texts)
         if found is None:
             found = self._breakers[texts] = find_breakers(texts, self._vocab)
-            while len(self._breakers) > _REMEMBERED:
-                self._breakers.popitem(last=False)
         return found

@@ -7,7 +7,6 @@ millions; older ones are found by their words. Vectors of another size are anoth
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.errors import MemoryFailed
+from emberkeep.latest import Latest
 from emberkeep.memory.database import rows, value
 from emberkeep.memory.terms import telling_words
 from emberkeep.values import dataclass
@@ -88,7 +88,7 @@ class Vectors:
 
     def __init__(self, embed: Embed) -> None:
         self._embed = embed
-        self._known: OrderedDict[int, _Known] = OrderedDict()
+        self._known = Latest[int, _Known](_OWNERS)
 
     def embed(self, texts: Sequence[str]) -> Floats:
         return self._embed(texts)
@@ -126,8 +126,6 @@ class Vectors:
             known = _append(known, _Known(ids, conversations, np.ascontiguousarray(_bits(vectors).T)))
         if known is not None:
             self._known[owner] = known
-        while len(self._known) > _OWNERS:
-            self._known.popitem(last=False)
         return known
 
 

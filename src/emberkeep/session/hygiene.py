@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import field, replace
 from itertools import accumulate
 from time import perf_counter
 from typing import Generic, TypeVar
 
+from emberkeep.latest import Latest, drop_owners
 from emberkeep.types.hygiene import LONGEST_LINE, HygieneAction, HygieneRule, HygieneWhere, Tidied
 from emberkeep.types.request import Breakpoint, Json, Message, Request, Tool
 from emberkeep.values import dataclass
@@ -37,25 +38,18 @@ class FirstSeen(Generic[V]):
     time."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._values: OrderedDict[tuple[str, object], V] = OrderedDict()
+        self._values = Latest[tuple[str, object], V](limit)
 
     def of(self, owner: str, key: object, value: V, *, learn: bool) -> V:
         """The first one, which is `value` where there was none; remembered if `learn`."""
         known = self._values.get((owner, key))
-        if known is None:
-            known = value
-            if learn:
-                self._values[owner, key] = value
-                while len(self._values) > self._limit:
-                    self._values.popitem(last=False)
-        elif learn:
-            self._values.move_to_end((owner, key))
-        return known
+        first = value if known is None else known
+        if learn:
+            self._values[owner, key] = first
+        return first
 
     def forget(self, owners: Container[str]) -> None:
-        for key in [key for key in self._values if key[0] in owners]:
-            del self._values[key]
+        drop_owners(self._values, owners)
 
 
 class Hygiene:

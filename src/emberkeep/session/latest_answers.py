@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Container
 
+from emberkeep.latest import Latest, drop_owners
 from emberkeep.session.view import View, as_written, read_history
 from emberkeep.types.request import Message, Request
 
@@ -17,7 +17,7 @@ class LatestAnswers:
     """Safe to use from several threads."""
 
     def __init__(self) -> None:
-        self._answers: OrderedDict[tuple[str, bytes], Message] = OrderedDict()
+        self._answers = Latest[tuple[str, bytes], Message](_MOST)
         self._lock = threading.Lock()
 
     def add(self, request: Request, answer: Message) -> None:
@@ -27,13 +27,10 @@ class LatestAnswers:
         key = read_history((*request.messages, answer), request.conversation_id).keys[-1]
         with self._lock:
             self._answers[request.namespace, key] = answer
-            while len(self._answers) > _MOST:
-                self._answers.popitem(last=False)
 
     def forget(self, owners: Container[str]) -> None:
         with self._lock:
-            for place in [place for place in self._answers if place[0] in owners]:
-                del self._answers[place]
+            drop_owners(self._answers, owners)
 
     def changed_in(self, owner: str, view: View) -> dict[int, Message]:
         """Spoken messages that the client sends otherwise than they were written, where that is not known yet."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Container, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -16,6 +16,7 @@ from time import perf_counter
 
 from emberkeep.chat.messages import leaving_turns
 from emberkeep.errors import MemoryFailed
+from emberkeep.latest import Latest
 from emberkeep.memory.memory import Memory
 from emberkeep.session.latest_answers import LatestAnswers
 from emberkeep.session.recall import NOTHING, archived, fitting, notice, quoted, search
@@ -111,12 +112,12 @@ class Sessions:
         self._memory = memory
         self.policy = policy
         self._lock = threading.Lock()
-        self._unwritten: OrderedDict[tuple[str, bytes, NoteKind], _Unwritten] = OrderedDict()
+        self._unwritten = Latest[tuple[str, bytes, NoteKind], _Unwritten](_REMEMBERED)
         self._counters = _SessionCounters()
         self._answering: Counter[tuple[str, bytes]] = Counter()
         self._told: set[tuple[str, bytes]] = set()
         """The places among those where tools have answered since."""
-        self._begun: OrderedDict[tuple[str, bytes], int] = OrderedDict()
+        self._begun = Latest[tuple[str, bytes], int](_REMEMBERED)
         """What was the last forgetting when the latest answer began at a place."""
         self._last_forgetting = 0
         """As far as it is known."""
@@ -373,9 +374,6 @@ class Sessions:
         if not is_dry_run:
             with self._lock:
                 self._begun[place] = as_of
-                self._begun.move_to_end(place)
-                while len(self._begun) > _REMEMBERED:
-                    self._begun.popitem(last=False)
         return as_of
 
     def _begun_before(self, owner: str, keys: Sequence[bytes]) -> int:
@@ -418,8 +416,6 @@ class Sessions:
             self._counters.archive_failures += bool(error)
             kept = () if self._memory is None else tuple(turns)
             self._unwritten[owner, note.key, note.kind] = _Unwritten(kept, note, as_of)
-            while len(self._unwritten) > _REMEMBERED:
-                self._unwritten.popitem(last=False)
         return error
 
     def _write_again(self, owner: str, view: View, waiting: Sequence[_Unwritten]) -> None:

@@ -11,11 +11,11 @@ import hashlib
 import logging
 import re
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Container, Iterator
-from typing import TypeVar
 
 from emberkeep.chat.messages import Place, stable_messages
+from emberkeep.latest import Latest, drop_owners
 from emberkeep.types.hygiene import BUILT_IN, IDS, TIMESTAMP, TIMESTAMPS, TOOL_ORDER
 from emberkeep.types.request import Message, Request
 
@@ -67,17 +67,13 @@ def remedy(volatile: tuple[str, ...]) -> str:
     return f"{tables} in emberkeep.toml {does}."
 
 
-K = TypeVar("K", bound=tuple[object, ...])
-V = TypeVar("V")
-
-
 class Volatility:
     """Safe to use from several threads. Methods take milliseconds for long prompts."""
 
     def __init__(self) -> None:
-        self._versions: OrderedDict[tuple[str, Look], deque[tuple[Value, ...]]] = OrderedDict()
-        self._learnt: OrderedDict[tuple[str, bytes], None] = OrderedDict()
-        self._told: OrderedDict[tuple[str, str, tuple[str, ...]], None] = OrderedDict()
+        self._versions = Latest[tuple[str, Look], deque[tuple[Value, ...]]](_REMEMBERED)
+        self._learnt = Latest[tuple[str, bytes], None](_REMEMBERED)
+        self._told = Latest[tuple[str, str, tuple[str, ...]], None](_REMEMBERED)
         self._lock = threading.Lock()
 
     def learn(self, request: Request) -> None:
@@ -89,12 +85,12 @@ class Volatility:
                 if text_hash in self._learnt:
                     self._learnt.move_to_end(text_hash)
                     continue
-                _put(self._learnt, text_hash, None)
+                self._learnt[text_hash] = None
             look, values = _looked_at(name, texts)
             with self._lock:
                 known = self._versions.get((owner, look))
                 if known is None:
-                    known = _put(self._versions, (owner, look), deque(maxlen=_VERSIONS))
+                    known = self._versions[owner, look] = deque(maxlen=_VERSIONS)
                 if values not in known:
                     known.append(values)
 
@@ -116,7 +112,7 @@ class Volatility:
         with self._lock:
             if key in self._told:
                 return
-            _put(self._told, key, None)
+            self._told[key] = None
         log.warning(
             "requests of %s differ in %s only in %s, and %d tokens are evaluated again because of it. %s",
             f"the user {request.user}" if request.user else "a client without a name",
@@ -128,9 +124,8 @@ class Volatility:
 
     def forget(self, owners: Container[str]) -> None:
         with self._lock:
-            self._versions = _without(self._versions, owners)
-            self._learnt = _without(self._learnt, owners)
-            self._told = _without(self._told, owners)
+            for known in (self._versions, self._learnt, self._told):
+                drop_owners(known, owners)
 
 
 def _parts_of(request: Request) -> Iterator[tuple[str, list[str]]]:
@@ -199,14 +194,3 @@ def _digest(*texts: str) -> bytes:
         data = text.encode("utf-8", "surrogatepass")
         state.update(len(data).to_bytes(8, "little") + data)
     return state.digest()
-
-
-def _without(known: OrderedDict[K, V], owners: Container[str]) -> OrderedDict[K, V]:
-    return OrderedDict((key, value) for key, value in known.items() if key[0] not in owners)
-
-
-def _put(known: OrderedDict[K, V], key: K, value: V) -> V:
-    known[key] = value
-    while len(known) > _REMEMBERED:
-        known.popitem(last=False)
-    return value

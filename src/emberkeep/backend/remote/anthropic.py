@@ -156,7 +156,7 @@ class _AnswerReader:
     def _complete(self) -> Iterator[Event]:
         self.is_whole = True
         if self._calls and self._thought:
-            self._kept.keep(self._calls[0], self._thought)
+            self._kept[self._calls[0]] = self._thought
         yield Finished(0, self._reason, self._stop)
         yield Completed(self._usage(), Timings(), LookupRecord())
 
@@ -249,7 +249,7 @@ def _blocks(message: Message, kept: Keepsakes[list[Block]]) -> list[Block]:
         content = [*_text(message.content), *images]
         result = {"type": "tool_result", "tool_use_id": _id(message.tool_call_id or "")}
         return [{**result, "content": content} if content else result]
-    thought = kept.get(message.tool_calls[0].id) if message.tool_calls else None
+    thought = kept.use(message.tool_calls[0].id) if message.tool_calls else None
     calls = [
         {"type": "tool_use", "id": _id(call.id), "name": call.name, "input": _arguments(call.arguments)}
         for call in message.tool_calls

@@ -6,13 +6,13 @@ A backend of your own is a factory of a `Provider`, registered as an entry point
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import fields
 from hashlib import sha256
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from emberkeep.errors import InvalidField
+from emberkeep.latest import Latest
 from emberkeep.types.events import Events
 from emberkeep.types.models import RemoteModel
 from emberkeep.types.request import Json, JsonFormat, Request
@@ -79,20 +79,8 @@ def anonymous_id(user: str) -> str | None:
     return sha256(user.encode()).hexdigest()[:32] if user else None
 
 
-class Keepsakes(Generic[T]):
+class Keepsakes(Latest[str, T]):
     """What a vendor wants back with the history and the client does not have, by tool call id; the latest ones."""
 
-    def __init__(self, most: int = _KEPT) -> None:
-        self._most = most
-        self._kept: OrderedDict[str, T] = OrderedDict()
-
-    def keep(self, call_id: str, value: T) -> None:
-        self._kept[call_id] = value
-        self._kept.move_to_end(call_id)
-        while len(self._kept) > self._most:
-            self._kept.popitem(last=False)
-
-    def get(self, call_id: str) -> T | None:
-        if call_id in self._kept:
-            self._kept.move_to_end(call_id)
-        return self._kept.get(call_id)
+    def __init__(self) -> None:
+        super().__init__(_KEPT)

@@ -11,12 +11,13 @@ Where two turns could have left the same chain, neither gets it: then nothing is
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import field, replace
 from typing import Protocol, runtime_checkable
 
+from emberkeep.latest import Latest, drop_owners
 from emberkeep.session.sessions import Sessions
 from emberkeep.types.events import Usage
 from emberkeep.types.request import Json, Message, Request
@@ -54,18 +55,15 @@ class LostMessages:
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
-        self._sent: OrderedDict[tuple[str, tuple[Message, ...]], Request] = OrderedDict()
+        self._sent = Latest[tuple[str, tuple[Message, ...]], Request](_MOST_REQUESTS)
         self._archiving: set[asyncio.Task[None]] = set()
 
     def note_request(self, shown: Request, sent: Request) -> None:
         """Note the request as the server gets it, and as the client sent it."""
         self._sent[shown.namespace, shown.messages] = sent
-        while len(self._sent) > _MOST_REQUESTS:
-            self._sent.popitem(last=False)
 
     def forget(self, owners: Container[str]) -> None:
-        for key in [key for key in self._sent if key[0] in owners]:
-            del self._sent[key]
+        drop_owners(self._sent, owners)
 
     def archive(self, request: Request, places: Sequence[int]) -> None:
         """An `OnRemoved`: writes in a thread, and returns at once."""
@@ -146,21 +144,17 @@ class TurnTracker:
     def __init__(self, on_removed: OnRemoved) -> None:
         self._on_removed = on_removed
         self._tree = BlockTree()
-        self._conversations: OrderedDict[ConversationKey, _Conversation] = OrderedDict()
+        self._conversations = Latest[ConversationKey, _Conversation](_MOST_CONVERSATIONS)
         self._window = 0
 
     def forget(self, owners: Container[str]) -> None:
-        for key in [key for key in self._conversations if key[0] in owners]:
-            del self._conversations[key]
+        drop_owners(self._conversations, owners)
 
     def begin(self, request: Request) -> None:
         key = _key(request)
-        conversation = self._conversations.setdefault(key, _Conversation(request))
-        self._conversations.move_to_end(key)
+        self._conversations[key] = conversation = self._conversations.get(key) or _Conversation(request)
         conversation.running += 1
         conversation.since = self._tree.stored
-        while len(self._conversations) > _MOST_CONVERSATIONS:
-            self._conversations.popitem(last=False)
 
     def end(self, request: Request, answer: Message | None, usage: Usage) -> None:
         """`answer` is None where there was none: everything stays as it was."""

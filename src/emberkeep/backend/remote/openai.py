@@ -218,7 +218,7 @@ class _AnswerReader:
         if ids and self._thoughts:
             self._kept.setdefault(ids[0], Kept()).message = {"reasoning_details": self._thoughts}
         for call_id, kept in self._kept.items():
-            self._history.kept.keep(call_id, kept)
+            self._history.kept[call_id] = kept
 
 
 def _usage(usage: Any) -> Usage:
@@ -346,7 +346,7 @@ def _message(message: Message, vendor: Vendor, history: ReplayedHistory, *, is_c
         written[history.thoughts] = message.reasoning
     for place, call in enumerate(message.tool_calls):
         # Of several calls at once only the first is signed.
-        kept = history.kept.get(call.id) or Kept(call=dict(vendor.unsigned_call) if place == 0 else {})
+        kept = history.kept.use(call.id) or Kept(call=dict(vendor.unsigned_call) if place == 0 else {})
         written |= kept.message
         written.setdefault("tool_calls", []).append({**kept.call, **call_json(call)})
     return written
