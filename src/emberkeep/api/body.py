@@ -217,7 +217,8 @@ def _kinds_of(member: Any) -> Iterator[str]:
 
 def _kind(value: Any) -> str:
     if type(value) is dict:
-        return str(value.get("type") or _OBJECT)
+        kind = value.get("type")
+        return _OBJECT if kind is None else str(kind)
     return _JSON_KINDS.get(type(value), "something else")
 
 

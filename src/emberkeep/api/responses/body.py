@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from emberkeep.api.body import BY_KIND, WHOLE, Body, ByKind, Label, Name, not_here
 from emberkeep.api.fields import FormatFields, OwnerFields, RoomFields, Schema, ttl_of
 from emberkeep.api.openai.body import RETENTIONS
-from emberkeep.api.responses.items import Called, Item, ItemList, model_name, to_items, to_messages
+from emberkeep.api.responses.items import Called, Item, ItemList, WholeItemList, model_name, to_items, to_messages
 from emberkeep.api.sampling import GenerationFields, Limit, TopLogprobs, to_limit
 from emberkeep.api.tools import CustomFields, FunctionFields, ToolName, check_choice
 from emberkeep.errors import InvalidField
@@ -324,7 +324,7 @@ class ResponseBody(PromptBody, GenerationFields, FormatFields, RoomFields):
 
 
 class ConversationBody(OwnerFields):
-    items: ItemList | None = None
+    items: WholeItemList | None = None
     metadata: Metadata | None = None
 
 
@@ -333,7 +333,7 @@ class MetadataBody(OwnerFields):
 
 
 class ItemsBody(OwnerFields):
-    items: Annotated[ItemList, Field(min_length=1)]
+    items: Annotated[WholeItemList, Field(min_length=1)]
 
 
 # ── what a response tells about itself ──

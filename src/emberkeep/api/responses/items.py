@@ -102,19 +102,19 @@ class ReferenceItem(Body):
 
 def _with_type(item: Json) -> Json:
     """Messages and references may come without."""
-    if not isinstance(item, dict) or item.get("type"):
+    if not isinstance(item, dict) or item.get("type") is not None:
         return item
     return {**item, "type": "message" if "role" in item else "item_reference"}
 
 
 _USABLE = ByKind("items of type {kind} cannot be used here: leave it out")
+_TYPED = BeforeValidator(_with_type)
 WholeItem = MessageItem | CallItem | CallOutputItem | CustomCallItem | ReasoningItem
 AnyItem = WholeItem | ReferenceItem
 MAX_ITEMS = 100_000
-ItemList = Annotated[
-    list[Annotated[AnyItem, _USABLE, BeforeValidator(_with_type)]],
-    Field(max_length=MAX_ITEMS),
-]
+ItemList = Annotated[list[Annotated[AnyItem, _USABLE, _TYPED]], Field(max_length=MAX_ITEMS)]
+WholeItemList = Annotated[list[Annotated[WholeItem, _USABLE, _TYPED]], Field(max_length=MAX_ITEMS)]
+"""Without references, which would outlive what they refer to."""
 
 _PREFIXES = {
     "message": "msg",

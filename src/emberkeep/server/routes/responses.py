@@ -168,7 +168,7 @@ def _add_conversations(routes: Routes, served: Served) -> None:
 
     @routes.post("/conversations")
     async def create(http: HttpRequest, query: Whose, body: ConversationBody) -> Json:
-        items = await make_of_body(http, lambda: _whole(to_items(body.items or [])))
+        items = await make_of_body(http, lambda: to_items(body.items or []))
         owner, name, metadata = one_owner(body, query), new_conversation_id(), body.metadata or {}
         return conversation_json(await run(memory().responses.create_conversation, owner, name, metadata, items))
 
@@ -203,7 +203,7 @@ def _add_items(routes: Routes, served: Served) -> None:
         example={"items": [{"type": "message", "role": "user", "content": "Hello!"}]},
     )
     async def add(http: HttpRequest, query: OneConversation, body: ItemsBody) -> Json:
-        items = await make_of_body(http, lambda: _whole(to_items(body.items)))
+        items = await make_of_body(http, lambda: to_items(body.items))
         await run(memory().responses.add_items, one_owner(body, query), query.conversation_id, items)
         return items_json(items, has_more=False)
 
@@ -234,13 +234,6 @@ def _forget(memory: Memory, owner: str, conversation_id: str) -> None:
     """With everything that was archived of it. Raises NoSuchEntry."""
     memory.responses.conversation(owner, conversation_id)
     memory.forget(owner, conversation_id)
-
-
-def _whole(items: list[Item]) -> list[Item]:
-    """Raises InvalidField for references, which would outlive what they refer to."""
-    if references(items):
-        raise InvalidField("items", "give the items themselves, not references to them.")
-    return items
 
 
 def _page(items: Sequence[Item], page: ItemsPage) -> dict[str, Json]:
