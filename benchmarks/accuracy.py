@@ -17,12 +17,13 @@ from pathlib import Path
 
 from benchmarks.model_under_test import ModelUnderTest, open_under_test
 from benchmarks.question_files import Question, Talk, own_questions, read_questions
+from benchmarks.questions import holds_answer
 from emberkeep.bench.report import BenchResult, Row, Series, Table, Value, series
 from emberkeep.bench.workspace import Workspace
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.library.results import Result
-from emberkeep.library.verify_report import VerifyReport, holds_answer
+from emberkeep.library.verify_report import VerifyReport
 from emberkeep.types.events import TokenLogprob
 from emberkeep.types.lineage import private_namespace
 from emberkeep.types.request import Execution, Message, Request
@@ -83,6 +84,8 @@ class Answer:
     """Of the question."""
     way: str
     compared: VerifyReport
+    answers: tuple[str, ...] = ()
+    """What would be right."""
 
     @property
     def share(self) -> float:
@@ -111,7 +114,7 @@ class Answer:
         return next((cold.logprob - token.logprob for token in cold.top if token.token_id == other), None)
 
     def is_right(self, result: Result) -> bool:
-        return holds_answer(result.text, self.compared.answers)
+        return holds_answer(result.text, self.answers)
 
 
 def _difference(warm: TokenLogprob, cold: TokenLogprob) -> float:
@@ -157,7 +160,7 @@ class Examination:
         async with open_under_test(replace(self._config(), parallel=_AT_ONCE)) as model:
             self._warm[ROUNDING] = await self._evaluate_beside_others(model)
         return [
-            Answer(number, way, VerifyReport(result, self._cold[number], answers=asked.question.answers))
+            Answer(number, way, VerifyReport(result, self._cold[number]), asked.question.answers)
             for way, results in self._warm.items()
             for number, (asked, result) in enumerate(zip(self._asked, results, strict=True))
         ]
@@ -277,7 +280,7 @@ def _row(label: str, answers: Sequence[Answer], bound: float) -> Row:
         "largest Δ logprob": _nats([answer.largest for answer in answers], bound),
         "beyond rounding": sum(answer.largest > bound for answer in answers),
     }
-    if known := [answer for answer in answers if answer.compared.answers]:
+    if known := [answer for answer in answers if answer.answers]:
         values["right, cold"] = _percent(answer.is_right(answer.compared.fresh) for answer in known)
         values["right, here"] = _percent(answer.is_right(answer.compared.cached) for answer in known)
     return Row(label, values)

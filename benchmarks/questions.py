@@ -7,6 +7,9 @@ with a `text` and perhaps a `title`.
 from __future__ import annotations
 
 import json
+import re
+import string
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,3 +90,31 @@ def _made_up(words: Words, number: int, passages: int, tokens: int) -> Question:
     ]
     name, thing, place = random.choice(facts)
     return Question(f"In which city is the {thing} of {name} kept?", (place,), tuple(texts))
+
+
+# ── how right an answer is ──
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def f1(text: str, answers: Sequence[str]) -> float:
+    """Word overlap with the best of `answers`, normalised as for SQuAD: no case, punctuation or articles."""
+    return max(_f1(_words(text), _words(answer)) for answer in answers)
+
+
+def holds_answer(text: str, answers: Sequence[str]) -> bool:
+    """Whether the words of one of `answers` stand in the text one after the other, normalised as for `f1`."""
+    said = f" {' '.join(_words(text))} "
+    return any(f" {' '.join(_words(answer))} " in said for answer in answers)
+
+
+def _f1(given: Sequence[str], right: Sequence[str]) -> float:
+    if not given or not right:
+        return float(given == right)
+    common = (Counter(given) & Counter(right)).total()
+    return 2 * common / (len(given) + len(right))
+
+
+def _words(text: str) -> list[str]:
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()

@@ -52,7 +52,7 @@ def likely(told: Result, logprobs: list[TokenLogprob]) -> Result:
 
 
 def answer(way: str, cached: Result, fresh: Result, number: int = 0, answers: tuple[str, ...] = ()) -> Answer:
-    return Answer(number, way, VerifyReport(cached, fresh, answers=answers))
+    return Answer(number, way, VerifyReport(cached, fresh), answers)
 
 
 COLD = result([0, 1, 0])

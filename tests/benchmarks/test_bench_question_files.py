@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks.question_files import Question, own_questions, read_questions
+from benchmarks.questions import holds_answer
 from emberkeep.errors import EmberkeepError
-from emberkeep.library.verify_report import holds_answer
 
 
 def only(tmp_path: Path, entry: Any) -> tuple[Question, ...]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.questions import Question, made_up_questions, read_questions
+from benchmarks.questions import Question, f1, made_up_questions, read_questions
 from emberkeep.bench.workspace import Words
 from emberkeep.errors import EmberkeepError
 
@@ -77,3 +77,18 @@ def test_a_passage_is_cut_around_the_answer() -> None:
 
 def test_a_passage_without_the_answer_keeps_its_beginning() -> None:
     assert QUESTION.shorten("a b c d e f", 3, str.split) == "a b c"
+
+
+@pytest.mark.parametrize(
+    ("text", "answers", "expected"),
+    [
+        ("The Eiffel Tower!", ["eiffel tower"], 1.0),
+        ("Paris, in France", ["Paris"], 0.5),
+        ("no", ["yes"], 0.0),
+        ("", ["yes"], 0.0),
+        ("", ["the"], 1.0),
+        ("b b c", ["b c c", "b b"], 0.8),
+    ],
+)
+def test_f1_counts_words_as_squad_does(text, answers, expected) -> None:
+    assert f1(text, answers) == pytest.approx(expected)

@@ -17,10 +17,8 @@ from emberkeep.config.settings import Config
 from emberkeep.config.tables import McpServer
 from emberkeep.engine.devices import Device
 from emberkeep.engine.llamacpp import model as llama_model
-from emberkeep.engine.llamacpp.tuning import Subject
-from emberkeep.models.digest import model_digest
 from emberkeep.types.models import RemoteModel
-from helpers import tiny_gguf, tiny_hf
+from helpers import tiny_gguf
 
 pytestmark = pytest.mark.slow
 
@@ -85,18 +83,6 @@ def test_the_cpu_is_told_with_its_cores(tmp_path: Path) -> None:
     assert re.search(r", \d+ cores?", findings(tmp_path)["cpu"].text)
 
 
-def test_flash_attention_is_told_as_it_was_asked_for_or_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny_gguf.dense(tmp_path / "m.gguf")
-    assert findings(tmp_path, flash_attention="off")["attention"].text == "flash attention is off, as asked"
-    assert "unless measuring says otherwise" in findings(tmp_path, model=str(model))["attention"].text
-    model_digest(model, tmp_path / "data" / "models" / ".digests")
-    assert "unless measuring says otherwise" in findings(tmp_path, model=str(model))["attention"].text
-    monkeypatch.setattr(Subject, "is_measured", lambda subject: True)
-    assert "whichever is quicker" in findings(tmp_path, model=str(model))["attention"].text
-
-
 def test_examining_leaves_nothing_behind(tmp_path: Path) -> None:
     assert findings(tmp_path)["data dir"].level is Level.OK
     assert list(tmp_path.iterdir()) == []
@@ -145,17 +131,6 @@ def test_the_hugging_face_engine_is_told_with_versions_and_device(tmp_path: Path
     found = findings(tmp_path, device="cpu")["hf engine"]
     assert found.level is Level.OK
     assert re.fullmatch(r"torch \S+, transformers \S+, device cpu", found.text)
-
-
-def test_where_the_weights_of_every_model_in_a_folder_go_is_told(tmp_path: Path) -> None:
-    folder = tiny_hf.write(tmp_path / "tiny")
-    found = findings(tmp_path, device="cpu", model=str(folder))["weights"]
-    assert found.level is Level.OK
-    assert re.fullmatch(
-        r"models of transformers run on the CPU, from RAM, which has room for \S+ \w+ of weights; "
-        r"tiny: \S+ KiB of weights, \S+ \w+ for them: they fit into RAM",
-        found.text,
-    )
 
 
 def test_a_machine_without_the_hugging_face_engine_is_fine(

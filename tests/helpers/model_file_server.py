@@ -20,7 +20,6 @@ class ServedFile:
     """Ranges begin one byte later than asked."""
     announces: int | None = None
     """A Content-Length other than the true one, with the connection closed at the true end."""
-    answers_head: bool = True
     extra_headers: dict[str, str] = field(default_factory=dict)
     cuts: list[int] = field(default_factory=list)
     """After how many bytes of the body the next answers break off, one each."""
@@ -65,9 +64,7 @@ def _handler(find: Callable[[str], ServedFile | None]) -> type[BaseHTTPRequestHa
     class Handler(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
             file = self._file()
-            if not file.answers_head:
-                self._send_status(405)
-            elif file.statuses:
+            if file.statuses:
                 self._send_status(file.statuses.pop(0))
             else:
                 self._send_head(200, len(file.content))

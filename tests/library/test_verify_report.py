@@ -14,7 +14,7 @@ from emberkeep import Emberkeep
 from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import ContextExceeded, InvalidField
-from emberkeep.library.verify_report import f1, kl
+from emberkeep.library.verify_report import kl
 from emberkeep.types.events import TokenLogprob
 from emberkeep.types.lineage import Approximation, Repair
 from helpers.fake_backend import fake_backend
@@ -92,33 +92,11 @@ def test_a_chat_is_verified_too(llm: Emberkeep) -> None:
     assert llm.verify([{"role": "user", "content": STORED}]).mean_kl == 0
 
 
-def test_answers_are_scored(llm: Emberkeep) -> None:
-    fresh = llm.verify(STORED).fresh.text
-    report = llm.verify(STORED, answers=["something else", fresh])
-    assert report.score == report.fresh_score == 1
-    assert "F1 of the answer: 1.00 from stored state, 1.00 fresh." in str(report)
-
-
 def test_the_arguments_are_checked(llm: Emberkeep) -> None:
     with pytest.raises(InvalidField, match=r"approximate\.ratio"):
         llm.verify(STORED, approximate={"ratio": 2})
     with pytest.raises(InvalidField, match="kv_bits"):
         llm.verify(STORED, kv_bits=5)
-
-
-@pytest.mark.parametrize(
-    ("text", "answers", "expected"),
-    [
-        ("The Eiffel Tower!", ["eiffel tower"], 1.0),
-        ("Paris, in France", ["Paris"], 0.5),
-        ("no", ["yes"], 0.0),
-        ("", ["yes"], 0.0),
-        ("", ["the"], 1.0),
-        ("b b c", ["b c c", "b b"], 0.8),
-    ],
-)
-def test_f1_counts_words_as_squad_does(text, answers, expected) -> None:
-    assert f1(text, answers) == pytest.approx(expected)
 
 
 def distribution(weights: list[float], listed: int) -> TokenLogprob:

@@ -8,7 +8,6 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from enum import StrEnum
 from errno import EISDIR
 from importlib import metadata
@@ -149,38 +148,6 @@ def _hf_engine(config: Config) -> Finding:
     return Finding(Level.OK, f"{hf_versions()}, device {told.get(name, name)}")
 
 
-def _weights(config: Config) -> Finding:
-    """Where the hf engine would put the weights of each model in a folder; only headers are read."""
-    if not has_hf():
-        return Finding(Level.OK, "models of transformers need the hf engine")
-    try:
-        from emberkeep.cli.model_fit import fits
-
-        found = list(fits(config, _model_folders(config)))
-    except EngineError as error:
-        return Finding(Level.WARN, str(error))
-    except (ImportError, OSError, RuntimeError) as error:
-        return Finding(Level.WARN, f"not known while torch cannot be used ({error}).")
-    is_good = all(fit.is_good for fit in found)
-    text = "; ".join(fit.text for fit in found) or "no model of transformers is here"
-    return Finding(Level.OK if is_good else Level.WARN, text)
-
-
-def _model_folders(config: Config) -> list[ModelFile]:
-    """The configured model, and all that are installed, as far as they are folders and write."""
-    from emberkeep.models.embedding import embedding_profile
-    from emberkeep.models.library import ModelLibrary
-
-    library = ModelLibrary(config.data_dir / "models")
-    found: dict[Path, ModelFile] = {}
-    for name in (config.local_model, config.draft_model, *(model.id for model in library.list())):
-        with suppress(ModelError):
-            model = library.resolve(name) if name else None
-            if model is not None and model.is_folder and embedding_profile(model.path) is None:
-                found[model.path] = model
-    return list(found.values())
-
-
 def _memory(config: Config) -> Finding:
     total, budget, free = total_ram(), config.ram_budget, free_ram()
     now = "" if free is None else f" ({readable_size(free)} free)"
@@ -269,28 +236,6 @@ def _model(config: Config) -> Finding:
     except ModelError as error:
         return Finding(Level.FAIL, str(error))
     return Finding(Level.OK, f"{found.id} ({found.path}){adapters}{draft}")
-
-
-def _attention(config: Config) -> Finding:
-    """What was measured when the model was loaded; nothing is measured here."""
-    from emberkeep.engine.llamacpp.trial import choose_library
-    from emberkeep.engine.llamacpp.tuning import Subject
-    from emberkeep.models.digest import known_digest
-    from emberkeep.models.library import ModelLibrary
-
-    if config.flash_attention != "auto":
-        return Finding(Level.OK, f"flash attention is {config.flash_attention}, as asked")
-    try:
-        choose_library(config.llama_library)
-        library = ModelLibrary(config.data_dir / "models")
-        model = library.resolve(config.local_model)
-        digest = None if model.is_folder else known_digest(model.path, library.digests)
-        is_measured = digest is not None and Subject(digest, config.threads, config.kv_type).is_measured()
-    except (EngineError, ModelError):
-        is_measured = False
-    if not is_measured:
-        return Finding(Level.OK, "flash attention is on, unless measuring says otherwise when the model is loaded")
-    return Finding(Level.OK, "flash attention is on or off, whichever is quicker for the work at hand")
 
 
 def _adapters(config: Config, model: ModelFile) -> str:
@@ -396,7 +341,6 @@ CHECKS: dict[str, Callable[[Config], Finding]] = {
     "cpu": _cpu,
     "gpu": _gpu,
     "hf engine": _hf_engine,
-    "weights": _weights,
     "memory": _memory,
     "pages": _pages,
     "data dir": _data_dir,
@@ -405,7 +349,6 @@ CHECKS: dict[str, Callable[[Config], Finding]] = {
     "speed": _speed,
     "mlock": _mlock,
     "model": _model,
-    "attention": _attention,
     "answers": _backends,
     "mcp": _mcp,
     "shared": _shared_server,

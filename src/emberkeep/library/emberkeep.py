@@ -201,15 +201,14 @@ class Emberkeep:
         *,
         approximate: Approximate = None,
         kv_bits: int | None = None,
-        answers: Sequence[str] = (),
     ) -> VerifyReport:
         """Compare a greedy answer from stored state with a freshly evaluated one. A text is a raw prompt.
 
         The prompt is stored first, in `kv_bits`. With `approximate` it is not: what is stored already is moved
-        into it. `answers`: what would be right, for the score. Raises RequestError, EngineError.
+        into it. Raises RequestError, EngineError.
         """
         options = verify_options(max_tokens, approximate, kv_bits)
-        return self._verify(prompt_or_chat_request(prompt_or_messages, options), answers)
+        return self._verify(prompt_or_chat_request(prompt_or_messages, options))
 
     def verify_batch(
         self,
@@ -236,12 +235,12 @@ class Emberkeep:
         except EmberkeepError as error:
             return VerifiedPrompt(shown, error=error)
 
-    def _verify(self, asked: Request, answers: Sequence[str] = ()) -> VerifyReport:
+    def _verify(self, asked: Request) -> VerifyReport:
         if not asked.approximate:
             self._finish(replace(asked, max_tokens=0))
         greedy = replace(asked, top_logprobs=CANDIDATES).decided(from_store=True, is_kept=False)
         fresh = self._finish(replace(greedy, approximate=False, use_cache=False))
-        return VerifyReport(self._finish(greedy), fresh, self._follow(greedy, fresh), tuple(answers))
+        return VerifyReport(self._finish(greedy), fresh, self._follow(greedy, fresh))
 
     def _follow(self, request: Request, fresh: Result) -> Result | None:
         """The result of `request` with the fresh answer forced; None if not all of its tokens are known."""

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-import string
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from emberkeep.errors import EmberkeepError
@@ -16,8 +13,6 @@ from emberkeep.values import dataclass
 CANDIDATES = 256
 """Tokens of each distribution that are compared one by one."""
 
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _SMALLEST = 1e-12
 
 
@@ -29,8 +24,6 @@ class VerifyReport:
     fresh: Result
     forced: Result | None = None
     """Stored state made to follow the fresh answer, token by token; None where not all of that is shown."""
-    answers: tuple[str, ...] = ()
-    """What would be right."""
 
     @property
     def equal(self) -> bool:
@@ -73,15 +66,6 @@ class VerifyReport:
         return sum(kl(theirs, ours) for ours, theirs in pairs) / len(pairs) if pairs else None
 
     @property
-    def score(self) -> float | None:
-        """Token F1 of the answer from stored state against the best of `answers`."""
-        return f1(self.cached.text, self.answers) if self.answers else None
-
-    @property
-    def fresh_score(self) -> float | None:
-        return f1(self.fresh.text, self.answers) if self.answers else None
-
-    @property
     def reused_tokens(self) -> int:
         return self.cached.usage.cached_tokens
 
@@ -109,8 +93,6 @@ class VerifyReport:
             lines.append(
                 f"KL of the next token: {self.first_kl:.4f} at first, {self.mean_kl:.4f} over the answer."
             )
-        if self.score is not None and self.fresh_score is not None:
-            lines.append(f"F1 of the answer: {self.score:.2f} from stored state, {self.fresh_score:.2f} fresh.")
         return "\n".join(lines)
 
     def _reuse(self) -> str:
@@ -223,28 +205,6 @@ def kl(exact: TokenLogprob, other: TokenLogprob) -> float:
     pairs.append((1 - sum(a for a, _ in pairs), 1 - sum(b for _, b in pairs)))
     total = sum(a * math.log(a / max(b, _SMALLEST)) for a, b in pairs if a > _SMALLEST)
     return max(total, 0.0)
-
-
-def f1(text: str, answers: Sequence[str]) -> float:
-    """Word overlap with the best of `answers`, normalised as for SQuAD: no case, punctuation or articles."""
-    return max(_f1(_words(text), _words(answer)) for answer in answers)
-
-
-def holds_answer(text: str, answers: Sequence[str]) -> bool:
-    """Whether the words of one of `answers` stand in the text one after the other, normalised as for `f1`."""
-    said = f" {' '.join(_words(text))} "
-    return any(f" {' '.join(_words(answer))} " in said for answer in answers)
-
-
-def _f1(given: Sequence[str], right: Sequence[str]) -> float:
-    if not given or not right:
-        return float(given == right)
-    common = (Counter(given) & Counter(right)).total()
-    return 2 * common / (len(given) + len(right))
-
-
-def _words(text: str) -> list[str]:
-    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
 def _first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import httpx
 
 from emberkeep.errors import DownloadFailed
 from emberkeep.files import private_folder, replace_file
-from emberkeep.models.parts import name_parts
 from emberkeep.models.spec import Reporter, UrlFile
 from emberkeep.values import dataclass
 
@@ -24,6 +25,9 @@ ATTEMPTS = 5
 """Connections in a row that may break without getting further than any before."""
 PAUSE_S = 1.0
 TIMEOUT_S = 30.0
+
+Progress = Callable[[int, int | None], None]
+"""Is told how many bytes are here, of how many if the server says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,68 +45,26 @@ def fetch_url(source: UrlFile, folder: Path, reporter: Reporter) -> list[Path]:
     What an interrupted call has downloaded stays in `folder` for the next, which asks again for every part of a
     split model: one that has changed since then is not used with the others.
     """
-    parts = source.parts()
+    parts, files = source.parts(), []
     with httpx.Client(follow_redirects=True, timeout=TIMEOUT_S) as client:
-        if len(parts) == 1:
-            return [_fetch_one(source, folder, client, reporter)]
-        whole = _Whole(reporter, _total(source, client))
-        return [
-            whole.done(_fetch_one(part, private_folder(folder / f"part-{number}"), client, whole))
-            for number, part in enumerate(parts, 1)
-        ]
+        for number, part in enumerate(parts, 1):
+            step, place = "Downloading", folder
+            if len(parts) > 1:
+                step, place = f"Downloading part {number} of {len(parts)}", folder / f"part-{number}"
+            report = partial(reporter.progress, step)
+            files.append(_fetch_one(_Download(part, private_folder(place), client, report)))
+    return files
 
 
-def _fetch_one(source: UrlFile, folder: Path, client: httpx.Client, reporter: Reporter) -> Path:
+def _fetch_one(download: _Download) -> Path:
+    label = download.source.label
     try:
-        return _persist(_Download(source, folder, client, reporter))
+        return _persist(download)
     except (httpx.TransportError, _ServerTrouble) as error:
         reason = str(error) or type(error).__name__
-        raise DownloadFailed(
-            f"{source.label} could not be downloaded ({reason}); pull again to resume."
-        ) from error
+        raise DownloadFailed(f"{label} could not be downloaded ({reason}); pull again to resume.") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise DownloadFailed(f"{source.label} cannot be fetched ({error}); check the address.") from error
-
-
-def _total(source: UrlFile, client: httpx.Client) -> int | None:
-    """How many bytes all parts have, where the server says so. Raises DownloadFailed when some are not there.
-
-    Only an answer that says so counts: many servers refuse to be asked, and send the file all the same.
-    """
-    answers: list[httpx.Response] = []
-    for part in source.parts():
-        try:
-            answers.append(client.head(part.url, headers={"Accept-Encoding": "identity"}))
-        except (httpx.HTTPError, httpx.InvalidURL):
-            return None  # what is wrong with it is said when the file is fetched
-    gone = (httpx.codes.NOT_FOUND, httpx.codes.GONE)
-    missing = [number for number, answer in enumerate(answers, 1) if answer.status_code in gone]
-    if missing:
-        raise DownloadFailed(
-            f"{name_parts(missing, len(answers)).capitalize()} of {source.label} cannot be found on the server: "
-            "check the address; all parts must lie beside each other."
-        )
-    sizes = [_content_length(answer) for answer in answers if answer.is_success]
-    return sum(filter(None, sizes)) if len(sizes) == len(answers) and None not in sizes else None
-
-
-class _Whole:
-    """A reporter for one part after the other, which tells how much of all parts is done."""
-
-    def __init__(self, reporter: Reporter, total: int | None) -> None:
-        self._reporter = reporter
-        self._total = total
-        self._before = 0
-
-    def say(self, sentence: str) -> None:
-        self._reporter.say(sentence)
-
-    def progress(self, step: str, done: int, total: int | None) -> None:
-        self._reporter.progress(step, self._before + done, self._total)
-
-    def done(self, file: Path) -> Path:
-        self._before += file.stat().st_size
-        return file
+        raise DownloadFailed(f"{label} cannot be fetched ({error}); check the address.") from error
 
 
 def _persist(download: _Download) -> Path:
@@ -124,12 +86,14 @@ class _ServerTrouble(Exception):
 
 
 class _Download:
-    def __init__(self, source: UrlFile, folder: Path, client: httpx.Client, reporter: Reporter) -> None:
-        self._source = source
+    """One file of a model, and the part of it that is here."""
+
+    def __init__(self, source: UrlFile, folder: Path, client: httpx.Client, report: Progress) -> None:
+        self.source = source
         self._client = client
         self._part = folder / "part"
         self._sidecar = folder / "part.json"
-        self._reporter = reporter
+        self._report = report
 
     @property
     def received(self) -> int:
@@ -141,7 +105,7 @@ class _Download:
         headers = {"Accept-Encoding": "identity"}
         if self.received and remote.validator:
             headers |= {"Range": f"bytes={self.received}-", "If-Range": remote.validator}
-        with self._client.stream("GET", self._source.url, headers=headers) as response:
+        with self._client.stream("GET", self.source.url, headers=headers) as response:
             if response.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
                 return self._nothing_left(response)
             self._require_success(response)
@@ -154,7 +118,7 @@ class _Download:
         if response.status_code >= 500 or response.status_code == httpx.codes.TOO_MANY_REQUESTS:
             raise _ServerTrouble(f"the server answered {status}")
         if not response.is_success:
-            raise DownloadFailed(f"{self._source.label} answered {status}; check the address.")
+            raise DownloadFailed(f"{self.source.label} answered {status}; check the address.")
 
     def _begin(self, response: httpx.Response, known: _Remote) -> _Remote:
         """Keep the part when the server continues it, else start over with what it sends."""
@@ -173,7 +137,7 @@ class _Download:
         with self._part.open("ab") as part:
             for block in response.iter_raw():
                 part.write(block)
-                self._reporter.progress("Downloading", part.tell(), remote.total)
+                self._report(part.tell(), remote.total)
 
     def _nothing_left(self, response: httpx.Response) -> Path:
         """The part is as long as the file, or belongs to a file that no longer exists."""
@@ -188,7 +152,7 @@ class _Download:
         if remote.total is not None and received != remote.total:
             self._forget()
             raise DownloadFailed(
-                f"{self._source.label} sent {received} bytes and had announced {remote.total}; pull it again."
+                f"{self.source.label} sent {received} bytes and had announced {remote.total}; pull it again."
             )
         return self._part
 
