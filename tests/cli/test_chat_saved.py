@@ -228,20 +228,6 @@ def test_a_killed_chat_goes_on_where_it_was(data_dir: Path, backend: ScriptedBac
     assert conversation.messages[0].content == "Which ships are here?"
 
 
-def test_state_is_found_again_after_a_restart(
-    loaded: list[Config], data_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Emberkeep, "open", open_emberkeep)
-    greedy = ("--max-tokens", "4", "--temperature", "0")  # by chance an answer may be empty, which is not saved
-    first = ok(*greedy, "--system", "Be kind.", input="Which ships are here?\n").stderr
-    again = ok(*greedy, "--continue", input="And yesterday?\n").stderr
-    assert first.startswith("reused 0/")
-    reused, prompt = (int(part) for part in again.split()[1].split("/"))
-    evaluated_before = int(first.split()[1].split("/")[1])
-    assert reused > evaluated_before
-    assert prompt > reused
-
-
 def test_an_older_conversation_is_continued_by_the_beginning_of_its_id(
     backend: ScriptedBackend, data_dir: Path
 ) -> None:

@@ -76,11 +76,6 @@ def test_blank_lines_are_not_messages(bench: Bench) -> None:
     assert bench.backend.requests == []
 
 
-def test_a_pasted_text_is_one_message(bench: Bench) -> None:
-    bench.say("def f():\n    return 1\n")
-    assert bench.last.messages == (Message("user", "def f():\n    return 1"),)
-
-
 def test_remarks_go_to_stderr_so_that_a_pipe_gets_answers_only(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,10 +10,8 @@ from typing import TextIO
 
 import pytest
 
-from emberkeep import __version__
 from emberkeep.cli.main import app, main
 from emberkeep.config.describe import default_of, help_for, type_of
-from emberkeep.config.settings import Config
 from emberkeep.errors import ModelNotFound
 from emberkeep.library.emberkeep import Emberkeep
 from helpers.commands import Commands
@@ -39,21 +37,6 @@ SETTING_FLAGS = (
 )
 
 
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """The settings with which commands were about to install a model; they end there."""
-    seen: list[Config] = []
-
-    def remember(config: Config, *_: object) -> None:
-        seen.append(config)
-        raise ModelNotFound("enough")
-
-    monkeypatch.setattr("emberkeep.cli.serve.ensure", remember)
-    monkeypatch.setattr("emberkeep.cli.chat.install_model", remember)
-    monkeypatch.setenv("EMBERKEEP_PORT", "0")
-    return seen
-
-
 def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["emberkeep", *arguments])
     with pytest.raises(SystemExit) as caught:
@@ -77,36 +60,6 @@ def test_every_flag_of_a_setting_tells_its_type_and_its_default() -> None:
         assert f"{flag} <{type_of(key)}> {help_for(key)} [default: {default_of(key)}]" in text
     assert "--port <int> Port to listen on; 0 takes any free one. [default: 8080]" in text
     assert "--disk-budget <size> Disk space for stored prompt state. [default: 20 GiB]" in text
-
-
-@pytest.mark.parametrize("command", ["serve", "chat"])
-def test_layers_are_put_on_the_gpu_by_a_flag(installed: list[Config], command: str) -> None:
-    run(command, "--gpu-layers", "99")
-    assert [config.gpu_layers for config in installed] == [99]
-
-
-@pytest.mark.parametrize("command", ["serve", "chat"])
-def test_the_engine_and_what_it_computes_with_are_flags(installed: list[Config], command: str) -> None:
-    run(command, "--engine", "hf", "--device", "cuda:1", "--dtype", "bfloat16", "--attention", "flash")
-    (config,) = installed
-    assert (config.engine, config.device, config.dtype, config.attention) == ("hf", "cuda:1", "bfloat16", "flash")
-
-
-@pytest.mark.parametrize("command", ["serve", "chat"])
-def test_eviction_and_recall_are_flags(installed: list[Config], command: str) -> None:
-    run(command)
-    run(command, "--too-long", "refuse", "--recall", "tool")
-    assert [(config.too_long, config.recall) for config in installed] == [("evict", "auto"), ("refuse", "tool")]
-
-
-def test_memory_is_not_predicted_where_there_is_no_margin(installed: list[Config]) -> None:
-    run("serve")
-    run("serve", "--memory-margin", "off")
-    assert [config.memory_margin for config in installed] == [0.1, None]
-
-
-def test_version_is_printed() -> None:
-    assert run("--version").output == f"emberkeep {__version__}\n"
 
 
 def test_an_error_is_one_plain_sentence_and_status_1(

@@ -198,18 +198,6 @@ def test_one_users_memory_is_exported_alone(data_dir: Path) -> None:
     assert "bristlecone" not in exported
 
 
-def test_an_export_leaves_a_file_that_is_there_alone(data_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "all.jsonl").write_text("keep")
-    assert "all.jsonl exists already" in refused("export", "all.jsonl")
-    assert (tmp_path / "all.jsonl").read_text() == "keep"
-
-
-def test_what_is_no_export_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "talk.md").write_text("# talk\n")
-    assert "Line 1 of talk.md" in refused("import", "talk.md")
-    assert "Cannot read missing.jsonl" in refused("import", "missing.jsonl")
-
-
 # ── forget, stats ──
 
 

@@ -6,7 +6,6 @@ answer is the same if it takes the same tokens until two of them are as good as 
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from emberkeep.bench.http_client import is_settled
@@ -22,9 +20,9 @@ from emberkeep.config.settings import Config
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.results import Result
 from emberkeep.types.cache import EntryKind
-from emberkeep.types.events import FinishReason, MissReason, Progress
+from emberkeep.types.events import MissReason, Progress
 from emberkeep.types.lineage import private_namespace
-from emberkeep.types.request import Execution, JsonFormat, Message, Request
+from emberkeep.types.request import Execution, Message, Request
 from emberkeep.types.sampling import Sampling
 from helpers import tiny_gguf
 from helpers.serve_command import assistant, serve, system, user
@@ -167,17 +165,6 @@ def test_after_a_restart_only_new_tokens_are_evaluated(open_model: Open, kind: K
         assert_same(resumed, chat.ask(use_cache=False))
 
 
-def test_after_a_restart_with_other_threads_only_new_tokens_are_evaluated(open_model: Open, kind: Kind) -> None:
-    with open_model(threads=2) as llm:
-        before, last = talk(llm, kind)
-    with open_model(threads=1) as llm:
-        chat = Chat(llm, kind)
-        chat.messages = [*before.messages, Message("user", "and the tide?")]
-        resumed = chat.ask()
-        assert resumed.lookup.cold_tokens == resumed.usage.cached_tokens >= length(last) - 1
-        assert_same(resumed, chat.ask(use_cache=False))
-
-
 def test_every_turn_goes_on_where_the_last_one_ended(chat: Chat) -> None:
     end = 0
     for question in QUESTIONS:
@@ -308,30 +295,6 @@ def test_requests_side_by_side_are_answered_as_one_by_one(llm: Emberkeep, kind: 
         assert_same(one, other)
 
 
-def test_an_answer_fits_its_schema(chat: Chat) -> None:
-    schema = {
-        "type": "object",
-        "properties": {
-            "ship": {"enum": ["brig", "sloop"]},
-            "guns": {"type": "integer", "minimum": 0, "maximum": 9},
-        },
-        "required": ["ship", "guns"],
-        "additionalProperties": False,
-    }
-    result = chat.ask(format=JsonFormat(schema), max_tokens=80)
-    answer = json.loads(result.text)
-    assert result.finish_reason is FinishReason.STOP
-    assert answer["ship"] in ("brig", "sloop")
-    assert 0 <= answer["guns"] <= 9
-
-
-def test_an_answer_ends_before_a_stop_string(chat: Chat) -> None:
-    full = chat.ask().text
-    stopped = chat.ask(stop=(full[3:5],))
-    assert stopped.text == full[: full.index(full[3:5])]
-    assert stopped.finish_reason is FinishReason.STOP
-
-
 def test_logprobs_are_of_the_best_tokens(chat: Chat) -> None:
     result = chat.ask(top_logprobs=3, sampling=Sampling(temperature=0))
     assert len(result.logprobs) == result.usage.completion_tokens == len(result.tokens)
@@ -354,20 +317,6 @@ def test_the_tokens_of_an_echoed_prompt_are_as_likely_as_if_they_were_answers(ch
         scores = [chosen.logprob for chosen in result.logprobs[1 : len(ids)]]
         assert scores == pytest.approx(expected, abs=NOISE)
     assert len(again.logprobs) == len(ids) + 1
-
-
-def test_a_streamed_answer_is_the_answer_in_pieces(chat: Chat) -> None:
-    with chat.llm._start(chat.request()) as stream:
-        pieces = list(stream)
-    assert len(pieces) > 1
-    assert "".join(pieces) == chat.ask().text
-
-
-def test_a_seeded_answer_is_drawn_again(chat: Chat) -> None:
-    sampling = Sampling(temperature=1.5, seed=7)
-    one, other = (chat.ask(sampling=sampling, use_cache=False).tokens for _ in range(2))
-    assert one == other
-    assert one != chat.ask(use_cache=False).tokens
 
 
 def test_what_is_stored_agrees_with_a_fresh_evaluation(open_model: Open, kind: Kind) -> None:
@@ -404,23 +353,4 @@ def test_a_killed_server_goes_on_where_it_was(kind: Kind, tmp_path: Path) -> Non
         resumed = server.chat(messages, **fields)
         assert resumed.cached_tokens >= reply.prompt_tokens + reply.completion_tokens - 1
         assert server.chat(messages, cache_prompt=False, **fields).text == resumed.text
-        server.stop()
-
-
-def test_the_openai_client_streams_an_answer(kind: Kind, tmp_path: Path) -> None:
-    with served(kind, tmp_path) as server:
-        asked: Any = {
-            "model": "tiny",
-            "messages": [system(SYSTEM), user(QUESTIONS[0])],
-            "temperature": 0,
-            "max_tokens": ANSWER,
-            "logit_bias": {str(token): value for token, value in kind.unprintable.items()},
-        }
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            chunks = list(client.chat.completions.create(**asked, stream=True))
-            whole = client.chat.completions.create(**asked)
-        text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
-        assert text == whole.choices[0].message.content != ""
-        assert whole.usage is not None and whole.usage.prompt_tokens_details is not None
-        assert whole.usage.prompt_tokens_details.cached_tokens == whole.usage.prompt_tokens - 1
         server.stop()

@@ -63,18 +63,6 @@ def test_vectors_are_those_of_the_model(client: openai.OpenAI, folder: Path) -> 
     assert found.usage.prompt_tokens == sum(len(tokenizer(text)["input_ids"]) for text in TEXTS)
 
 
-def test_it_is_listed_with_what_it_gives(client: openai.OpenAI) -> None:
-    (listed,) = client.models.list().data
-    assert (listed.id, listed.context_length) == ("tiny-bert", tiny_bert.CONTEXT)  # type: ignore[attr-defined]
-    details = listed.details  # type: ignore[attr-defined]
-    assert (details["pooling"], details["dimension"]) == ("mean", tiny_bert.WIDTH)
-
-
-def test_it_writes_no_answers(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match=r"tiny-bert gives embeddings .* and writes no answers"):
-        client.chat.completions.create(model="tiny-bert", messages=[{"role": "user", "content": "Hello"}])
-
-
 def test_what_was_computed_is_known_after_a_restart(model: Path, data: Path, server: ServerProcess) -> None:
     body = {"input": "known after a restart"}
     first = server.http.post(f"{server.url}/v1/embeddings", json=body).json()

@@ -55,14 +55,6 @@ def test_a_completion_has_every_field_and_its_figures_agree(http: httpx.Client) 
     assert http.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"content": told["content"]}
 
 
-def test_the_same_prompt_again_is_cached(http: httpx.Client) -> None:
-    prompt = "A story of a lighthouse, its keeper and a storm that lasted for nine days. " * 8
-    _, first, second = (complete(http, prompt) for _ in range(3))
-    assert first["content"] == second["content"]
-    assert second["timings"]["cache_n"] == second["tokens_evaluated"] - 1
-    assert second["timings"]["prompt_n"] == 1
-
-
 def test_a_stream_is_the_answer_in_pieces(http: httpx.Client) -> None:
     complete(http)
     body = {"prompt": PROMPT, **GREEDY, "stream": True, "timings_per_token": True, "return_progress": True}
@@ -113,15 +105,6 @@ def test_a_grammar_and_a_schema_bind_the_answer(http: httpx.Client) -> None:
     assert list(told) == ["n"]
 
 
-def test_a_word_ends_the_answer(http: httpx.Client) -> None:
-    complete(http)
-    whole = complete(http)["content"]
-    word = whole.split()[2]
-    told = complete(http, stop=[word])
-    assert (told["stop_type"], told["stopping_word"]) == ("word", word)
-    assert told["content"] == whole[: whole.index(word)]
-
-
 @pytest.mark.parametrize(
     "samplers",
     [
@@ -143,12 +126,6 @@ def test_every_sampler_draws_the_same_with_the_same_seed(http: httpx.Client, sam
     assert all(settings[name] == pytest.approx(value) for name, value in samplers.items())
 
 
-def test_only_the_fields_that_are_asked_for(http: httpx.Client) -> None:
-    told = complete(http, response_fields=["content", "generation_settings/n_predict", "timings/predicted_n"])
-    assert told.keys() == {"content", "generation_settings/n_predict", "timings/predicted_n"}
-    assert (told["generation_settings/n_predict"], told["timings/predicted_n"]) == (12, 12)
-
-
 def test_props_slots_and_adapters_tell_of_the_server(http: httpx.Client) -> None:
     props = http.get("/props").json()
     slots = http.get("/slots").json()
@@ -167,9 +144,3 @@ def test_a_slot_is_saved_restored_and_erased(http: httpx.Client) -> None:
     assert http.post(f"/slots/{slot}?action=restore", json={"filename": "a.bin"}).json()["n_restored"] > 0
     assert http.post(f"/slots/{slot}?action=erase").json()["n_erased"] > 0
     assert http.post(f"/slots/{slot}?action=forget").status_code == 400
-
-
-def test_a_model_without_tokens_for_it_fills_nothing_in(http: httpx.Client) -> None:
-    answer = http.post("/infill", json={"input_prefix": "def add(a, b):\n", "input_suffix": "\n"})
-    assert answer.status_code == 400
-    assert "filling in the middle" in answer.json()["error"]["message"]

@@ -124,13 +124,6 @@ def test_a_taken_port_is_named_with_the_way_out(model: Path, tmp_path: Path) -> 
     assert "--port" in words
 
 
-def test_a_model_that_is_not_there_is_named_with_the_way_out(tmp_path: Path) -> None:
-    with serve(tmp_path / "none.gguf", tmp_path) as server:
-        assert "none.gguf" in last_words(server)
-    with serve("no-such-model", tmp_path) as server:
-        assert "--name no-such-model" in last_words(server)
-
-
 @pytest.mark.parametrize("kept", [0, 3, 100, 0.5, 0.999])
 def test_a_model_file_that_is_cut_off_is_refused(model: Path, tmp_path: Path, kept: float) -> None:
     data = model.read_bytes()
@@ -138,12 +131,6 @@ def test_a_model_file_that_is_cut_off_is_refused(model: Path, tmp_path: Path, ke
     broken.write_bytes(data[: int(len(data) * kept) if 0 < kept < 1 else int(kept)])
     with serve(broken, tmp_path) as server:
         assert "broken.gguf" in last_words(server, loading="broken")
-
-
-def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "letter.gguf").write_text("Dear reader, " * 1000)
-    with serve(tmp_path / "letter.gguf", tmp_path) as server:
-        assert "letter.gguf" in last_words(server, loading="letter")
 
 
 def test_a_template_that_is_no_template_is_refused(tmp_path: Path) -> None:

@@ -361,13 +361,6 @@ def test_closing_ends_a_stream_that_is_being_read() -> None:
     assert backend.cancelled == 1
 
 
-def test_stats_come_from_the_backend() -> None:
-    llm, _ = scripted(*answer("x"))
-    with llm:
-        llm.chat("hi")
-        assert llm.stats()["requests"] == 1
-
-
 def test_what_was_drafted_comes_from_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     told = SpeculationStats(True, "", 2, 8, 4, {"context": SourceStats(2, 8, 4)})
     llm, backend = scripted()
@@ -404,14 +397,6 @@ def test_importing_emberkeep_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_emberkeep_has_no_other_names() -> None:
-    import emberkeep
-
-    assert emberkeep.Emberkeep is Emberkeep
-    with pytest.raises(AttributeError):
-        emberkeep.Nothing  # noqa: B018
 
 
 def test_a_program_may_end_in_the_middle_of_a_stream() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,14 +93,6 @@ def test_local_parts_are_kept_together_and_stay_where_they_are(
     assert len(_files_in(library)) == PARTS + 1
 
 
-def test_the_digest_of_pulled_parts_is_known(
-    library: ModelLibrary, files: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = pull(str(files[0]), library)
-    monkeypatch.setattr(digest, "sha256_of", lambda *_: "read again")
-    assert model_digest(model.path, library.digests) == model.record.sha256
-
-
 def test_parts_that_cannot_be_linked_are_copied_with_one_progress(
     library: ModelLibrary, files: list[Path], contents: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,20 +117,6 @@ def test_links_of_the_hubs_cache_are_pulled_as_files(
     model = pull(str(files[2]), library)
     assert _kept(model) == contents
     assert not any(path.is_symlink() for path in model.path.parent.iterdir())
-
-
-def test_a_local_model_that_lacks_parts_is_not_installed(library: ModelLibrary, files: list[Path]) -> None:
-    files[1].unlink()
-    with pytest.raises(ModelBroken, match="lacks part 2 of 3"):
-        pull(str(files[0]), library)
-    assert list(library.list()) == []
-
-
-def test_a_split_model_that_is_here_is_not_fetched_again(library: ModelLibrary, files: list[Path]) -> None:
-    first = pull(str(files[0]), library)
-    watching = Watching()
-    assert pull(str(files[2]), library, reporter=watching) == first
-    assert watching.sentences == ["big-q8_0 is already here."]
 
 
 def test_a_slow_format_is_requantised_into_one_file(library: ModelLibrary, tmp_path: Path) -> None:
@@ -167,22 +144,6 @@ def test_a_model_that_lost_parts_says_which_and_is_mended_by_pulling_it(
     assert [str(damage) for damage in library.damages()] == [said]
     assert _kept(pull(str(files[0]), library)) == contents
     assert list(library.damages()) == []
-
-
-def test_removing_a_model_removes_all_its_parts(library: ModelLibrary, files: list[Path]) -> None:
-    pull(str(files[0]), library)
-    library.remove("big-q8_0")
-    assert _files_in(library) == []
-    assert all(file.is_file() for file in files)
-
-
-def test_one_model_takes_the_place_of_another_whatever_their_parts(
-    library: ModelLibrary, files: list[Path], tmp_path: Path
-) -> None:
-    pull(str(files[0]), library, name="m")
-    library.remove("m")
-    one = pull(str(tiny_llama(tmp_path / "one.gguf")), library, name="m")
-    assert [path.name for path in one.path.parent.glob("*.gguf")] == ["m.gguf"]
 
 
 # ── the hub ──
@@ -268,13 +229,6 @@ def test_parts_that_the_hub_lacks_are_named_before_anything_is_fetched(
             "check the name and the revision, or choose another quantisation."
         )
     assert hub.downloads == []
-
-
-def test_a_part_that_is_not_what_the_hub_promised_leaves_nothing(hub: ServedRepo, library: ModelLibrary) -> None:
-    hub.promised["Q8_0/Big-Q8_0-00002-of-00003.gguf"] = "0" * 64
-    with pytest.raises(ModelBroken, match="SHA-256"):
-        pull(f"hf:{REPO}:Q8_0", library)
-    assert _files_in(library) == []
 
 
 def test_a_quantisation_that_is_not_there_lists_what_is(hub: ServedRepo, library: ModelLibrary) -> None:
@@ -414,12 +368,3 @@ def test_the_commands_see_one_model_with_its_whole_size(files: list[Path], tmp_p
         assert entry["sha256"] in shown
     assert _run(tmp_path, "remove", "big", "--yes").exit_code == 0
     assert list((tmp_path / "data" / "models").rglob("*.gguf")) == []
-
-
-def test_the_list_tells_of_a_model_that_lacks_parts(files: list[Path], tmp_path: Path) -> None:
-    _run(tmp_path, "pull", str(files[0]), "--name", "big")
-    next((tmp_path / "data" / "models" / "big").glob("*-00002-of-*.gguf")).unlink()
-    listed = _run(tmp_path, "list", "--json")
-    assert json.loads(listed.stdout) == []
-    assert "The folder of big lacks part 2 of 3" in listed.stderr
-    shutil.rmtree(tmp_path / "data")

@@ -46,13 +46,6 @@ def test_a_cut_connection_is_continued_where_it_broke(served: ServedFile, librar
     assert served.ranges == [None, "bytes=1000-", "bytes=6000-"]
 
 
-def test_a_date_serves_where_there_is_no_etag(served: ServedFile, library: ModelLibrary) -> None:
-    served.etag, served.last_modified = None, "Wed, 21 Oct 2015 07:28:00 GMT"
-    served.cuts = [1000]
-    assert _pull(served, library).path.read_bytes() == served.content
-    assert served.ranges == [None, "bytes=1000-"]
-
-
 @pytest.mark.parametrize("etag", [None, 'W/"weak"'])
 def test_without_a_strong_validator_a_part_is_never_continued(
     served: ServedFile, library: ModelLibrary, etag: str | None
@@ -103,12 +96,6 @@ def test_a_passing_server_error_is_tried_again(served: ServedFile, library: Mode
     assert _pull(served, library).path.read_bytes() == served.content
 
 
-def test_a_lasting_server_error_is_reported(served: ServedFile, library: ModelLibrary) -> None:
-    served.statuses = [503] * url.ATTEMPTS
-    with pytest.raises(DownloadFailed, match="answered 503"):
-        _pull(served, library)
-
-
 def test_a_missing_file_is_reported_at_once_and_without_secrets(served: ServedFile, library: ModelLibrary) -> None:
     served.statuses = [404]
     with pytest.raises(DownloadFailed, match="404 Not Found; check the address") as failed:
@@ -141,13 +128,6 @@ def test_a_download_that_is_no_model_leaves_nothing(
         _pull(served, library)
     assert list(library.list()) == []
     assert [p for p in (tmp_path / "models").rglob("*") if p.is_file()] == []
-
-
-def test_a_truncated_model_leaves_nothing(served: ServedFile, library: ModelLibrary) -> None:
-    served.content = served.content[:-500]
-    with pytest.raises(ModelBroken, match="bytes shorter than its header says"):
-        _pull(served, library)
-    assert list(library.list()) == []
 
 
 def test_a_server_that_starts_over_forever_is_given_up(served: ServedFile, library: ModelLibrary) -> None:

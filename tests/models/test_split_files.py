@@ -14,7 +14,7 @@ import pytest
 from gguf import GGUFWriter
 
 from emberkeep.errors import ModelBroken, ModelNotFound
-from emberkeep.models import digest, gguf, parts
+from emberkeep.models import digest, gguf
 from emberkeep.models.digest import model_digest
 from emberkeep.models.gguf import read_header
 from emberkeep.models.library import ModelLibrary, id_at
@@ -71,13 +71,6 @@ def test_a_name_says_which_part_a_file_is(name: str, part: PartName | None) -> N
     assert part is None or str(part) == name
 
 
-def test_a_model_of_one_part_is_a_file_like_any_other(library: ModelLibrary, tmp_path: Path) -> None:
-    one = _written(tmp_path / "m-00001-of-00001.gguf", [("split.count", "uint16", 1), ("split.no", "uint16", 0)])
-    assert part_files(one) == (one,)
-    assert library.resolve(str(one)).id == "m"
-    assert read_header(one).parts == 1
-
-
 # ── the header ──
 
 
@@ -102,13 +95,6 @@ def test_the_first_part_may_hold_no_tensors(tmp_path: Path) -> None:
         ]
         _written(tmp_path / f"m-0000{number + 1}-of-00002.gguf", entries, tensors=tensors)
     assert [tensor.name for tensor in read_header(tmp_path / "m-00001-of-00002.gguf").tensors] == ["t0"]
-
-
-def test_the_profile_is_that_of_the_whole_model(files: list[Path], tmp_path: Path) -> None:
-    whole, split = profile_of(tiny_llama(tmp_path / "whole.gguf")), profile_of(files[1])
-    assert split.size == sum(file.stat().st_size for file in files) > whole.size
-    assert (split.parameters, split.kv_bytes_per_token) == (whole.parameters, whole.kv_bytes_per_token)
-    assert (split.architecture, split.chat_template) == (whole.architecture, whole.chat_template)
 
 
 @pytest.mark.parametrize(
@@ -307,27 +293,11 @@ def test_links_as_in_the_cache_of_the_hub_are_followed(
     assert model_digest(found.path, cache) == before
 
 
-def test_a_link_to_a_part_leads_to_its_model(files: list[Path], library: ModelLibrary) -> None:
-    alias = files[0].with_name("alias.gguf")
-    alias.symlink_to(files[1].name)
-    found = library.resolve(str(alias))
-    assert (found.id, found.path) == ("alias", files[0])
-
-
 def test_links_that_lead_in_circles_lead_nowhere(tmp_path: Path, library: ModelLibrary) -> None:
     (tmp_path / "a.gguf").symlink_to("b.gguf")
     (tmp_path / "b.gguf").symlink_to("a.gguf")
     with pytest.raises(ModelNotFound):
         library.resolve(str(tmp_path / "a.gguf"))
-
-
-@pytest.mark.parametrize("stem", ["a b", "[x]*?", "é\n", "-", "a-00001-of-00002", "%2e%2e", "x" * 230])
-def test_any_name_will_do(tmp_path: Path, library: ModelLibrary, cache: Path, stem: str) -> None:
-    files = split_llama(tmp_path / f"{stem}.gguf")
-    found = library.resolve(str(files[2]))
-    assert found.path == files[0]
-    assert read_header(found.path).parts == PARTS
-    assert len(model_digest(found.path, cache)) == 64
 
 
 # ── the digest ──
@@ -346,16 +316,6 @@ def test_every_part_leads_to_the_same_digest_and_is_read_once(
     reads = _reads(monkeypatch)
     assert len({model_digest(file, cache) for file in files}) == 1
     assert reads == [file.name for file in files]
-
-
-def test_progress_is_told_over_all_parts(files: list[Path]) -> None:
-    seen: list[tuple[int, int]] = []
-    for file, tell in zip(files, digest.split_progress(files, lambda *told: seen.append(told)), strict=True):
-        digest.sha256_of(file, tell)
-    total = sum(file.stat().st_size for file in files)
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    assert seen[-1] == (total, total)
-    assert {total for _, total in seen} == {total}
 
 
 @pytest.mark.parametrize("number", range(PARTS))
@@ -387,23 +347,9 @@ def test_a_part_of_another_model_is_another_digest(files: list[Path], cache: Pat
     assert len(seen) == 2 + PARTS
 
 
-def test_swapped_parts_are_another_digest(files: list[Path], cache: Path) -> None:
-    before = model_digest(files[0], cache)
-    data = [file.read_bytes() for file in files]
-    files[1].write_bytes(data[2])
-    files[2].write_bytes(data[1])
-    assert model_digest(files[0], cache) != before
-
-
 def test_the_name_of_the_parts_is_no_part_of_the_digest(files: list[Path], cache: Path, tmp_path: Path) -> None:
     before = model_digest(files[0], cache)
     (tmp_path / "moved").mkdir()
     for number, file in enumerate(files, 1):
         file.rename(tmp_path / "moved" / str(PartName("other", number, PARTS)))
     assert model_digest(tmp_path / "moved" / str(PartName("other", 1, PARTS)), cache) == before
-
-
-def test_a_split_model_never_has_the_digest_of_one_of_its_files(files: list[Path], cache: Path) -> None:
-    single = {digest.weights_digest(file, cache) for file in files}
-    assert model_digest(files[0], cache) not in single
-    assert parts.part_files(files[0]) == tuple(files)

@@ -8,7 +8,6 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol
 
 from emberkeep.api.openai.body import ChatBody, CompletionBody, read_chat_or_completion, to_one_request
 from emberkeep.api.stored import MAX_VERIFY_S, entry_from_json, lookup_from_json, shown_json
@@ -25,39 +24,6 @@ from emberkeep.models.library import id_at
 from emberkeep.types.cache import CacheEntry, Explanation, Removed, Verified
 from emberkeep.types.request import Json
 from emberkeep.values import dataclass
-
-
-class Store(Protocol):
-    """One model's stored state. Every method blocks, and may raise EmberkeepError or OSError."""
-
-    @property
-    def model(self) -> str: ...
-
-    def entries(self) -> list[CacheEntry]: ...
-
-    def stats(self) -> Json:
-        """As `KvStore.stats`."""
-
-    def pin(self, entry_id: str, pinned: bool) -> None: ...
-
-    def remove(self, entry_id: str) -> Removed: ...
-
-    def remove_user(self, user: str) -> Removed: ...
-
-    def gc(self) -> Removed: ...
-
-
-class StateReader(Protocol):
-    """A model that can read its stored state. Every method blocks, and may raise EmberkeepError."""
-
-    def entries(self) -> list[CacheEntry]: ...
-
-    def text(self, entry_id: str, chars: int) -> tuple[str, int]:
-        """At most so many characters of an entry's text, from both ends, and how long all of it is."""
-
-    def explain(self, body: dict[str, Json]) -> Explanation: ...
-
-    def verify(self, entry: CacheEntry, tokens: int) -> Verified: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +197,7 @@ class ServedStore:
         return Removed(**self._server.ask("POST", "/v1/cache/gc", params=self._of)["removed"])
 
     def text(self, entry_id: str, chars: int) -> tuple[str, int]:
+        """At most so many characters of an entry's text, from both ends, and how long all of it is."""
         shown = self._server.ask("GET", f"/v1/cache/{entry_id}", params={**self._of, "chars": chars})
         return shown["text"], shown["text_chars"]
 
@@ -249,6 +216,12 @@ class ServedStore:
             )
         figures = ("reused", "compared", "agreed", "wide", "reproducible")
         return Verified(entry, *(results[0][name] for name in figures))
+
+
+Store = ClosedStore | ServedStore
+"""One model's stored state. Every method blocks, and may raise EmberkeepError or OSError."""
+StateReader = _LoadedModel | ServedStore
+"""A model that can read its stored state. Every method blocks, and may raise EmberkeepError."""
 
 
 @contextmanager

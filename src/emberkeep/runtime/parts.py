@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Protocol
 
 from emberkeep.config.settings import Config
 from emberkeep.engine.base import Engine
@@ -50,26 +49,6 @@ class OpenedModel:
     """What the model's card tells."""
     states: EmbeddingEngine | None = None
     """Pooled, where that was asked for."""
-
-
-class ModelParts(Protocol):
-    """Safe to use from any thread; everything blocks."""
-
-    hygiene: Hygiene
-    holders: Holders
-    """Everything that holds what users sent."""
-
-    def store(
-        self, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0, *, is_draft: bool = False
-    ) -> KvStore:
-        """`share`: of the RAM that is for the state of one model. `is_draft`: other hosts need not have it."""
-
-    def close_store(self, store: KvStore) -> None:
-        """Its model is closed."""
-
-    def memory(self) -> Memory | None: ...
-
-    def close_memory(self, memory: Memory) -> None: ...
 
 
 class OpenedOnce:
@@ -204,6 +183,11 @@ class SharedParts:
             kept.store.resize_ram(int(left * kept.share / shares))
 
 
+ModelParts = OwnParts | SharedParts
+"""Safe to use from any thread; everything blocks. `holders` is everything that holds what users sent. Of `store`,
+`share` is the part of the RAM for the state of one model, and other hosts need not have what `is_draft`."""
+
+
 def rest_budgets(held: list[int], room: int) -> list[int]:
     """What each store at rest may keep of the bytes that it holds: the latest, at the end, all of it if that fits,
     and the others what is left. Pure."""
@@ -218,12 +202,7 @@ def open_link(config: Config) -> RemoteLink | None:
     """None where state is not shared. Nothing is asked yet. Raises ConfigError."""
     if config.remote is None:
         return None
-    return RemoteLink(
-        RemoteSettings(
-            config.remote,
-            config.remote_key,
-        )
-    )
+    return RemoteLink(RemoteSettings(config.remote, config.remote_key))
 
 
 def open_vectors(config: Config) -> VectorFile | None:
