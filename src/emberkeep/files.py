@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -65,3 +66,11 @@ def locked(path: Path) -> Generator[None, None, None]:
         yield
     finally:
         os.close(lock)
+
+
+def link_or_copy(source: Path | str, target: Path | str) -> None:
+    """Make `target` a hard link where the file system allows it, else a copy. Raises OSError."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

