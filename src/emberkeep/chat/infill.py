@@ -7,6 +7,7 @@ few sets of them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from emberkeep.chat.seams import SeamedText
 from emberkeep.errors import InvalidField
@@ -61,8 +62,7 @@ def infill_tokens(vocab: Vocab) -> InfillTokens | None:
     known = vocab.specials
     for tokens in _KNOWN:
         if tokens.prefix in known and tokens.suffix in known and (not tokens.middle or tokens.middle in known):
-            file = tokens.file if tokens.file in known else ""
-            return InfillTokens(tokens.prefix, tokens.suffix, tokens.middle, file, tokens.suffix_first)
+            return replace(tokens, file=tokens.file if tokens.file in known else "")
     return None
 
 

@@ -104,9 +104,10 @@ class SeamedTemplate:
         add_generation_prompt: bool = True,
         args: Mapping[str, Json] = NO_ARGS,
     ) -> SeamedText:
-        """As `ChatTemplate.render`. Raises InvalidField where no character is left for seams."""
+        """Renders as `ChatTemplate.render` does. Raises InvalidField where no character is left for seams."""
         seam = ""
-        if any(map(self._may_control, chain(_quoted_texts(messages), map(_texts, tools)))):
+        texts = chain(_quoted_texts(messages), map(_texts, tools))
+        if any(self._has_control(edited) for text in texts for edited in (text, *self._edited(text))):
             seam = next(self._marks(messages, tools, args))
             messages, tools = self._with_marks(messages, tools, seam)
         text = self._template.render(messages, tools, add_generation_prompt=add_generation_prompt, args=args)
@@ -133,10 +134,6 @@ class SeamedTemplate:
             start = match.start() + 1  # the next one may begin inside of this one
             seams.append(start)
         return SeamedText(text, tuple(seams))
-
-    def _may_control(self, text: str) -> bool:
-        """It holds a control token, or will when the template has replaced something in it."""
-        return any(map(self._has_control, (text, *self._edited(text))))
 
     def _has_control(self, text: str) -> bool:
         return self._controls is not None and self._controls.search(text) is not None
@@ -176,8 +173,8 @@ class SeamedTemplate:
     ) -> Iterator[str]:
         """Characters that are nowhere in what the template reads, and that it does not write by itself: one after
         the other, always the same ones. Raises InvalidField where there are no more."""
-        texts = [_definition(tool) for tool in tools]
-        texts.append(json.dumps(dict(args), ensure_ascii=False, default=str))
+        definitions = [[tool.name, tool.description, tool.parameters] for tool in tools]
+        texts = [json.dumps([definitions, dict(args)], ensure_ascii=False, default=str)]
         for message in messages:
             texts += (message.content, message.reasoning, message.tool_call_id or "", message.name or "")
             for call in message.tool_calls:
@@ -226,10 +223,6 @@ def _change_all(value: Json, change: Callable[[str], str]) -> Json:
     if isinstance(value, Mapping):
         return {change(key): _change_all(item, change) for key, item in value.items()}
     return [_change_all(item, change) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _definition(tool: Tool) -> str:
-    return json.dumps([tool.name, tool.description, tool.parameters], ensure_ascii=False)
 
 
 def _parsed(arguments: str) -> str:

@@ -17,7 +17,7 @@ from emberkeep.errors import EmberkeepError
 from emberkeep.models.library import ModelLibrary
 from emberkeep.server.limits import Limits, affordable
 from emberkeep.server.middleware import Drain, PathMiddleware, RequestGate, SecurityMiddleware
-from emberkeep.server.request_log import CLIENT_LEFT, RequestMetrics, failure_response
+from emberkeep.server.request_log import CLIENT_LEFT, FailureResponse, RequestMetrics
 from emberkeep.server.routes.base import Served
 from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import ClientGone
@@ -77,7 +77,7 @@ def _put_behind_gates(
 
 
 async def _on_error(http: HttpRequest, error: Exception) -> Response:
-    return failure_response(failure_of(error))
+    return FailureResponse(failure_of(error))
 
 
 _REMOVED = {"/v1/benchmarks": "`emberkeep bench NAME --json FILE` keeps what it measures."}
@@ -91,12 +91,12 @@ async def _on_http_error(http: HttpRequest, error: Exception) -> Response:
     for removed, instead in _REMOVED.items():
         if path == removed or path.startswith(f"{removed}/"):
             message = f"{removed} was removed: {instead}"
-            return failure_response(Failure(410, "invalid_request_error", message))
+            return FailureResponse(Failure(410, "invalid_request_error", message))
     message = f"There is no {path} here: GET /openapi.json lists what there is."
     if error.status_code == 405:
         allowed = _allowed(http)
         message, headers = f"{http.method} does not work on {path}: use {allowed}.", {"Allow": allowed}
-    return failure_response(Failure(error.status_code, "invalid_request_error", message, headers=headers))
+    return FailureResponse(Failure(error.status_code, "invalid_request_error", message, headers=headers))
 
 
 def _allowed(http: HttpRequest) -> str:

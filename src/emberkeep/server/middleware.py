@@ -21,7 +21,7 @@ from emberkeep.api.errors import Failure, Refused, error_shape, failure_of
 from emberkeep.config.settings import Config
 from emberkeep.errors import Overloaded
 from emberkeep.server.limits import Limits
-from emberkeep.server.request_log import OPEN_PATHS, failure_response, record_of
+from emberkeep.server.request_log import OPEN_PATHS, FailureResponse, record_of
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +65,9 @@ class SecurityMiddleware:
             if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
                 answer = _preflight(headers)
             elif not _is_open(scope["path"], headers) and not self._has_key(headers):
-                answer = failure_response(_NO_KEY)
+                answer = FailureResponse(_NO_KEY)
         except Refused as refused:
-            answer = failure_response(refused.failure)
+            answer = FailureResponse(refused.failure)
         await answer(scope, receive, send)
 
     def _check_host(self, headers: Headers, scope: Scope) -> None:
@@ -221,9 +221,9 @@ class RequestGate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif self.drain.draining and scope["method"] in _CHANGING:
-            await failure_response(failure_of(_shutting_down()))(scope, receive, send)
+            await FailureResponse(failure_of(_shutting_down()))(scope, receive, send)
         elif self.drain.running >= self.limits.connections and scope["path"] not in OPEN_PATHS:
-            await failure_response(CROWDED)(scope, receive, send)
+            await FailureResponse(CROWDED)(scope, receive, send)
         else:
             await self._run(scope, _Body(self, scope["headers"], receive), send)
 
@@ -237,7 +237,7 @@ class RequestGate:
         except Exception as error:  # left to the framework, it would also cost the client its connection
             if not isinstance(error, Refused):
                 log.exception("A request failed.")
-            await failure_response(failure_of(error))(scope, body.receive, send)
+            await FailureResponse(failure_of(error))(scope, body.receive, send)
         finally:
             self.drain.running -= 1
             self.held_bytes -= body.size
@@ -254,7 +254,7 @@ async def _break_off(scope: Scope, receive: Receive, send: Send) -> None:
         Overloaded("The server stopped before this answer was complete: ask again.", RETRY_AFTER_S)
     )
     if record.status is None:
-        await failure_response(failure)(scope, receive, send)
+        await FailureResponse(failure)(scope, receive, send)
     else:
         frame = error_shape(scope["path"]).frame(failure, record.id)
         await send({"type": "http.response.body", "body": frame, "more_body": False})

@@ -74,12 +74,8 @@ def record_of(scope: Scope) -> RequestRecord:
     return record
 
 
-def failure_response(failure: Failure) -> Response:
-    return _FailureResponse(failure)
-
-
-class _FailureResponse(Response):
-    """Enters itself into the request's record, wherever on the way to the backend it was made."""
+class FailureResponse(Response):
+    """The answer to a request that failed, which enters itself into the request's record."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(status_code=failure.status)
