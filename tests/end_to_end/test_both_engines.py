@@ -26,7 +26,7 @@ from emberkeep.types.request import Execution, Message, Request
 from emberkeep.types.sampling import Sampling
 from helpers import tiny_gguf
 from helpers.serve_command import assistant, serve, system, user
-from helpers.server_process import OwnServer
+from helpers.server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
 
@@ -333,7 +333,7 @@ def test_what_is_stored_agrees_with_a_fresh_evaluation(open_model: Open, kind: K
 # ── served ──
 
 
-def served(kind: Kind, data: Path) -> OwnServer:
+def served(kind: Kind, data: Path) -> ServerProcess:
     return serve(kind.model, data, "--engine", kind.engine)
 
 

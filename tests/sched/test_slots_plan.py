@@ -5,7 +5,8 @@ import pytest
 from emberkeep.kv.policy import Rate
 from emberkeep.kv.tree import Cursor, new_root
 from emberkeep.sched.sampling import Sampler
-from emberkeep.sched.sequence import Phase, Sequence
+from emberkeep.sched.sequence import Sequence
+from emberkeep.sched.sequence_state import Phase
 from emberkeep.sched.slots import Planner
 from emberkeep.types.lineage import EXACT
 from emberkeep.types.request import Request

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from emberkeep.cli.console import ago, plural, printable, show, show_facts, span, texts, width
 from emberkeep.config.kinds import readable_size
 from emberkeep.text import shorten
-from emberkeep.types.cache import CacheEntry, EntryKind, Explanation, Removed, Verified
-from emberkeep.types.events import LookupRecord, expectation
+from emberkeep.types.cache import CacheEntry, EntryKind, Explanation, Removed, Verified, expectation
+from emberkeep.types.events import LookupRecord
 from emberkeep.types.lineage import EXACT_BITS
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from emberkeep.errors import EmberkeepError
 from emberkeep.library.results import Result
-from emberkeep.types.events import TokenLogprob, expectation
+from emberkeep.types.cache import expectation
+from emberkeep.types.events import TokenLogprob
 from emberkeep.values import dataclass
 
 CANDIDATES = 256
@@ -77,7 +78,7 @@ class VerifyReport:
     @property
     def narrow_tokens(self) -> int:
         """And in steps of few, which round differently."""
-        return self.cached.lookup.narrow_tokens
+        return self.cached.lookup.reused_tokens - self.cached.lookup.wide_tokens
 
     @property
     def reproducible_tokens(self) -> int:

@@ -25,7 +25,8 @@ from emberkeep.sched.draft_length import Chance
 from emberkeep.sched.drafts import Draft
 from emberkeep.sched.engine_thread import insist
 from emberkeep.sched.prefix_cache import PrefixCache
-from emberkeep.sched.sequence import FAIR_SLICE, Phase, Sequence
+from emberkeep.sched.sequence import FAIR_SLICE, Sequence
+from emberkeep.sched.sequence_state import Phase
 from emberkeep.sched.slots import Planner, Slots
 from emberkeep.types.lineage import EXACT_BITS
 from emberkeep.types.speculation import DraftModelStats, DraftSource
@@ -67,6 +68,7 @@ class DraftModel:
         self._context = loaded.engine.capabilities.context
         self._slots = Slots(loaded.engine, tracked)
         self._cache = PrefixCache(loaded.engine, loaded.store, self._slots, wake)
+        self._commits = self._cache.commits
         batch = loaded.engine.capabilities.batch
         self._planner = Planner(batch, min(prefill_slice, batch), loaded.store.costs.evaluate)
         self._times = _StepTimes(loaded.engine)
@@ -177,7 +179,7 @@ class DraftModel:
             return
         self._planner.measure(len(tokens), perf_counter() - begin)
         shadow.evaluated(len(tokens), self._engine.capabilities.wide_rows)
-        self._cache.commit(shadow)
+        self._commits.commit(shadow)
 
     def _evaluate(self, batch: list[Rows]) -> bool:
         """False: there is no room for it, whatever is given up."""
@@ -210,7 +212,7 @@ class DraftModel:
         for shadow in (each.shadow for each in drafts):
             shadow.evaluated(shadow.pending, self._engine.capabilities.wide_rows)
             # Now, while nothing is in it that may be taken back.
-            self._cache.commit(shadow)
+            self._commits.commit(shadow)
         return True
 
     def _write(self, draft: _Writing, index: int, chance: Chance, least: float) -> bool:
@@ -237,7 +239,7 @@ class DraftModel:
             self._cache.abandon(shadow)
             self._follow(shadow, target)
             shadow.stable = target.stable if shadow.is_kept else None
-            shadow.become_idle(self._cache.commit_turn(shadow))
+            shadow.become_idle(self._commits.commit_turn(shadow))
             if not shadow.computed or not shadow.is_kept:
                 self._slots.drop(shadow)
 

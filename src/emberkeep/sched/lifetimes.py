@@ -17,8 +17,8 @@ from typing import Protocol
 from emberkeep.errors import DeadlineExceeded, EmberkeepError, EngineError, StepFailed
 from emberkeep.sched.engine_thread import insist
 from emberkeep.sched.parts import SchedulerParts
-from emberkeep.sched.sequence import Phase, Sequence
-from emberkeep.sched.sequence_state import EndReason, SequenceOutput
+from emberkeep.sched.sequence import Sequence
+from emberkeep.sched.sequence_state import Ending, EndReason, Phase, SequenceOutput
 from emberkeep.types.timeline import RequestState
 
 log = logging.getLogger("emberkeep.sched")
@@ -32,6 +32,7 @@ class Beginnings:
     ) -> None:
         self._parts = parts
         self._engine, self._slots, self._cache = parts.engine, parts.slots, parts.cache
+        self._commits = parts.cache.commits
         self._waiting = parts.waiting
         self._endings, self._only = endings, endings.only
         self._report_progress = report_progress
@@ -103,7 +104,7 @@ class Beginnings:
         hot = self._slots.computed_match(newcomer.prompt.lineage, newcomer.wanted)
         if hot.sequence and hot.sequence.is_active:
             with self._only(hot.sequence):
-                self._cache.commit_fork(hot.sequence, hot.tokens)
+                self._commits.commit_fork(hot.sequence, hot.tokens)
 
     def pump_loads(self) -> None:
         """Take into the engine what has arrived of stored state."""
@@ -154,6 +155,7 @@ class Endings:
         self.only = partial(Only, self.fail)
         self._parts = parts
         self._cache, self._slots, self._draft = parts.cache, parts.slots, parts.draft
+        self._commits = parts.cache.commits
         self._waiting, self._timeline, self._counters = parts.waiting, parts.timeline, parts.counters
 
     # ── answered ──
@@ -167,7 +169,7 @@ class Endings:
         if sequence.is_kept:
             answer = (sequence.prompt_length, sequence.answer_end)
             self._parts.recent.add(sequence.lineage, sequence.tokens[:], answer)
-        sequence.output.ended(sequence.ending(reason, saved_s))
+        sequence.output.ended(_ending(sequence, reason, saved_s))
         self._timeline.ended(sequence, RequestState.FINISHED)
         is_whole = reason is not EndReason.STOPPED and sequence.max_new
         sequence.close(sequence.prompt.closing if is_whole else ())
@@ -179,7 +181,7 @@ class Endings:
             self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
-        entry = self._cache.commit_turn(sequence)
+        entry = self._commits.commit_turn(sequence)
         self._parts.speculation.turn_ended(sequence)
         if entry is not None:
             self._slots.demote(entry.id, entry.turns - self._parts.settings.warm_after)
@@ -288,6 +290,27 @@ class Endings:
         explained = _explained(error)
         if output is not None:
             insist(lambda: output.failed(explained), "telling that a request failed")
+
+
+def _ending(sequence: Sequence, reason: EndReason, saved_s: float) -> Ending:
+    """How it went, now that it is over. `saved_s`: by what it reused."""
+    now = monotonic()
+    first = sequence.first_token_at or now
+    lookup = sequence.lookup_record()
+    return Ending(
+        reason=reason,
+        prompt_tokens=lookup.prompt_tokens,
+        sampled_tokens=sequence.sampled_count,
+        queue_ms=1e3 * (sequence.started - sequence.submitted),
+        prompt_ms=1e3 * (first - sequence.started),
+        ttft_ms=1e3 * (first - sequence.submitted),
+        decode_ms=1e3 * (now - first),
+        lookup=lookup,
+        drafted_tokens=sequence.drafted_tokens,
+        accepted_tokens=sequence.accepted_tokens,
+        slot=sequence.slot,
+        saved_ms=1e3 * saved_s,
+    )
 
 
 def _explained(error: Exception) -> EmberkeepError:

@@ -1,11 +1,8 @@
 """The prefix cache: the one way between sequences in the engine and the store.
 
-    acquire     the longest prefix that exists (in the engine, in RAM, on disk) is brought into a sequence
-    commit      what a sequence has computed is stored: chunk by chunk while it grows, the rest when its turn ends
-    release     nothing of the store is held for it any more
-
-State that cannot be cut by token is stored where it will be wanted again: at the borders that a prompt names (the
-end of its stable prefix, the ends of messages) and at the end of every turn.
+acquire     the longest prefix that exists (in the engine, in RAM, on disk) is brought into a sequence
+commits     what a sequence has computed is stored (see `Commits`)
+release     nothing of the store is held for it any more
 """
 
 from __future__ import annotations
@@ -14,27 +11,24 @@ import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
-from dataclasses import replace
 from time import monotonic, perf_counter
 
-from emberkeep.engine.base import Engine, KvExport, Outcome, Payload
+from emberkeep.engine.base import Engine, Outcome, Payload
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.kv.content import Moved
 from emberkeep.kv.disk.transfers import FetchState
-from emberkeep.kv.entries import Entry
 from emberkeep.kv.lookups import Match
-from emberkeep.kv.remote.blocks import BLOCK_TOKENS, block_start
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.tree import Chunk, Cursor, Segment, place_at
+from emberkeep.kv.tree import Chunk, Segment
+from emberkeep.sched.commits import Commits
 from emberkeep.sched.engine_thread import insist
 from emberkeep.sched.moved_state import CacheBlend, ContextShift
 from emberkeep.sched.records import Misses, left_behind
-from emberkeep.sched.sequence import Phase, Sequence
-from emberkeep.sched.sequence_state import Load, NewChunk, Save, take_together
+from emberkeep.sched.sequence import Sequence
+from emberkeep.sched.sequence_state import Load, Phase, take_together
 from emberkeep.sched.slots import HotMatch, Slots
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.events import MissReason
-from emberkeep.types.lineage import EXACT_BITS
 
 log = logging.getLogger("emberkeep.sched")
 
@@ -43,12 +37,6 @@ _WORTH_WAITING = 16
 _WORTH_A_SNAPSHOT = 128
 """The same where the one under way has to store its state as a whole for the newcomer: that takes as long as some
 tokens, and as much room as many."""
-_SAVED_AT_ONCE = 4096
-"""Tokens that are stored between two steps at most."""
-_UNPACKED = 0.75
-"""A chunk with less than this share of the bytes of exact state is packed: that leaves little more than half."""
-_WORTH_A_CHUNK = 16
-"""Tokens that are worth a file of their own where sequences branch; fewer are stored once per branch."""
 
 
 class PrefixCache:
@@ -58,15 +46,13 @@ class PrefixCache:
         self._engine = engine
         self._store = store
         self._slots = slots
-        self._chunk = store.chunk_tokens
         self._wake = wake
         self.shift = ContextShift(engine, store, slots)
         self.blend = CacheBlend(engine, store, slots, wake)
         self._misses = Misses(engine, store)
         self._has_ranges = engine.capabilities.kv_unit.has_ranges
         self._has_snapshots = engine.capabilities.kv_unit.has_snapshots
-        # A layout that the engine does not know cannot be exported at all.
-        self._can_export = not self._has_snapshots or engine.capabilities.snapshot_bytes > 0
+        self.commits = Commits(engine, store)
 
     # ── acquire ──
 
@@ -92,7 +78,7 @@ class PrefixCache:
         where the two part."""
         lineage, wanted = newcomer.prompt.lineage, newcomer.wanted
         coming = self._slots.coming_match(lineage, wanted)
-        if coming.sequence is None or not self._keeps(coming.sequence):
+        if coming.sequence is None or not self.commits.keeps(coming.sequence):
             return None
         now = max(self._store.resumable(lineage, wanted), self._slots.computed_match(lineage, wanted).tokens)
         if coming.tokens < now + _WORTH_A_SNAPSHOT:
@@ -304,7 +290,8 @@ class PrefixCache:
         """What was loaded so far stays, unless it is of no use without the rest."""
         sequence.arrivals.loads.clear()
         if self._has_snapshots:
-            sequence.nothing_loaded()
+            sequence.computed = 0
+            sequence.reuse.spans.clear()
         # An import that failed has promised to change nothing; where it did, that is gone now.
         self._engine.trim(sequence.slot, sequence.computed)
 
@@ -315,176 +302,3 @@ class PrefixCache:
         if sequence.phase is Phase.LOADING and sequence.splice is not None:
             self.shift.finish(sequence)
         sequence.stop_loading()
-
-    # ── commit ──
-
-    def commit(self, sequence: Sequence) -> None:
-        """Store complete chunks, a bounded number of them, so that whoever is waiting for a token waits for less
-        than a step. Cheap when there is none. What the engine does not have at once is stored by the next one.
-
-        With snapshots nothing is stored between them: no lookup could use it.
-        """
-        if not self.has_to_commit(sequence):
-            return
-        if self._has_snapshots:
-            self.commit_all(sequence)
-            return
-        self._finish_save(sequence)
-        if sequence.unsaved >= self._chunk:
-            end = min(sequence.computed, sequence.cursor.position + _SAVED_AT_ONCE)
-            self._begin_save(sequence, end, tail=False, fork=False)
-
-    def has_to_commit(self, sequence: Sequence) -> bool:
-        """Whether `commit` would store something."""
-        if not self._keeps(sequence):
-            return False
-        if self._has_snapshots:
-            return sequence.computed in sequence.prompt.borders
-        return sequence.saving is not None or sequence.unsaved >= self._chunk
-
-    def commit_all(self, sequence: Sequence) -> None:
-        """Store everything computed, with a tail chunk for what does not fill one. Blocks until the engine has
-        copied it."""
-        self._finish_save(sequence)
-        if not self._keeps(sequence):
-            return
-        if sequence.unsaved > 0:
-            self._save(sequence, sequence.computed, fork=False)
-        if self._has_snapshots and sequence.computed:
-            self._store_snapshot(sequence)
-
-    def commit_fork(self, sequence: Sequence, position: int) -> None:
-        """Store everything up to `position`, where another sequence is about to branch off. Blocks until the
-        engine has copied it.
-
-        Ending a chunk there keeps the branches from each storing the shared part of it.
-        """
-        self._finish_save(sequence)
-        is_worth_it = position - sequence.cursor.position >= _WORTH_A_CHUNK
-        if is_worth_it and self._keeps(sequence) and not self._has_snapshots:
-            self._save(sequence, position, fork=True)
-
-    def commit_turn(self, sequence: Sequence) -> Entry | None:
-        """Store what is left, and tell the store whose turn this was and which prefix it had in common with
-        others; returns its entry."""
-        self.commit_all(sequence)
-        if not sequence.is_kept:
-            return None
-        stable, cursor = sequence.stable, sequence.cursor
-        if stable is not None and stable.length <= cursor.position:
-            # A prefix that the operator shares is one entry, whatever request uses it.
-            place = place_at(cursor, stable.length)
-            self._store.turn_ended(stable.label, replace(place, lineage=place.chunk.lineage))
-        return self._store.turn_ended(sequence.label, cursor) if sequence.label else None
-
-    def _keeps(self, sequence: Sequence) -> bool:
-        return self._can_export and sequence.is_kept and self._store.fits_engine
-
-    def _save(self, sequence: Sequence, end: int, *, fork: bool) -> None:
-        """Store everything up to `end`. Nothing may be on its way."""
-        self._begin_save(sequence, end, tail=True, fork=fork)
-        self._finish_save(sequence)
-
-    def _begin_save(self, sequence: Sequence, end: int, *, tail: bool, fork: bool) -> None:
-        """Let the engine copy what is not stored; what it has at once is stored."""
-        sequence.cursor = self._store.advance(sequence.cursor, sequence.tokens[:end])
-        is_packed = self._is_packed(sequence.cursor.chunk)
-        start = sequence.cursor if is_packed else self._store.growth_point(sequence.cursor)
-        borders = self._borders(start.position, end, tail=tail)
-        if sequence.cursor.position >= end or len(borders) < 2:
-            return
-        try:
-            exports = self._export(sequence, borders)
-            around = self._export_around(sequence, borders)
-        except EngineError as error:
-            log.warning("what was computed is not kept: %s", error)
-            return
-        sequence.saving = Save(start, sequence.new_chunks(borders, fork=fork), exports, around)
-        if sequence.saving.is_done:
-            self._finish_save(sequence)
-
-    def _finish_save(self, sequence: Sequence) -> None:
-        """Store what is on its way, if anything is. Blocks until it is there."""
-        save, sequence.saving = sequence.saving, None
-        if save is None or not self._keeps(sequence):
-            return
-        try:
-            payloads = save.payloads()
-        except EngineError as error:
-            log.warning("what was computed is not kept: %s", error)
-            return
-        if save.around is not None:
-            self._share(save.start, save.around)
-        if not self._insert(save, payloads):
-            sequence.cursor = self._store.origin(sequence.lineage)
-            return
-        # It may have been cut back, or have become approximate, since the bytes were copied.
-        before = place_at(sequence.cursor, min(save.start.position, sequence.cursor.position))
-        sequence.cursor = self._store.advance(before, sequence.tokens[: sequence.computed])
-
-    def _insert(self, save: Save, payloads: Items[Payload]) -> bool:
-        """False: a full store takes nothing more, and the rest is tried again later."""
-        cursor = save.start
-        for chunk, payload in zip(save.chunks, payloads, strict=True):
-            end = cursor.position + len(chunk.tokens)
-            cursor = self._store.insert(
-                cursor, chunk.tokens, payload, chunk.sampled, fork=chunk.is_fork, made=chunk.made
-            )
-            if cursor.position != end:
-                return False
-        log.debug("hot -> warm: up to token %d, %d bytes", cursor.position, sum(map(len, payloads)))
-        return True
-
-    def _share(self, start: Cursor, around: tuple[NewChunk, KvExport]) -> None:
-        """Other hosts, where conversations part elsewhere, find the block around the place where this one did."""
-        block, export = around
-        begin = place_at(start, block_start(start.position))
-        (payload,) = export.payloads()
-        self._store.share(begin, block.tokens, payload, block.sampled, block.made)
-
-    def _export_around(self, sequence: Sequence, borders: list[int]) -> tuple[NewChunk, KvExport] | None:
-        """The block in which the first chunk lies, where that begins inside it and others could use it."""
-        if not self._store.shared.takes_more or not sequence.lineage.is_exact:
-            return None
-        begin = block_start(borders[0])
-        if begin == borders[0]:
-            return None
-        ends = [begin, min(begin + BLOCK_TOKENS, borders[-1])]
-        return sequence.new_chunks(ends, fork=False)[0], self._engine.export_kv(sequence.slot, ends)
-
-    def _export(self, sequence: Sequence, borders: list[int]) -> list[KvExport]:
-        """Full chunks in the bits of their lineage; the newest tokens, whose chunk will grow, as they are."""
-        bits = sequence.lineage.bits
-        origin = block_start(borders[0]) if self._store.shared.is_shared else borders[0]
-        full = [border for border in borders if border == borders[0] or (border - origin) % self._chunk == 0]
-        if bits == EXACT_BITS or len(full) < 2:
-            return [self._engine.export_kv(sequence.slot, borders)]
-        exports = [self._engine.export_kv(sequence.slot, full, bits)]
-        return exports + ([self._engine.export_kv(sequence.slot, borders[-2:])] if full[-1] < borders[-1] else [])
-
-    def _is_packed(self, chunk: Chunk) -> bool:
-        """Whether it is in fewer bits, though it may be shorter than chunks are now: packed once more, together
-        with what follows it, its errors would add up."""
-        if chunk.lineage.bits == EXACT_BITS:
-            return False
-        payload = chunk.payload  # given back by other threads
-        exact = self._engine.capabilities.kv_bytes_per_token * len(chunk.tokens)
-        return (chunk.bytes if payload is None else len(payload)) < _UNPACKED * exact
-
-    def _borders(self, begin: int, end: int, *, tail: bool) -> list[int]:
-        """Where chunks of [begin, end) begin and end; the last one may be shorter if it may be a tail. Where hosts
-        share them the first one too, so that those after it are blocks."""
-        first = block_start(begin) + BLOCK_TOKENS if self._store.shared.is_shared else begin + self._chunk
-        borders = [begin, *range(first, end + 1, self._chunk)]
-        return [*borders, end] if tail and borders[-1] < end else borders
-
-    def _store_snapshot(self, sequence: Sequence) -> None:
-        cursor = sequence.cursor
-        if cursor.position != sequence.computed or self._store.has_snapshot(cursor):
-            return
-        try:
-            payload = self._engine.export_snapshot(sequence.slot)
-            self._store.insert_snapshot(cursor, payload, sequence.made(0, sequence.computed))
-            log.debug("hot -> warm: a snapshot at token %d, %d bytes", cursor.position, len(payload))
-        except EngineError as error:
-            log.warning("what was computed is not kept: %s", error)

@@ -13,7 +13,8 @@ import numpy as np
 from emberkeep.engine.base import Engine
 from emberkeep.kv.lookups import Match
 from emberkeep.kv.store import KvStore
-from emberkeep.sched.sequence import Phase, Sequence
+from emberkeep.sched.sequence import Sequence
+from emberkeep.sched.sequence_state import Phase
 from emberkeep.sched.slots import HotMatch
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.events import Divergence, MissReason

@@ -33,7 +33,7 @@ from emberkeep.types.sampling import Sampling
 _FORBIDDEN = np.float32(-np.inf)
 
 
-class Constraint(Protocol):
+class TokenConstraint(Protocol):
     """A constraint on the next token (a grammar)."""
 
     def mask(self) -> npt.NDArray[np.uint32] | None:
@@ -54,7 +54,7 @@ class Sampler:
     def __init__(
         self,
         settings: Sampling,
-        matcher: Constraint | None = None,
+        matcher: TokenConstraint | None = None,
         top_logprobs: int | None = None,
         forced: Iterable[int] = (),
         chain: Chain | None = None,

@@ -37,7 +37,8 @@ from emberkeep.sched.engine_thread import (
 )
 from emberkeep.sched.lifetimes import Beginnings, Endings
 from emberkeep.sched.parts import SchedulerParts, SchedulerSettings
-from emberkeep.sched.sequence import Phase, Sequence
+from emberkeep.sched.sequence import Sequence
+from emberkeep.sched.sequence_state import Phase
 from emberkeep.sched.steps import Gaps, Steps
 from emberkeep.sched.stored_text import StoredText
 from emberkeep.token_arrays import TokenArray

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
-from enum import Enum
-from itertools import islice, pairwise
+from itertools import islice
 from time import monotonic
 
 import numpy as np
@@ -14,16 +13,13 @@ import numpy as np
 from emberkeep.chat.messages import label_of
 from emberkeep.chat.prompt import Prompt, Splice, Stable
 from emberkeep.kv.entries import Entry, EntryId
-from emberkeep.kv.keys import Span
 from emberkeep.kv.tree import Chunk, Cursor, Made, place_at
 from emberkeep.sched.drafts import SequenceDrafts
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.sequence_state import (
     Arrivals,
-    Ending,
-    EndReason,
     Load,
-    NewChunk,
+    Phase,
     Reuse,
     Save,
     SequenceOutput,
@@ -33,11 +29,7 @@ from emberkeep.sched.sequence_state import (
 )
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types.cache import Label
-from emberkeep.types.events import (
-    LookupRecord,
-    Marked,
-    Source,
-)
+from emberkeep.types.events import LookupRecord, Marked, Source
 from emberkeep.types.lineage import EXACT_BITS, Approximation, Lineage
 from emberkeep.types.request import Request
 
@@ -49,21 +41,28 @@ PATIENCE_S = 60.0
 """Stored state of which nothing arrives for so long is evaluated instead: a disk may never answer."""
 
 
-class Phase(Enum):
-    WAITING = "waiting"  # for a slot
-    LOADING = "loading"  # stored state is on its way
-    FULL = "full"  # the answer can go on when messages have left the context
-    EVALUATING = "evaluating"  # prompt or answer
-    CLOSING = "closing"  # answered; the end of the turn is still to be evaluated
-    IDLE = "idle"  # in the engine, ready to be continued or copied; no client waits for it
-
-
 class Sequence:
     """Tokens known, tokens computed, and what is still to be loaded.
 
     Made by any thread; belongs to the engine's thread once it is submitted. `submitted`, `request` and `prompt`
     may be read anywhere.
     """
+
+    stable: Stable | None = None
+    marked = Marked()
+    """May be noted by any thread until the turn ends."""
+    number = 0
+    """Counts the sequences of a scheduler, once it is submitted."""
+    entry: EntryId | None = None
+    turn = 0
+    """Which turn of which entry it holds, once it is idle."""
+    splices = 0
+    inserted_tokens = 0
+    """Evaluated in the place of what was spliced out."""
+    _first_lookup: LookupRecord | None = None
+    """What was reused, where the prompt is not the same any more."""
+    _forks: frozenset[int] = frozenset()
+    """Borders of the prompt that are there because others part from it."""
 
     def __init__(
         self,
@@ -80,7 +79,7 @@ class Sequence:
         self.prompt = prompt
         self.request = request
         self.sampler = sampler
-        self.output: SequenceOutput | None = output
+        self.output = output
         """None: its answer is over, or its client is gone."""
         self.approximation = approximation
         self.submitted = monotonic() if arrived is None else arrived
@@ -88,15 +87,7 @@ class Sequence:
         self.phase = Phase.WAITING
         self.is_kept = request.execution.is_kept
         self.label: Label | None = label_of(request) if request.execution.is_kept else None
-        self.stable: Stable | None = None
-        self.marked = Marked()
-        """May be noted by any thread until the turn ends."""
         self.slot = -1
-        self.number = 0
-        """Counts the sequences of a scheduler, once it is submitted."""
-        self.entry: EntryId | None = None
-        self.turn = 0
-        """Which turn of which entry it holds, once it is idle."""
         self.tokens = TokenBuffer(prompt.tokens, min(prompt.max_new, 512) + len(prompt.closing))
         self.computed = 0
         self.shapes = Shapes()
@@ -114,9 +105,6 @@ class Sequence:
         self.arrivals = Arrivals()
         self.splice: Splice | None = None
         """What is loaded is the state of its source: it becomes that of `tokens` when all has arrived."""
-        self.splices = 0
-        self.inserted_tokens = 0
-        """Evaluated in the place of what was spliced out."""
         self.pieces: deque[StoredPiece] = deque()
         """What is still to be moved here, in order."""
         self.started = self.last_used = self.submitted
@@ -127,10 +115,6 @@ class Sequence:
         """What it may become: see `lineage`."""
         self.reusable = prompt.reusable
         """Its first tokens that need not be evaluated if their state is known."""
-        self._found: LookupRecord | None = None
-        """What was reused, where the prompt is not the same any more."""
-        self._forks: frozenset[int] = frozenset()
-        """Borders of the prompt that are there because others part from it."""
         self._apart_until = 0
         self.drafts: SequenceDrafts | None = None
         """Where its drafts come from, once there were any."""
@@ -285,11 +269,6 @@ class Sequence:
             self.phase = Phase.EVALUATING
             self.reuse.load_seconds = monotonic() - self.started
 
-    def nothing_loaded(self) -> None:
-        """What was loaded is of no use without the rest."""
-        self.computed = 0
-        self.reuse.spans.clear()
-
     # ── going on ──
 
     def next_slice(self, budget: int) -> tuple[TokenArray, int]:
@@ -393,17 +372,6 @@ class Sequence:
         self.answer_end = len(self.tokens)
         return length
 
-    def computed_only(self, length: int) -> None:
-        """It has no more tokens than that."""
-        self.tokens.cut(length)
-        self.computed = length
-
-    def wait_for_room(self) -> None:
-        self.phase = Phase.FULL
-
-    def go_on(self) -> None:
-        self.phase = Phase.EVALUATING
-
     # ── state from other places ──
 
     def blended(self, end: int, repaired: int) -> None:
@@ -437,7 +405,7 @@ class Sequence:
         """Its prompt becomes the shorter one; what was sampled stays, and what is told of its beginning."""
         assert prompt.splice is not None
         splice = prompt.splice
-        self._found = self.lookup_record()
+        self._first_lookup = self.lookup_record()
         before, followed = self.tokens[: splice.start], self.tokens[splice.end :]
         self.tokens = TokenBuffer(np.concatenate([before, splice.insert, followed]), room=512)
         self.prompt = prompt
@@ -470,53 +438,9 @@ class Sequence:
         if entry is not None:
             self.entry, self.turn = entry.id, entry.turns
 
-    def ending(self, reason: EndReason, saved_s: float = 0.0) -> Ending:
-        """How it went, now that it is over. `saved_s`: by what it reused."""
-        now = monotonic()
-        first = self.first_token_at or now
-        lookup = self.lookup_record()
-        return Ending(
-            reason=reason,
-            prompt_tokens=lookup.prompt_tokens,
-            sampled_tokens=self.sampled_count,
-            queue_ms=1e3 * (self.started - self.submitted),
-            prompt_ms=1e3 * (first - self.started),
-            ttft_ms=1e3 * (first - self.submitted),
-            decode_ms=1e3 * (now - first),
-            lookup=lookup,
-            drafted_tokens=self.drafted_tokens,
-            accepted_tokens=self.accepted_tokens,
-            slot=self.slot,
-            saved_ms=1e3 * saved_s,
-        )
-
-    # ── for the store ──
-
-    def made(self, start: int, end: int) -> Made:
-        """How the positions [start, end) came about."""
-        is_given = self.prompt.tokenized.is_given
-        return self.shapes.within(start, end) | (Made.GIVEN if is_given else Made.UNKNOWN)
-
-    def new_chunks(self, borders: list[int], *, fork: bool) -> list[NewChunk]:
-        """What lies between consecutive `borders`; `fork`: another sequence branches off at the last one."""
-        return [
-            NewChunk(
-                self.tokens[start:end].copy(),
-                self.sampled_spans(start, end),
-                self.made(start, end),
-                is_fork=fork and end == borders[-1],
-            )
-            for start, end in pairwise(borders)
-        ]
-
-    def sampled_spans(self, start: int, end: int) -> tuple[Span, ...]:
-        """Which of the positions [start, end) were sampled here, relative to `start`."""
-        begin, finish = max(start, self.prompt_length), min(end, self.answer_end)
-        return ((begin - start, finish - start),) if begin < finish else ()
-
     def lookup_record(self) -> LookupRecord:
         is_approximate = self.approximate_from is not None or self.holds_packed
-        if self._found is not None:
+        if self._first_lookup is not None:
             cut_ms = 1e3 * self.reuse.splice_seconds
-            return replace(self._found, cut_ms=cut_ms, is_approximate=is_approximate)
+            return replace(self._first_lookup, cut_ms=cut_ms, is_approximate=is_approximate)
         return self.reuse.record(self.prompt_length, self.reusable, self.shapes, is_approximate=is_approximate)

@@ -1,4 +1,4 @@
-"""What a sequence carries: its output and token ids, what is on its way to or from the store, what it reused."""
+"""What a sequence carries: its phase, output, tokens, what is on its way to or from the store, what was reused."""
 
 from __future__ import annotations
 
@@ -20,6 +20,15 @@ from emberkeep.kv.tree import Chunk, Cursor, Made
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.events import Divergence, LookupRecord, MissReason, Progress, Source, Sourced, TokenLogprob
 from emberkeep.values import dataclass
+
+
+class Phase(Enum):
+    WAITING = "waiting"  # for a slot
+    LOADING = "loading"  # stored state is on its way
+    FULL = "full"  # the answer can go on when messages have left the context
+    EVALUATING = "evaluating"  # prompt or answer
+    CLOSING = "closing"  # answered; the end of the turn is still to be evaluated
+    IDLE = "idle"  # in the engine, ready to be continued or copied; no client waits for it
 
 
 class EndReason(Enum):

@@ -21,7 +21,8 @@ from emberkeep.kv.entries import EntryId
 from emberkeep.kv.policy import Rate
 from emberkeep.sched.draft_length import Chosen
 from emberkeep.sched.engine_thread import insist
-from emberkeep.sched.sequence import FAIR_SLICE, Phase, Sequence
+from emberkeep.sched.sequence import FAIR_SLICE, Sequence
+from emberkeep.sched.sequence_state import Phase
 from emberkeep.sched.speculation import Speculation
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types.lineage import Lineage

@@ -16,8 +16,8 @@ from emberkeep.sched.draft_length import Chosen
 from emberkeep.sched.lifetimes import Endings
 from emberkeep.sched.parts import SchedulerParts
 from emberkeep.sched.sampling import Sampler
-from emberkeep.sched.sequence import Phase, Sequence
-from emberkeep.sched.sequence_state import EndReason
+from emberkeep.sched.sequence import Sequence
+from emberkeep.sched.sequence_state import EndReason, Phase
 from emberkeep.sched.slots import Planned
 from emberkeep.types.events import Progress, TokenLogprob
 
@@ -37,6 +37,7 @@ class Steps:
     def __init__(self, parts: SchedulerParts, endings: Endings, flush: Callable[[], None]) -> None:
         """`flush` wakes the readers of new output."""
         self._engine, self._slots, self._cache = parts.engine, parts.slots, parts.cache
+        self._commits = parts.cache.commits
         self._planner, self._speculation = parts.planner, parts.speculation
         self._counters = parts.counters
         self._endings, self._only = endings, endings.only
@@ -78,7 +79,7 @@ class Steps:
     def _blend_slice(self, sequence: Sequence) -> None:
         before, moved = sequence.computed, sequence.reuse.moved
         if sequence.approximate_from is None:
-            self._cache.commit_fork(sequence, before)
+            self._commits.commit_fork(sequence, before)
         blended = self._cache.blend.run(sequence, self._planner.blend_room(self._slots.active))
         if blended is not None:
             self._counters.steps += 1
@@ -86,7 +87,7 @@ class Steps:
             self._counters.evaluated_tokens += outside + blended.repaired
             self._counters.blended_tokens += sequence.computed - before
             self._counters.blended_token_layers += blended.token_layers
-            self._cache.commit(sequence)
+            self._commits.commit(sequence)
             self._go_on(sequence)
 
     def _execute(self, batch: list[Planned]) -> bool:
@@ -124,13 +125,13 @@ class Steps:
         storing = []
         for sequence in (each.sequence for each in batch if each.sequence.is_active):
             with self._only(sequence):
-                if self._cache.has_to_commit(sequence):
+                if self._commits.has_to_commit(sequence):
                     storing.append(sequence)
         if storing:
             self._flush()
         for sequence in storing:
             with self._only(sequence):
-                self._cache.commit(sequence)
+                self._commits.commit(sequence)
 
     def _process_output(self, planned: Planned, index: int) -> None:
         sequence, drafted = planned.sequence, planned.draft.count if planned.draft else 0
@@ -209,7 +210,7 @@ class Steps:
         """The answer goes on when messages have left the context; it ends if none may."""
         assert sequence.output is not None
         if sequence.output.full():
-            sequence.wait_for_room()
+            sequence.phase = Phase.FULL
         else:
             self._endings.end(sequence, EndReason.LENGTH)
 
@@ -222,7 +223,7 @@ class Steps:
             with self._only(sequence):
                 if not output.full():
                     continue
-                sequence.wait_for_room()
+                sequence.phase = Phase.FULL
             # It waits for room now, or it failed.
             batch[:] = [each for each in batch if each is not planned]
             return True
@@ -235,7 +236,7 @@ class Steps:
                 self._shorten(sequence, prompt)
 
     def _shorten(self, sequence: Sequence, prompt: Prompt | None) -> None:
-        sequence.go_on()
+        sequence.phase = Phase.EVALUATING
         if prompt is None:
             self._endings.end(sequence, EndReason.LENGTH)
         else:
@@ -249,7 +250,8 @@ class Steps:
             if self._engine.capabilities.kv_unit.has_snapshots:
                 length = 0  # such state cannot go back: it is given up
             self._engine.trim(sequence.slot, length)
-            sequence.computed_only(length)
+            sequence.tokens.cut(length)
+            sequence.computed = length
         self._endings.end(sequence, EndReason.STOPPED)
 
     def report_progress(self, sequence: Sequence) -> None:

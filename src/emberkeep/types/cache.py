@@ -193,3 +193,15 @@ class Explanation:
     sentence: str
     pieces: Sequence[bytes] = ()
     """The prompt, token by token, where it is known."""
+
+
+def expectation(reused: int, wide: int, reproducible: int) -> str:
+    """What a fresh evaluation of reused tokens may be expected to give."""
+    if not reused:
+        return "Nothing was reused."
+    if reproducible == reused:
+        return f"All {reused:,} tokens can be reproduced to the bit."
+    return (
+        f"{reproducible:,} of {reused:,} tokens can be reproduced to the bit ({wide:,} computed in wide steps, "
+        f"{reused - wide:,} in narrow ones); of the others a fresh evaluation gives the same but for rounding."
+    )

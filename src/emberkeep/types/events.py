@@ -193,7 +193,7 @@ class LookupRecord:
     cold_tokens: int = 0
     remote_tokens: int = 0
     moved_tokens: int = 0
-    """Tokens whose state was moved from other positions, or moved up by a splice: approximate."""
+    """Their state was moved from other positions, or moved up by a splice: approximate."""
     repaired_tokens: int = 0
     """How many of them were evaluated again, through most of the layers."""
     wide_tokens: int = 0
@@ -219,23 +219,6 @@ class LookupRecord:
     def cached_tokens(self) -> int:
         """Reused where they were computed, or moved."""
         return self.reused_tokens + self.moved_tokens
-
-    @property
-    def narrow_tokens(self) -> int:
-        """How many of the reused ones were computed in steps of few rows, or in unknown ones."""
-        return self.reused_tokens - self.wide_tokens
-
-
-def expectation(reused: int, wide: int, reproducible: int) -> str:
-    """What a fresh evaluation of reused tokens may be expected to give."""
-    if not reused:
-        return "Nothing was reused."
-    if reproducible == reused:
-        return f"All {reused:,} tokens can be reproduced to the bit."
-    return (
-        f"{reproducible:,} of {reused:,} tokens can be reproduced to the bit ({wide:,} computed in wide steps, "
-        f"{reused - wide:,} in narrow ones); of the others a fresh evaluation gives the same but for rounding."
-    )
 
 
 class Decision(StrEnum):
