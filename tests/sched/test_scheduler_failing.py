@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from emberkeep.engine.base import Outcome
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError, StepFailed
 from helpers.scheduling import (
     LONG,
-    PATIENCE,
     PROMPT,
     SLICE,
     Gate,
@@ -28,10 +25,6 @@ def fail_once(engine: FakeEngine, at: int, error: Exception) -> None:
             raise error
 
     engine.on_evaluate = on_evaluate
-
-
-def breaks() -> None:
-    raise RuntimeError("a bug")
 
 
 def test_a_failed_step_fails_its_sequences_and_the_loop_goes_on(rig, engine):
@@ -120,21 +113,3 @@ def test_a_sampler_that_fails_concerns_its_own_request(rig):
     other = rig.start(text(90, seed=2))
     assert isinstance(recorder.wait().error, EngineError)
     assert other.answer == reference(text(90, seed=2))
-
-
-def test_a_loop_that_breaks_tells_every_request_and_takes_nothing_more(tmp_path):
-    engine = FakeEngine()
-    gate = Gate(engine)
-    rig = Rig(tmp_path, engine, parallel=1)
-    running = rig.start(PROMPT)
-    gate.reached()
-    waiting = rig.start(text(20))
-    rig.scheduler._admit = breaks
-    gate.open()
-    assert isinstance(running.wait().error, EngineError)
-    assert isinstance(waiting.wait().error, EngineError)
-    rig.scheduler._running.result(PATIENCE)
-    assert engine.is_closed
-    with pytest.raises(EngineError, match="has failed"):
-        rig.start(PROMPT)
-    rig.close()

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
 from emberkeep.config.kinds import readable_size
 from emberkeep.config.machine import free_ram
-from emberkeep.engine.base import Capabilities, Footprint
+from emberkeep.engine.base import Capabilities, Engine, Footprint
 from emberkeep.errors import TooLarge
 from emberkeep.sched.sequence import Sequence as Running
 from emberkeep.types.events import Admitted, Plan
@@ -70,8 +68,6 @@ def ladder(largest_slice: int, bits: Sequence[int]) -> list[Plan]:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Even the smallest plan needs more than there is."""
-
     place: str
     """Whose memory it is that does not suffice."""
     needed: int
@@ -82,8 +78,6 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The memory that a request finds."""
-
     footprint: Footprint
     margin: float
     """What is predicted may be wrong by this share."""
@@ -267,37 +261,31 @@ _LEAST_MARGIN, _MOST_MARGIN = 0.05, 0.5
 
 
 class Calibration:
-    """May be used from any thread. Its memory is bounded."""
+    """`note` is for the engine's thread, `stats` for any. Its memory is bounded."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._latest: deque[float] = deque(maxlen=_REMEMBERED)
         self._count = 0
 
     def note(self, admitted: Admitted, actual: int) -> None:
-        """A request was admitted with that prediction, and this is what was used."""
-        with self._lock:
-            self._count += 1
-            self._latest.append(actual / max(admitted.predicted, 1))
+        self._count += 1
+        self._latest.append(actual / max(admitted.predicted, 1))
 
     def stats(self) -> dict[str, Json]:
         """With ratios above 1 more was used than predicted. `suggested_margin` would have covered 95 of 100; it is
         None before that can be told."""
-        with self._lock:
-            ratios, count = list(self._latest), self._count
-        return {"suggested_margin": _margin(ratios), "actual_to_predicted": {**_summary(ratios), "count": count}}
-
-
-class MeasuresPeak(Protocol):
-    def peak_bytes(self) -> int | None:
-        """As `Engine` has it."""
+        ratios = list(self._latest)
+        return {
+            "suggested_margin": _margin(ratios),
+            "actual_to_predicted": {**_summary(ratios), "count": self._count},
+        }
 
 
 class PeakWatch:
     """Asks for the peak around every sequence that runs alone: only then is it that one's. On the engine's
     thread."""
 
-    def __init__(self, engine: MeasuresPeak, calibration: Calibration, others: Callable[[], int]) -> None:
+    def __init__(self, engine: Engine, calibration: Calibration, others: Callable[[], int]) -> None:
         """`others`: bytes that the engine's measure counts as well, and that are not the engine's."""
         self._engine = engine
         self._calibration = calibration

@@ -104,7 +104,6 @@ def by_rank(logits: Floats, ids: Ints) -> Ints:
 
 
 def weights(logits: Floats) -> Floats:
-    """As probabilities are to each other."""
     relative: Floats = logits - logits.max()
     return np.exp(relative, out=relative)
 

@@ -216,7 +216,6 @@ class Commits:
 
 
 def _made(sequence: Sequence, start: int, end: int) -> Made:
-    """How the positions [start, end) came about."""
     is_given = sequence.prompt.tokenized.is_given
     return sequence.shapes.within(start, end) | (Made.GIVEN if is_given else Made.UNKNOWN)
 

@@ -46,9 +46,7 @@ class StepCost:
     decoding: int
     """Sequences with one row each, whatever is drafted."""
     beside: int
-    """Other rows."""
     room: int
-    """For drafts."""
     depth: int
 
     def cost(self, drafted: int) -> float:
@@ -186,7 +184,6 @@ class ModelDrafts:
             sequence.drafts.model_trust.settle(chosen.chances, accepted)
 
     def _usual(self, drafts: SequenceDrafts) -> float:
-        """How likely a token is accepted, whatever it is."""
         drafts.model_trust.rest()
         return min(self._all.value * drafts.model_trust.value, CERTAIN)
 

@@ -73,7 +73,6 @@ class DraftModel:
         self._planner = Planner(batch, min(prefill_slice, batch), loaded.store.costs.evaluate)
         self._times = _StepTimes(loaded.engine)
         self._shadows: dict[Sequence, Sequence] = {}
-        """The shadow of each sequence."""
         self._steps = self._evaluated = 0
         loaded.store.follow(loaded.engine.fingerprint)
 
@@ -251,7 +250,6 @@ class DraftModel:
         return not self._slots.active and self._engine.improve(is_wanted)
 
     def rest(self) -> None:
-        """See `Engine`."""
         with self._or_end():
             self._engine.rest()
 
@@ -294,15 +292,11 @@ class DraftModel:
 
 @dataclass(slots=True)
 class _Writing:
-    """A draft in the making."""
-
     target: Sequence
     shadow: Sequence
     limit: int
     outputs: int = 1
-    """Rows with logits of its first step."""
     chance: float = 1.0
-    """That all of it is accepted."""
     tokens: list[int] = field(default_factory=list)
     sure: list[float] = field(default_factory=list)
 
@@ -312,7 +306,6 @@ class _Writing:
         return self.limit > 0
 
     def new_rows(self) -> Rows:
-        """What its sequence has sampled since the latest draft."""
         shadow = self.shadow
         tokens = shadow.tokens[shadow.computed :]
         self.outputs = len(tokens) if len(tokens) <= _FEW else 1
@@ -326,7 +319,6 @@ class _Writing:
         return Rows(self.shadow.slot, self.shadow.computed, np.array(self.tokens[-1:], np.int32), outputs=1)
 
     def evaluated(self, wide_rows: int | None) -> None:
-        """Its last token was."""
         self.shadow.tokens.extend(self.tokens[-1:])
         self.shadow.evaluated(1, wide_rows)
 

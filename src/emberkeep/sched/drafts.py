@@ -89,7 +89,6 @@ class Acceptance:
         self.accepted += accepted
 
     def fade(self, share: float) -> None:
-        """What is known until now counts so much less."""
         self.expected *= share
         self.accepted *= share
 
@@ -188,7 +187,6 @@ class SequenceDrafts:
             yield Draft(found.tokens, DraftSource.CORPUS, found.matched, found.agreement)
 
     def _take_in(self, text: TokenArray, sampled: int) -> None:
-        """What was sampled since the last time."""
         if fresh := sampled - self._indexed:
             tokens = text[len(text) - fresh :]
             self._prediction.rewriting.add(tokens.tolist())
@@ -207,11 +205,9 @@ class _KnownText:
         self._start = self.index.begin(tokens)
 
     def expect(self) -> None:
-        """From its beginning on."""
         self.rewriting.begin(self._start, _SURE)
 
     def follow(self, limit: int) -> Draft | None:
-        """What comes next if it is being written again."""
         matched = self.rewriting.matched
         tokens = self.rewriting.draft(limit) if matched else []
         if not tokens:
@@ -220,7 +216,6 @@ class _KnownText:
         return Draft(np.array(tokens, np.int32), self.source, matched, chances, is_rewriting=True)
 
     def find(self, latest: TokenArray, limit: int) -> Draft | None:
-        """What followed the latest tokens in it."""
         found = self.index.find(latest, limit) if len(self.index) else None
         if found is None:
             return None
@@ -302,7 +297,6 @@ class Rewriting:
         self._due, self._change = (), None
 
     def add(self, tokens: Iterable[int]) -> None:
-        """The answer went on with these."""
         for token in tokens:
             if self._place is None:
                 return
@@ -315,7 +309,6 @@ class Rewriting:
                 self._find_again()
 
     def draft(self, limit: int) -> list[int]:
-        """What comes next, as far as the old text says it."""
         if (place := self._place) is None:
             return []
         old = self._text.read(place, limit)

@@ -107,7 +107,6 @@ class Beginnings:
                 self._commits.commit_fork(hot.sequence, hot.tokens)
 
     def pump_loads(self) -> None:
-        """Take into the engine what has arrived of stored state."""
         for sequence in self._slots.active:
             if sequence.phase is Phase.LOADING:
                 with self._only(sequence):
@@ -214,7 +213,6 @@ class Endings:
         self._abandon(sequence)
 
     def expire(self) -> None:
-        """End what ran out of its time, waiting or not."""
         now = monotonic()
         late = DeadlineExceeded("The request ran out of its time: allow more, or ask for fewer tokens.")
         for sequence in self._waiting.expired(now):

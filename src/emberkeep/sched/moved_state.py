@@ -106,7 +106,6 @@ class CacheBlend:
         return blended
 
     def release(self, sequence: Sequence) -> None:
-        """Nothing more is moved."""
         sequence.pieces.clear()
         while sequence.arrivals.moved:
             self._store.release(sequence.arrivals.moved[-1])
@@ -125,7 +124,6 @@ class CacheBlend:
                 return blended
 
     def _refused(self, sequence: Sequence, taken: list[StoredPiece]) -> None:
-        """With one piece alone it is clear whose bytes are bad."""
         if len(taken) > 1:
             sequence.arrivals.one_by_one = True
             return

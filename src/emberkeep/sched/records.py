@@ -128,7 +128,6 @@ class Misses:
 
 
 def left_behind(hot: HotMatch) -> TokenArray:
-    """What a sequence has after the part that a prompt shares with it."""
     if hot.sequence is None:
         return np.empty(0, np.int32)
     return hot.sequence.tokens[hot.tokens : hot.sequence.computed][:_EXCERPT_TOKENS].copy()

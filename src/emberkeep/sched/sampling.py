@@ -189,8 +189,6 @@ class Sampler:
 
 
 class _Draw:
-    """Which of the candidates was drawn."""
-
     __slots__ = ("cumulative", "ids", "place")
 
     def __init__(self, place: int, cumulative: Floats, ids: Ints | None) -> None:

@@ -112,7 +112,6 @@ class Sequence:
         self.prompt_length = self.answer_end = len(prompt)
         """Where what was sampled begins and ends."""
         self._lineage = prompt.lineage
-        """What it may become: see `lineage`."""
         self.reusable = prompt.reusable
         """Its first tokens that need not be evaluated if their state is known."""
         self._apart_until = 0
@@ -140,7 +139,6 @@ class Sequence:
 
     @property
     def wanted(self) -> TokenArray:
-        """The tokens whose state it would like to reuse."""
         return self.prompt.tokens[: self.prompt.reusable if self.request.use_cache else 0]
 
     # ── where it stands ──
@@ -226,7 +224,6 @@ class Sequence:
             self._go_on_from(hot)
 
     def _go_on_from(self, hot: Sequence) -> None:
-        """Take over what is known about the state that it begins with."""
         self.holds_packed = hot.holds_packed
         self.shapes = hot.shapes.until(self.computed)
         self.is_beside = hot.is_beside
@@ -244,7 +241,6 @@ class Sequence:
         self.phase = Phase.LOADING
 
     def loaded(self, load: Load) -> None:
-        """A chunk's state is in the engine."""
         chunk, before = load.chunk, self.computed
         is_packed = chunk.lineage.bits != EXACT_BITS
         self.holds(load.end, chunk.made.steps & ~Made.REPRODUCIBLE if is_packed else chunk.made.steps)
@@ -264,7 +260,6 @@ class Sequence:
         return Source.COLD if is_cold else Source.WARM
 
     def stop_loading(self) -> None:
-        """All that can be had is there."""
         if self.phase is Phase.LOADING:
             self.phase = Phase.EVALUATING
             self.reuse.load_seconds = monotonic() - self.started
@@ -354,7 +349,6 @@ class Sequence:
             self.reusable = len(self.tokens) - 1
 
     def reach_first_token(self) -> bool:
-        """False when it was reached before."""
         if self.first_token_at is not None:
             return False
         self.first_token_at = monotonic()
@@ -424,7 +418,6 @@ class Sequence:
         self.tokens.extend(closing)
 
     def give_up_output(self) -> SequenceOutput | None:
-        """It has no output any more; returns the one that it had."""
         output, self.output = self.output, None
         return output
 

@@ -341,7 +341,6 @@ class Shapes:
         self._runs.append((end, made))
 
     def _spans(self, end: int) -> Iterator[tuple[int, int, Made]]:
-        """Reaching at least to `end`."""
         begin = 0
         for stop, made in self._runs:
             yield begin, stop, made

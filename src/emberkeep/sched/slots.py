@@ -237,8 +237,6 @@ class SlotAffinity:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What a sequence does in a step."""
-
     sequence: Sequence
     rows: Rows
     draft: Chosen | None = None
@@ -327,7 +325,6 @@ class Planner:
             self._speed.measure(tokens, seconds)
 
     def slice_tokens(self, *, beside_decodes: bool) -> int:
-        """Prompt tokens for the next step."""
         if beside_decodes:
             return self.slice_within(_STEP_BESIDE_DECODES_S, _SMALLEST_SLICE_BESIDE_DECODES)
         return self.slice_within(_STEP_S, _SMALLEST_SLICE)
@@ -352,7 +349,6 @@ class WaitingQueue:
         return len(self._sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In order of arrival."""
         return iter(list(self._sequences))
 
     def forget(self) -> None:

@@ -123,7 +123,6 @@ class Speculation:
         )
 
     def _limit(self, sequence: Running, room: int) -> int:
-        """Tokens that may be drafted for it."""
         if not sequence.request.may_speculate or not sequence.sampled_count:
             return 0
         return min(self._most, room, sequence.max_new - sequence.sampled_count - 1)

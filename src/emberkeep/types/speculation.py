@@ -38,13 +38,7 @@ class SourceStats:
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
 
     def json(self) -> dict[str, Json]:
-        return {
-            "drafts": self.drafts,
-            "drafted_tokens": self.drafted_tokens,
-            "accepted_tokens": self.accepted_tokens,
-            "acceptance": self.acceptance,
-            "accepted_lengths": list(self.accepted_lengths),
-        }
+        return {**asdict(self), "acceptance": self.acceptance, "accepted_lengths": list(self.accepted_lengths)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +74,8 @@ class SpeculationStats:
 
     def json(self) -> dict[str, Json]:
         return {
-            "enabled": self.enabled,
+            **asdict(self),
             "reason": self.reason or None,
-            "steps": self.steps,
-            "drafted_tokens": self.drafted_tokens,
-            "accepted_tokens": self.accepted_tokens,
             "sources": {name: source.json() for name, source in self.sources.items()},
             "draft_model": self.draft_model.json() if self.draft_model else None,
         }
