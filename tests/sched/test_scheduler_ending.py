@@ -1,16 +1,24 @@
-"""How an answer ends, what stays of it, and what is told on the way."""
+"""How an answer ends, is cancelled or is closed upon, what stays of it, and what is told on the way."""
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.errors import Overloaded
 from emberkeep.sched.sequence_state import EndReason
 from helpers.scheduling import (
     CLOSING,
     LONG,
+    PATIENCE,
     PROMPT,
     SLICE,
+    Gate,
     Recorder,
+    Rig,
+    no_pins,
     reference,
     text,
 )
@@ -85,3 +93,163 @@ def test_progress_is_reported_and_includes_what_was_reused(rig):
 
 def test_quiet_sequences_get_no_progress(rig):
     assert rig.run(LONG).reports == []
+
+
+def test_closing_keeps_what_was_computed(tmp_path):
+    engine = FakeEngine()
+    gate = Gate(engine, holds=lambda step: step == 2)
+    rig = Rig(tmp_path, engine, prefill_slice=SLICE)
+    recorder = rig.start(LONG)
+    gate.reached()
+    closing = threading.Thread(target=rig.close)
+    closing.start()
+    while not rig.scheduler._inbox.is_shut:
+        pass
+    gate.open()
+    closing.join(PATIENCE)
+    assert isinstance(recorder.wait().error, Overloaded)
+    assert engine.is_closed
+    with Rig(tmp_path) as again:
+        answer = again.run(LONG)
+        assert answer.answer == reference(LONG)
+        assert answer.lookup.cold_tokens >= 3 * SLICE
+
+
+def test_closing_lets_sequences_finish_when_it_is_given_time(tmp_path):
+    rig = Rig(tmp_path, drain_s=PATIENCE)
+    recorders = [rig.start(text(300, seed=seed)) for seed in range(6)]
+    rig.scheduler.close()
+    rig.store.close()
+    assert [r.answer for r in recorders] == [reference(text(300, seed=seed)) for seed in range(6)]
+
+
+def test_nothing_is_taken_after_closing(tmp_path):
+    rig = Rig(tmp_path)
+    rig.close()
+    with pytest.raises(Overloaded, match="shutting down"):
+        rig.start(PROMPT)
+
+
+def test_sequences_submitted_while_closing_are_refused_or_answered_but_never_lost(tmp_path):
+    rig = Rig(tmp_path)
+    recorders, refused = [], []
+
+    def submit() -> None:
+        for seed in range(2000):
+            try:
+                recorders.append(rig.start(text(4, seed=seed), max_new=1))
+            except Overloaded:
+                refused.append(seed)
+                if rig.scheduler._inbox.is_shut:
+                    return
+
+    thread = threading.Thread(target=submit)
+    thread.start()
+    while not recorders:
+        pass
+    rig.scheduler.close()
+    thread.join(PATIENCE)
+    rig.store.close()
+    for recorder in recorders:
+        recorder.wait()
+
+
+def test_a_cancelled_prefill_stops_within_one_slice_and_keeps_what_it_computed(rig, engine):
+    gate = Gate(engine, holds=lambda step: step == 1)
+    recorder = Recorder()
+    sequence = rig.sequence(LONG, recorder)
+    rig.scheduler.submit(sequence)
+    gate.reached()
+    rig.scheduler.cancel(sequence)
+    gate.open()
+    rig.settle()
+    assert engine.evaluated_tokens == 2 * SLICE
+    assert not recorder.is_over
+    again = rig.run(LONG)
+    assert again.answer == reference(LONG)
+    assert again.lookup.reused_tokens == 2 * SLICE
+
+
+def test_a_prefill_cancelled_before_a_restart_is_continued_after_it(tmp_path):
+    engine = FakeEngine()
+    gate = Gate(engine, holds=lambda step: step == 2)
+    with Rig(tmp_path, engine, prefill_slice=SLICE) as rig:
+        sequence = rig.sequence(LONG)
+        rig.scheduler.submit(sequence)
+        gate.reached()
+        rig.scheduler.cancel(sequence)
+        gate.open()
+        rig.settle()
+    with Rig(tmp_path) as rig:
+        answer = rig.run(LONG)
+        assert answer.answer == reference(LONG)
+        assert answer.lookup.cold_tokens == 3 * SLICE
+
+
+def test_a_cancelled_answer_stops_within_one_step(rig, engine):
+    gate = Gate(engine, holds=lambda step: step == 8)
+    recorder = Recorder()
+    sequence = rig.sequence(PROMPT, recorder, max_new=1000)
+    rig.scheduler.submit(sequence)
+    gate.reached()
+    rig.scheduler.cancel(sequence)
+    gate.open()
+    rig.settle()
+    assert len(recorder.tokens) <= 6
+    assert rig.run(PROMPT).answer == reference(PROMPT)
+
+
+def test_a_cancelled_sequence_that_waits_never_runs(tmp_path):
+    engine = FakeEngine()
+    gate = Gate(engine)
+    with Rig(tmp_path, engine, parallel=1) as rig:
+        first = rig.start(PROMPT)
+        gate.reached()
+        waiting = Recorder()
+        sequence = rig.sequence(text(50, seed=5), waiting)
+        rig.scheduler.submit(sequence)
+        rig.scheduler.cancel(sequence)
+        gate.open()
+        first.wait()
+        rig.settle()
+        assert not waiting.is_over
+        assert len(rig.scheduler._waiting) == 0
+        assert engine.evaluated_tokens == len(PROMPT) + len(first.tokens) + len(CLOSING)
+
+
+def test_a_sequence_cancelled_while_it_loads_lets_go_of_its_chunks(tmp_path, monkeypatch):
+    with Rig(tmp_path) as rig:
+        rig.run(PROMPT)
+    with Rig(tmp_path) as rig:
+        reading, go_on = threading.Event(), threading.Event()
+        read = rig.store._disk.files.read
+
+        def slow(expected):
+            reading.set()
+            assert go_on.wait(PATIENCE)
+            return read(expected)
+
+        monkeypatch.setattr(rig.store._disk.files, "read", slow)
+        recorder = Recorder()
+        sequence = rig.sequence(PROMPT, recorder)
+        rig.scheduler.submit(sequence)
+        assert reading.wait(PATIENCE)
+        rig.scheduler.cancel(sequence)
+        rig.settle()
+        assert no_pins(rig)
+        go_on.set()
+        assert not recorder.is_over
+        answer = rig.run(PROMPT)
+        assert answer.answer == reference(PROMPT)
+        assert answer.lookup.reused_tokens == len(PROMPT) - 1
+        assert no_pins(rig)
+
+
+def test_cancelling_what_is_over_changes_nothing(rig):
+    recorder = Recorder()
+    sequence = rig.sequence(PROMPT, recorder)
+    rig.scheduler.submit(sequence)
+    recorder.wait()
+    rig.scheduler.cancel(sequence)
+    rig.settle()
+    assert rig.scheduler.counters.cancelled == 0

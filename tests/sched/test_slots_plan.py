@@ -1,16 +1,21 @@
 from __future__ import annotations
 
-import pytest
+from collections import Counter, defaultdict
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emberkeep.engine.fake import FakeEngine
 from emberkeep.kv.policy import Rate
 from emberkeep.kv.tree import Cursor, new_root
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.sequence_state import Phase
-from emberkeep.sched.slots import Planner
+from emberkeep.sched.slots import Planner, WaitingQueue
 from emberkeep.types.lineage import EXACT
 from emberkeep.types.request import Request
-from helpers.scheduling import GREEDY, Recorder, prompt_of
+from helpers.scheduling import GREEDY, Gate, Recorder, Rig, prompt_of, text
 
 
 def sequence(slot: int, prompt: int, *, computed: int = 0) -> Sequence:
@@ -90,3 +95,269 @@ def test_a_closing_turn_is_evaluated_without_logits(planner):
     closing.tokens.extend((7, 8))
     (last,) = planner.plan([closing])
     assert (len(last.rows.tokens), last.rows.outputs) == (2, False)
+
+
+def sequence_of(user: str) -> Sequence:
+    return Sequence(prompt_of([0], max_new=1), Request(user=user), Sampler(GREEDY), Recorder())
+
+
+class Queue:
+    """A waiting queue before `parallel` slots, driven as the loop drives it, that records what happened."""
+
+    def __init__(self, parallel: int) -> None:
+        self.waiting = WaitingQueue()
+        self.parallel = parallel
+        self.running: list[Sequence] = []
+        self.arrived: defaultdict[str, list[Sequence]] = defaultdict(list)
+        self.started: list[Sequence] = []
+        self.held_back: set[Sequence] = set()
+        """Passed over, as those are who wait for a prefix that is being computed."""
+
+    def arrive(self, user: str) -> None:
+        self.arrived[user].append(sequence_of(user))
+        self.waiting.add(self.arrived[user][-1])
+
+    def finish(self, index: int) -> None:
+        if self.running:
+            self.running.pop(index % len(self.running))
+
+    def admit(self) -> None:
+        for sequence in self.waiting.in_turn(self.load):
+            if len(self.running) >= self.parallel:
+                return
+            if sequence in self.held_back:
+                continue
+            self.start(sequence)
+            self.waiting.remove(sequence)
+
+    def start(self, sequence: Sequence) -> None:
+        self.running.append(sequence)
+        self.started.append(sequence)
+
+    def drain(self) -> str:
+        """Let everything finish, the oldest first; the users in the order in which their sequences started."""
+        begin = len(self.started)
+        self.admit()
+        while self.running:
+            self.finish(0)
+            self.admit()
+        return "".join(sequence.request.user for sequence in self.started[begin:])
+
+    @property
+    def load(self) -> Counter[str]:
+        return Counter(sequence.request.user for sequence in self.running)
+
+    @property
+    def startable(self) -> set[str]:
+        return {sequence.request.user for sequence in self.waiting if sequence not in self.held_back}
+
+
+def arrivals(parallel: int, users: str) -> Queue:
+    queue = Queue(parallel)
+    for user in users:
+        queue.arrive(user)
+    return queue
+
+
+@pytest.mark.parametrize(
+    ("parallel", "arriving", "starting"),
+    [
+        (1, "aaab", "abaa"),
+        (1, "aaabbb", "ababab"),
+        (1, "aaabbc", "abcaba"),
+        (2, "aaaabb", "ababaa"),
+        (3, "aaaaab", "abaaaa"),
+        (1, "abcd", "abcd"),
+        (1, "", ""),
+    ],
+)
+def test_users_who_came_together_take_turns(parallel: int, arriving: str, starting: str) -> None:
+    assert arrivals(parallel, arriving).drain() == starting
+
+
+@pytest.mark.parametrize("parallel", [1, 2, 4])
+def test_fifty_requests_of_another_user_delay_a_first_request_by_those_that_run(parallel: int) -> None:
+    queue = arrivals(parallel, "a" * 50)
+    queue.admit()
+    queue.arrive("b")
+    queue.finish(0)
+    queue.admit()
+    assert queue.started[-1].request.user == "b"
+
+
+@pytest.mark.parametrize("first", ["arrive", "finish"])
+def test_who_comes_as_another_is_done_is_next(first: str) -> None:
+    queue = arrivals(1, "aaa")
+    queue.admit()
+    if first == "arrive":
+        queue.arrive("b")
+        queue.finish(0)
+    else:
+        queue.finish(0)
+        queue.arrive("b")
+    assert queue.drain() == "baa"
+
+
+def test_among_those_who_have_as_much_running_the_one_served_longest_ago_is_next() -> None:
+    queue = arrivals(3, "abcaab")
+    queue.admit()
+    queue.finish(0)
+    queue.admit()
+    assert [sequence.request.user for sequence in queue.running] == ["b", "c", "a"]
+    queue.finish(1)
+    queue.admit()
+    assert queue.started[-1].request.user == "b"
+
+
+def test_who_has_the_fewest_running_is_next_even_if_another_has_waited_longer() -> None:
+    queue = arrivals(4, "aab")
+    queue.admit()
+    for user in "ab":
+        queue.arrive(user)
+    queue.admit()
+    assert queue.started[-1].request.user == "b"
+
+
+def test_several_places_that_are_free_are_shared_out() -> None:
+    queue = arrivals(4, "a")
+    queue.admit()
+    for user in "bbba":
+        queue.arrive(user)
+    queue.admit()
+    assert "".join(sequence.request.user for sequence in queue.started) == "abab"
+
+
+def test_newcomers_without_end_starve_no_user() -> None:
+    queue = arrivals(1, "aaaa")
+    for number in range(30):
+        queue.admit()
+        queue.arrive(f"new {number}")
+        queue.finish(0)
+    assert [sequence.request.user for sequence in queue.started].count("a") == 4
+
+
+def test_who_leaves_the_line_and_comes_back_gains_nothing() -> None:
+    queue = arrivals(1, "abc")
+    queue.waiting.remove(queue.arrived["a"][0])
+    queue.arrive("a")
+    assert queue.drain() == "bca"
+
+
+def test_a_sequence_that_is_passed_over_is_not_a_turn() -> None:
+    queue = arrivals(1, "aab")
+    queue.held_back.add(queue.arrived["a"][0])
+    assert queue.drain() == "ab"
+    assert queue.started[0] is queue.arrived["a"][1]
+    queue.held_back.clear()
+    assert queue.drain() == "a"
+
+
+class Watched(Queue):
+    """Checks of every start that it is fair. What ends between two admissions ends at the same time."""
+
+    def __init__(self, parallel: int) -> None:
+        super().__init__(parallel)
+        self._served: set[str] = set()
+        self._ahead: dict[str, Counter[str]] = {}
+        """For every user who waits with nothing running: who ran when the wait began, and who started since."""
+
+    def arrive(self, user: str) -> None:
+        super().arrive(user)
+        self._look({user} - self._served)
+
+    def admit(self) -> None:
+        self._ahead = {user: ahead for user, ahead in self._ahead.items() if user in self.startable}
+        self._look(self.startable)
+        super().admit()
+        self._served = set(self.load)
+
+    def start(self, sequence: Sequence) -> None:
+        self._check(sequence)
+        super().start(sequence)
+
+    def _look(self, users: set[str]) -> None:
+        for user in users - self.load.keys():
+            self._ahead.setdefault(user, Counter(self.load.keys()))
+
+    def _check(self, sequence: Sequence) -> None:
+        assert self.load[sequence.request.user] == min(self.load[user] for user in self.startable)
+        self._ahead.pop(sequence.request.user, None)
+        for user, ahead in self._ahead.items():
+            ahead[sequence.request.user] += 1
+            assert ahead[sequence.request.user] == 1, (
+                f"{sequence.request.user} went before {user}, and had had its turn"
+            )
+
+
+USERS = st.sampled_from("abcd")
+ACTIONS = st.one_of(
+    st.tuples(st.just("arrive"), USERS),
+    st.tuples(st.just("finish"), st.integers(0, 3)),
+    st.tuples(st.just("hold back"), st.integers(0, 9)),
+    st.tuples(st.just("admit"), st.none()),
+)
+
+
+@given(parallel=st.integers(1, 4), actions=st.lists(ACTIONS, max_size=80))
+def test_whatever_happens_turns_are_fair(parallel: int, actions: list[tuple[str, str | int | None]]) -> None:
+    queue = Watched(parallel)
+    for action in actions:
+        match action:
+            case "arrive", str(user):
+                queue.arrive(user)
+            case "finish", int(index):
+                queue.finish(index)
+            case "hold back", int(index):
+                queue.held_back |= set(list(queue.waiting)[index : index + 1])
+            case _:
+                queue.admit()
+    queue.held_back.clear()
+    queue.drain()
+    assert len(queue.waiting) == 0
+    assert Counter(queue.started) == Counter(
+        sequence for sequences in queue.arrived.values() for sequence in sequences
+    )
+
+
+@given(users=st.lists(USERS, max_size=30), parallel=st.integers(1, 4))
+def test_sequences_of_one_user_start_in_order_of_arrival(users: list[str], parallel: int) -> None:
+    queue = arrivals(parallel, "".join(users))
+    queue.drain()
+    for user, sequences in queue.arrived.items():
+        assert [sequence for sequence in queue.started if sequence.request.user == user] == sequences
+
+
+@given(st.lists(st.sampled_from(["arrive", "finish", "admit"]), max_size=60), st.integers(1, 4))
+def test_a_single_user_is_served_in_order_of_arrival(actions: list[str], parallel: int) -> None:
+    queue = Queue(parallel)
+    for action in actions:
+        if action == "arrive":
+            queue.arrive("")
+        elif action == "finish":
+            queue.finish(0)
+        else:
+            queue.admit()
+        assert list(queue.waiting.in_turn(queue.load)) == list(queue.waiting)
+    queue.drain()
+    assert queue.started == queue.arrived[""]
+
+
+@pytest.mark.parametrize("parallel", [1, 3])
+def test_in_the_engine_a_first_request_waits_only_for_those_that_run(parallel: int) -> None:
+    engine = FakeEngine(cells=1 << 15)
+    gate = Gate(engine)
+    ended: list[str] = []
+
+    def start(user: str, seed: int) -> Recorder:
+        recorder = Recorder(then=lambda _: ended.append(user))
+        return rig.start(text(20, seed), recorder, user=user, namespace=user, max_new=2, closing=())
+
+    with Rig(engine=engine, parallel=parallel) as rig:
+        many = [start("many", seed) for seed in range(50)]
+        gate.reached()
+        one = start("one", 99)
+        gate.open()
+        for recorder in [*many, one]:
+            recorder.wait()
+    assert Counter(ended) == {"many": 50, "one": 1}
+    assert ended.index("one") < 2 * parallel
