@@ -13,6 +13,7 @@ from emberkeep.engine.fake import FakeEngine, FakeVocab
 from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.disk.transfers import FetchState
 from emberkeep.kv.keys import Span
+from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.policy import CHUNK_TOKENS
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import Chunk, Cursor, Made
@@ -146,30 +147,38 @@ def path_tokens(chunk: Chunk) -> TokenArray:
 
 
 def chunks_of(store: KvStore) -> list[Chunk]:
-    with store._lock:
-        return list(store._ledger.tree)
+    return store.transact(lambda ledger: list(ledger.tree))
+
+
+def disk_bytes(store: KvStore) -> int:
+    """What a user sees that the store takes on disk."""
+    cold = store.stats()["cold"]
+    assert isinstance(cold, dict)
+    return int(cold["bytes"] + cold["other_bytes"])
 
 
 def check_ledger(store: KvStore) -> None:
     """Counters equal what they count, and every chunk can be reached from its root."""
-    with store._lock:
-        ledger = store._ledger
-        chunks, entries = list(ledger.tree), ledger.entries
-        assert ledger.ram.tally.bytes == sum(len(c.payload) for c in chunks if c.payload is not None)
-        assert ledger.disk.bytes == sum(c.bytes for c in chunks if c.on_disk)
-        assert all(c.pins >= 0 for c in chunks)
-        assert all(c.on_disk or c.payload is not None for c in chunks)
-        assert all(root.branches for root in ledger.tree._roots.values())
-        assert ledger.to_remove_bytes == sum(ledger.to_remove.values())
-        waiting = list(ledger.orphans)
-        assert ledger.orphans.bytes == sum(row.bytes for row in waiting)
-        on_disk = [*(c.key for c in chunks if c.on_disk), *(row.key for row in waiting), *ledger.to_remove]
-        assert len(on_disk) == len(set(on_disk))
-        assert ledger.unwritten <= {c.key for c in chunks}
-        ending = {(tail.chunk, entry.id) for entry in entries for tail in entry.tails}
-        assert ending == {(key, id_) for key, ids_ in entries._ending.items() for id_ in ids_}
-        reachable = [c for root in ledger.tree._roots.values() for c in _below(root)]
-        assert {id(c) for c in reachable} == {id(c) for c in chunks}
+    store.transact(_check_ledger)
+
+
+def _check_ledger(ledger: Ledger) -> None:
+    chunks, entries = list(ledger.tree), ledger.entries
+    assert ledger.ram.tally.bytes == sum(len(c.payload) for c in chunks if c.payload is not None)
+    assert ledger.disk.bytes == sum(c.bytes for c in chunks if c.on_disk)
+    assert all(c.pins >= 0 for c in chunks)
+    assert all(c.on_disk or c.payload is not None for c in chunks)
+    assert all(root.branches for root in ledger.tree._roots.values())
+    assert ledger.to_remove_bytes == sum(ledger.to_remove.values())
+    waiting = list(ledger.orphans)
+    assert ledger.orphans.bytes == sum(row.bytes for row in waiting)
+    on_disk = [*(c.key for c in chunks if c.on_disk), *(row.key for row in waiting), *ledger.to_remove]
+    assert len(on_disk) == len(set(on_disk))
+    assert ledger.unwritten <= {c.key for c in chunks}
+    ending = {(tail.chunk, entry.id) for entry in entries for tail in entry.tails}
+    assert ending == {(key, id_) for key, ids_ in entries._ending.items() for id_ in ids_}
+    reachable = [c for root in ledger.tree._roots.values() for c in _below(root)]
+    assert {id(c) for c in reachable} == {id(c) for c in chunks}
 
 
 def chunk_files(folder: Path) -> list[Path]:
@@ -187,7 +196,10 @@ def no_space(*_: object) -> None:
 
 
 def _below(chunk: Chunk) -> list[Chunk]:
-    return [found for child in chunk.children() for found in (child, *_below(child))]
+    below = list(chunk.children())
+    for child in below:  # grows
+        below += child.children()
+    return below
 
 
 def replayed(store, cursor, text, pieces):

@@ -56,4 +56,3 @@ def test_state_of_one_conversation_alone_has_no_name_for_others() -> None:
     put(store, LONG[:256], namespace=Lineage("alice", splice="one"))
     places = BlockPlaces(FINGERPRINT)
     assert store.transact(lambda ledger: [places.of(chunk) for chunk in ledger.tree]) == [None] * 4
-    store.close()

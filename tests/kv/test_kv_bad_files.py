@@ -8,12 +8,14 @@ import pytest
 
 from emberkeep.kv.disk import chunkfile
 from emberkeep.kv.disk.transfers import FetchState
+from emberkeep.kv.ledger import Ledger
 from emberkeep.types.cache import EntryKind, Label
 from emberkeep.types.lineage import EXACT
 from helpers.kv_building import (
     LONG,
     check_ledger,
     chunk_files,
+    disk_bytes,
     exported,
     fetched,
     file_of,
@@ -47,7 +49,6 @@ def test_a_damaged_file_costs_what_follows_it_and_nothing_else(tmp_path, index):
     check_ledger(store)
     again = reopened(store, tmp_path)
     assert load(again, LONG) == 1000
-    again.close()
 
 
 def test_a_file_that_vanishes_between_match_and_fetch_is_a_miss(tmp_path):
@@ -59,8 +60,6 @@ def test_a_file_that_vanishes_between_match_and_fetch_is_a_miss(tmp_path):
     assert states[:3] == [FetchState.READY, FetchState.READY, FetchState.GONE]
     assert FetchState.READY not in states[3:]
     assert store.counters.vanished_chunks == 1
-    check_ledger(store)
-    store.close()
 
 
 def test_a_chunk_the_engine_refuses_is_forgotten_and_quarantined(store, tmp_path):
@@ -85,7 +84,6 @@ def test_chunks_whose_parent_is_lost_are_removed_when_the_disk_is_tended(store, 
     put(again, prompt(50, seed=77))
     again.flush()
     assert len(chunk_files(tmp_path)) == 1
-    again.close()
 
 
 PASSING = [OSError(24, "Too many open files"), OSError(5, "I/O error"), OSError(11, "Try again"), MemoryError()]
@@ -108,7 +106,6 @@ def test_a_read_that_fails_in_a_way_that_may_pass_is_a_miss_now_and_found_again_
     assert store.held_bytes() == held
     check_ledger(store)
     assert load(store, LONG) == 1000
-    store.close()
 
 
 def test_what_follows_a_damaged_file_is_found_again_when_that_was_computed_again(tmp_path):
@@ -122,8 +119,6 @@ def test_what_follows_a_damaged_file_is_found_again_when_that_was_computed_again
     store.insert(store.origin(EXACT), LONG[:128], exported(LONG, 0, 128), (), fork=False)
     store.flush()
     assert load(store, LONG) == 1000
-    check_ledger(store)
-    store.close()
 
 
 def test_a_damaged_file_that_cannot_be_put_away_counts_until_it_is_gone(tmp_path, monkeypatch):
@@ -135,12 +130,11 @@ def test_a_damaged_file_that_cannot_be_put_away_counts_until_it_is_gone(tmp_path
         broken.setattr(Path, "unlink", no_space)
         assert load(store, LONG) == 0
         check_ledger(store)
-        assert store._ledger.disk_bytes == path.stat().st_size
+        assert disk_bytes(store) == path.stat().st_size
     store.sweep()
     store.flush()
     assert not path.exists()
-    assert store._ledger.disk_bytes == 0
-    store.close()
+    assert disk_bytes(store) == 0
 
 
 def test_two_damaged_files_of_one_prompt_are_both_given_up(tmp_path):
@@ -160,7 +154,6 @@ def test_two_damaged_files_of_one_prompt_are_both_given_up(tmp_path):
     again = reopened(store, tmp_path)
     assert load(again, LONG) == 1000
     assert again.counters.damaged_chunks == again.counters.vanished_chunks == 0
-    again.close()
 
 
 def test_what_is_computed_again_is_written_over_files_that_were_not_read(tmp_path):
@@ -173,8 +166,6 @@ def test_what_is_computed_again_is_written_over_files_that_were_not_read(tmp_pat
     again = reopened(store, tmp_path)
     assert load(again, LONG) == 1000
     assert again.counters.damaged_chunks == again.counters.vanished_chunks == 0
-    check_ledger(again)
-    again.close()
 
 
 @pytest.mark.parametrize("are_all_damaged", [True, False])
@@ -193,7 +184,6 @@ def test_what_begins_like_a_chunk_that_was_computed_again_is_looked_at_before_it
     again = reopened(store, tmp_path)
     assert load(again, LONG) == (950 if are_all_damaged else 1000)
     assert again.counters.damaged_chunks == again.counters.vanished_chunks == 0
-    again.close()
 
 
 def test_what_was_not_computed_again_is_found_once_its_file_was_read(tmp_path):
@@ -207,8 +197,6 @@ def test_what_was_not_computed_again_is_found_once_its_file_was_read(tmp_path):
     store.flush()
     assert store.peek(EXACT, other, snapshots=False).tokens == 1000
     assert load(store, other) == 1000
-    check_ledger(store)
-    store.close()
 
 
 def test_what_another_process_has_written_meanwhile_is_entered_once(tmp_path, monkeypatch):
@@ -221,14 +209,13 @@ def test_what_another_process_has_written_meanwhile_is_entered_once(tmp_path, mo
     monkeypatch.setattr(store._disk, "_check_orphans", lambda: None)
     put(store, LONG[:128])
     store.flush()
-    waiting = store._ledger.orphans_to_check()
+    waiting = store.transact(Ledger.orphans_to_check)
     assert len(waiting) == 1
-    store._ledger.adopt(waiting)
+    store.transact(lambda ledger: ledger.adopt(waiting))
     check_ledger(store)
     look()
     check_ledger(store)
     assert load(store, LONG) == 1000
-    store.close()
 
 
 def test_a_bad_sector_is_given_up_in_the_end_and_computed_again(tmp_path, monkeypatch):
@@ -251,7 +238,6 @@ def test_a_bad_sector_is_given_up_in_the_end_and_computed_again(tmp_path, monkey
     store.insert(store.origin(EXACT), LONG[:128], exported(LONG, 0, 128), (), fork=False)
     store.flush()
     assert load(store, LONG) == 1000
-    store.close()
 
 
 def test_the_quarantine_holds_few_files_and_counts(tmp_path, monkeypatch):
@@ -267,4 +253,3 @@ def test_the_quarantine_holds_few_files_and_counts(tmp_path, monkeypatch):
     monkeypatch.setattr("emberkeep.kv.disk.folders._MOST_QUARANTINED_BYTES", 0)
     store = reopened(store, tmp_path)
     assert list(tmp_path.glob("*/quarantine/*")) == []
-    store.close()

@@ -62,12 +62,8 @@ def opened(
     folder: Path | None, time: Time, *, expire: bool = True, disk: int = PLENTY, fingerprint: bytes = FINGERPRINT
 ) -> KvStore:
     files = ChunkFiles(folder, fingerprint) if folder else None
-    return KvStore(
-        fingerprint,
-        Budgets(PLENTY, disk),
-        files,
-        keeping=Keeping(expire=expire, clock=lambda saved: StoreClock(saved, monotonic=time, wall=time)),
-    )
+    keeping = Keeping(expire=expire, clock=lambda saved: StoreClock(saved, monotonic=time, wall=time))
+    return KvStore(fingerprint, Budgets(PLENTY, disk), files, keeping=keeping)
 
 
 def keep(store: KvStore, canary: Canary, ttl: Ttl, length: int = TOKENS) -> str:
@@ -83,6 +79,13 @@ def keep(store: KvStore, canary: Canary, ttl: Ttl, length: int = TOKENS) -> str:
     entry = store.turn_ended(replace(canary.label, ttl=ttl), cursor)
     assert entry is not None
     return entry.id
+
+
+def left_alone(folder: Path, time: Time, ttl: Ttl) -> None:
+    """A store of another model, which nobody has open."""
+    other = opened(folder, time, fingerprint=OTHER)
+    keep(other, ANN, ttl)
+    other.close()
 
 
 def assert_gone(folder: Path, canary: Canary, *stores: KvStore) -> None:
@@ -135,7 +138,6 @@ def test_without_the_setting_it_stays_on_disk(tmp_path: Path, time: Time) -> Non
     time.pass_(EXTENDED_S)
     store.sweep()
     assert load(store, ANN.tokens, namespace=ANN.namespace) == TOKENS
-    store.close()
 
 
 def test_a_store_in_ram_lets_it_go_too(time: Time) -> None:
@@ -145,7 +147,6 @@ def test_a_store_in_ram_lets_it_go_too(time: Time) -> None:
     store.sweep()
     assert load(store, ANN.tokens, namespace=ANN.namespace) == 0
     assert store.held_bytes() == (0, 0)
-    store.close()
 
 
 def test_a_miss_still_says_that_it_had_expired(store: KvStore, time: Time) -> None:
@@ -165,7 +166,6 @@ def test_what_was_written_before_a_restart_is_gone_before_anything_is_served(tmp
     again = opened(tmp_path, time)
     assert_gone(tmp_path, ANN, again)
     assert load(again, BOB.tokens, namespace=BOB.namespace) == TOKENS
-    again.close()
 
 
 def test_a_process_that_dies_in_a_turn_leaves_what_it_wrote_for_the_short_ttl(tmp_path: Path, time: Time) -> None:
@@ -178,8 +178,6 @@ def test_a_process_that_dies_in_a_turn_leaves_what_it_wrote_for_the_short_ttl(tm
     time.pass_(SHORT_S)
     late = opened(tmp_path, time)
     assert_gone(tmp_path, ANN, late)
-    late.close()
-    store.close()
 
 
 def test_without_the_setting_such_files_are_wanted_for_the_longest_ttl(tmp_path: Path, time: Time) -> None:
@@ -189,8 +187,6 @@ def test_without_the_setting_such_files_are_wanted_for_the_longest_ttl(tmp_path:
     time.pass_(SHORT_S)
     again = opened(tmp_path, time, expire=False)
     assert [entry.expires_in_s for entry in again.catalogue.entries()] == [EXTENDED_S]
-    again.close()
-    store.close()
 
 
 def test_files_that_do_not_say_when_they_expire_are_not_kept(tmp_path: Path, time: Time) -> None:
@@ -201,7 +197,6 @@ def test_files_that_do_not_say_when_they_expire_are_not_kept(tmp_path: Path, tim
         path.unlink()
     again = opened(tmp_path, time)
     assert_gone(tmp_path, ANN, again)
-    again.close()
 
 
 def test_what_two_entries_share_lives_as_long_as_the_longer_one(
@@ -286,7 +281,6 @@ def test_files_whose_beginning_was_damaged_expire_too(tmp_path: Path, time: Time
     time.pass_(LONG_S)
     store.sweep()
     assert_gone(tmp_path, ANN, store)
-    store.close()
 
 
 def test_what_was_evicted_leaves_no_trace_either(tmp_path: Path, time: Time) -> None:
@@ -300,7 +294,6 @@ def test_what_was_evicted_leaves_no_trace_either(tmp_path: Path, time: Time) -> 
     time.pass_(LONG_S)
     store.sweep()
     assert_gone(tmp_path, ANN, store)
-    store.close()
 
 
 def test_text_for_drafts_goes_with_what_is_evicted_since_nothing_says_any_more_when_it_expires(time: Time) -> None:
@@ -311,7 +304,6 @@ def test_text_for_drafts_goes_with_what_is_evicted_since_nothing_says_any_more_w
     assert eventually(lambda: store.corpus.find(lineage, ANN.tokens[:200], 4))
     store.resize_ram(0)
     assert store.corpus.find(lineage, ANN.tokens[:200], 4) is None
-    store.close()
 
 
 def test_ghosts_of_the_time_before_the_setting_go(tmp_path: Path, time: Time) -> None:
@@ -323,7 +315,6 @@ def test_ghosts_of_the_time_before_the_setting_go(tmp_path: Path, time: Time) ->
     assert found_in(tmp_path, ANN)  # the user's name, with the ghosts
     again = opened(tmp_path, time)
     assert_gone(tmp_path, ANN, again)
-    again.close()
 
 
 def test_a_shorter_ttl_is_kept_to_from_the_next_start(tmp_path: Path, time: Time) -> None:
@@ -360,8 +351,6 @@ def test_what_another_process_has_used_since_is_left_to_it(tmp_path: Path, time:
     here.sweep()
     there.sweep()
     assert_gone(tmp_path, ANN, here, there)
-    here.close()
-    there.close()
 
 
 def test_what_another_process_has_pinned_is_left_to_it(tmp_path: Path, time: Time) -> None:
@@ -379,8 +368,6 @@ def test_what_another_process_has_pinned_is_left_to_it(tmp_path: Path, time: Tim
     there.close()
     there = opened(tmp_path, time)
     assert load(there, ANN.tokens, namespace=ANN.namespace) == TOKENS
-    here.close()
-    there.close()
 
 
 def test_a_turn_does_not_unpin_what_another_process_has_pinned(tmp_path: Path, time: Time) -> None:
@@ -398,7 +385,6 @@ def test_a_turn_does_not_unpin_what_another_process_has_pinned(tmp_path: Path, t
     here.sweep()
     here.sweep()
     assert load(here, ANN.tokens, namespace=ANN.namespace) == TOKENS
-    here.close()
 
 
 def test_what_is_unpinned_here_is_so_in_the_next_process(tmp_path: Path, time: Time) -> None:
@@ -412,7 +398,6 @@ def test_what_is_unpinned_here_is_so_in_the_next_process(tmp_path: Path, time: T
     time.pass_(SHORT_S)
     here = opened(tmp_path, time)
     assert load(here, ANN.tokens, namespace=ANN.namespace) == 0
-    here.close()
 
 
 def test_an_older_look_does_not_shorten_what_another_process_wants(tmp_path: Path, time: Time) -> None:
@@ -430,8 +415,6 @@ def test_an_older_look_does_not_shorten_what_another_process_wants(tmp_path: Pat
     here.sweep()
     there = opened(tmp_path, time)
     assert load(there, ANN.tokens, namespace=ANN.namespace) == TOKENS
-    here.close()
-    there.close()
 
 
 @pytest.mark.parametrize(
@@ -442,9 +425,7 @@ def test_an_older_look_does_not_shorten_what_another_process_wants(tmp_path: Pat
 def test_a_store_that_cannot_be_understood_keeps_what_has_not_expired(
     tmp_path: Path, time: Time, damage: str
 ) -> None:
-    other = opened(tmp_path, time, fingerprint=OTHER)
-    keep(other, ANN, Ttl.EXTENDED)
-    other.close()
+    left_alone(tmp_path, time, Ttl.EXTENDED)
     (index,) = tmp_path.rglob("index.db")
     db = apsw.Connection(str(index))
     db.execute(damage)
@@ -456,9 +437,7 @@ def test_a_store_that_cannot_be_understood_keeps_what_has_not_expired(
 
 
 def test_an_empty_index_keeps_nothing_for_ever(tmp_path: Path, time: Time) -> None:
-    other = opened(tmp_path, time, fingerprint=OTHER)
-    keep(other, ANN, Ttl.SHORT)
-    other.close()
+    left_alone(tmp_path, time, Ttl.SHORT)
     (index,) = tmp_path.rglob("index.db")
     index.write_bytes(b"")
     for path in tmp_path.rglob("*"):
@@ -533,9 +512,7 @@ def test_stores_that_nobody_has_open_are_swept(tmp_path: Path, time: Time) -> No
 def test_a_store_in_which_nothing_can_have_expired_is_not_opened(
     tmp_path: Path, time: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = opened(tmp_path, time, fingerprint=OTHER)
-    keep(other, ANN, Ttl.LONG)
-    other.close()
+    left_alone(tmp_path, time, Ttl.LONG)
     unused = UnusedStores(tmp_path, Keeping(expire=True), time)
     unused.sweep()
     opening: list[bytes] = []
@@ -552,9 +529,7 @@ def test_a_store_in_which_nothing_can_have_expired_is_not_opened(
 def test_a_store_that_cannot_be_read_just_now_stays(
     tmp_path: Path, time: Time, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = opened(tmp_path, time, fingerprint=OTHER)
-    keep(other, ANN, Ttl.SHORT)
-    other.close()
+    left_alone(tmp_path, time, Ttl.SHORT)
     unused = UnusedStores(tmp_path, Keeping(expire=True), time)
     time.seconds = 1e12
     with monkeypatch.context() as broken:
@@ -567,9 +542,7 @@ def test_a_store_that_cannot_be_read_just_now_stays(
 
 
 def test_a_store_that_cannot_be_read_goes_when_all_of_it_has_expired(tmp_path: Path, time: Time) -> None:
-    other = opened(tmp_path, time, fingerprint=OTHER)
-    keep(other, ANN, Ttl.SHORT)
-    other.close()
+    left_alone(tmp_path, time, Ttl.SHORT)
     (index,) = tmp_path.glob("*/index.db")
     index.write_bytes(b"no database" * 1000)
     time.seconds = index.stat().st_mtime

@@ -46,7 +46,6 @@ def test_refused_chunks_are_written_when_the_disk_is_well_again(tmp_path, monkey
     put(store, LONG)
     again = reopened(store, tmp_path)
     assert load(again, LONG) == 1000
-    again.close()
 
 
 def test_a_broken_disk_does_not_make_the_queue_grow(tmp_path, monkeypatch):
@@ -59,7 +58,6 @@ def test_a_broken_disk_does_not_make_the_queue_grow(tmp_path, monkeypatch):
     put(store, prompt(20, seed=99))
     store.flush()
     assert store.stats()["cold"]["pending_chunks"] <= store.stats()["warm"]["chunks"]
-    store.close()
 
 
 def test_an_index_that_cannot_be_written_does_not_stop_the_writer(tmp_path, monkeypatch):
@@ -79,7 +77,6 @@ def test_an_index_that_cannot_be_written_does_not_stop_the_writer(tmp_path, monk
     store.flush()
     assert load(store, LONG) == 1000
     assert len(chunks_of(store)) == 8
-    store.close()
 
 
 def test_a_write_that_loses_its_race_with_eviction_leaves_no_file(tmp_path, monkeypatch):
@@ -88,7 +85,7 @@ def test_a_write_that_loses_its_race_with_eviction_leaves_no_file(tmp_path, monk
     store, real = new_store(tmp_path), chunkfile.write
 
     def forgotten_meanwhile(path, *rest):
-        store._ledger.forget(of_user(""))
+        store.transact(lambda ledger: ledger.forget(of_user("")))
         return real(path, *rest)
 
     with monkeypatch.context() as racing:
@@ -96,5 +93,4 @@ def test_a_write_that_loses_its_race_with_eviction_leaves_no_file(tmp_path, monk
         put(store, LONG[:128])
         store.flush()
     assert chunk_files(tmp_path) == []
-    assert PLENTY > store._ledger.disk.bytes == 0
-    store.close()
+    assert PLENTY > store.held_bytes()[1] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from emberkeep.types.lineage import EXACT
 from helpers.kv_building import (
@@ -14,37 +15,25 @@ from helpers.kv_building import (
     put,
 )
 
-
-def test_what_was_stored_is_found_to_the_last_token(store):
-    put(store, LONG)
-    assert load(store, LONG) == 1000
+EDITED = np.concatenate([LONG[:200], LONG[200:201] + 1, LONG[201:]])
 
 
-def test_a_longer_prompt_finds_what_is_stored_of_it(store):
-    put(store, LONG[:300])
-    assert load(store, LONG) == 300
-
-
-def test_a_prompt_edited_inside_a_chunk_is_found_up_to_the_edit(store):
-    put(store, LONG)
-    edited = LONG.copy()
-    edited[200] += 1
-    assert load(store, edited) == 200
+@pytest.mark.parametrize(
+    ("stored", "wanted", "found"),
+    [(LONG, LONG, 1000), (LONG[:300], LONG, 300), (LONG, EDITED, 200), (LONG, LONG[:0], 0)],
+    ids=["all", "a longer prompt", "an edited prompt", "an empty prompt"],
+)
+def test_a_prompt_is_found_as_far_as_it_is_stored(store, stored, wanted, found):
+    put(store, stored)
+    assert load(store, wanted) == found
 
 
 def test_an_edited_prompt_shares_what_comes_before_and_keeps_what_comes_after(store):
     put(store, LONG)
-    edited = LONG.copy()
-    edited[200] += 1
     before = len(chunks_of(store))
-    put(store, edited)
-    assert load(store, edited) == load(store, LONG) == 1000
+    put(store, EDITED)
+    assert load(store, EDITED) == load(store, LONG) == 1000
     assert len(chunks_of(store)) - before == 7  # (1000 - 200) / 128
-
-
-def test_an_empty_prompt_matches_nothing(store):
-    put(store, LONG)
-    assert load(store, LONG[:0]) == 0
 
 
 def test_what_follows_a_place_explains_a_divergence(store):
@@ -91,4 +80,3 @@ def test_a_store_without_a_disk_works_in_ram():
     assert load(store, LONG) == 300
     assert sorted(len(chunk.tokens) for chunk in chunks_of(store)) == [44, 128, 128]
     store.flush()
-    store.close()

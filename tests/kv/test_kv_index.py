@@ -6,10 +6,9 @@ import apsw
 import numpy as np
 import pytest
 
-from emberkeep.kv.disk.chunkfile import Description
-from emberkeep.kv.disk.index import ChunkRow, Index, Unreadable
+from emberkeep.kv.disk.index import Index, Unreadable, description_of
 from emberkeep.kv.entries import Uses
-from helpers.kv_building import FINGERPRINT, chunk_files, load, new_store, prompt, put
+from helpers.kv_building import FINGERPRINT, chunk_files, chunks_of, load, new_store, prompt, put
 
 TOKENS = prompt(300)
 
@@ -32,16 +31,10 @@ def rows(folder: Path) -> int:
     return len(Index(database(folder), FINGERPRINT).rows_after(0))
 
 
-def described(row: ChunkRow) -> Description:
-    return Description(
-        FINGERPRINT, row.namespace, row.key, row.parent, row.take, row.start, row.tokens, row.sampled, row.made
-    )
-
-
 def everything_is_found(folder: Path) -> bool:
     store = new_store(folder)
     found = load(store, TOKENS)
-    sampled = {span for chunk in store._ledger.tree for span in chunk.sampled}
+    sampled = {span for chunk in chunks_of(store) for span in chunk.sampled}
     store.close()
     return found == len(TOKENS) and sampled == {(3, 9)}
 
@@ -64,7 +57,7 @@ def test_only_newer_rows_are_asked_for(folder):
 def test_a_known_key_is_left_alone(folder):
     index = Index(database(folder), FINGERPRINT)
     before = index.rows_after(0)
-    index.add([(described(before[0]), 7, 0.0)])
+    index.add([(description_of(before[0], FINGERPRINT), 7, 0.0)])
     assert [row.bytes for row in index.rows_after(0)] == [row.bytes for row in before]
 
 
@@ -77,36 +70,31 @@ def test_another_connections_writes_change_the_version(folder):
     assert mine.version() != before
 
 
-def test_a_deleted_database_is_rebuilt_from_the_files(folder):
-    database(folder).unlink()
-    assert everything_is_found(folder)
-    assert rows(folder) == 3
+def break_pages(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:4096] + b"\xee" * (path.stat().st_size - 4096))
 
 
-def test_a_database_that_is_none_is_rebuilt_from_the_files(folder):
-    database(folder).write_bytes(b"this is not SQLite" * 100)
-    assert everything_is_found(folder)
-
-
-def test_an_empty_database_file_is_filled_again(folder):
-    database(folder).write_bytes(b"")
-    assert everything_is_found(folder)
-
-
-def test_a_broken_page_in_the_database_is_rebuilt_from_the_files(folder):
-    path = database(folder)
-    with path.open("r+b") as file:
-        file.seek(4096)
-        file.write(b"\xee" * (path.stat().st_size - 4096))
-    assert everything_is_found(folder)
-
-
-def test_an_unknown_schema_version_is_rebuilt_from_the_files(folder):
-    with apsw.Connection(str(database(folder))) as db:
+def change_schema(path: Path) -> None:
+    with apsw.Connection(str(path)) as db:
         db.execute("DROP TABLE chunk")
         db.execute("CREATE TABLE chunk (something TEXT)")
         db.pragma("user_version", 99)
+
+
+DAMAGES = {
+    "deleted": Path.unlink,
+    "not a database": lambda path: path.write_bytes(b"this is not SQLite" * 100),
+    "empty": lambda path: path.write_bytes(b""),
+    "broken pages": break_pages,
+    "of another version": change_schema,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_database_that_is_lost_is_rebuilt_from_the_files(folder, damage):
+    damage(database(folder))
     assert everything_is_found(folder)
+    assert rows(folder) == 3
 
 
 @pytest.mark.parametrize(

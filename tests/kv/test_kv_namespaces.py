@@ -33,7 +33,6 @@ def test_namespaces_do_not_see_each_other(store):
 def test_readahead_stays_in_its_namespace(tmp_path):
     store = only_on_disk(tmp_path, LONG)
     assert store.readahead(Lineage(ALICE), b"".join(PIECES[t] for t in LONG), PIECES) == set()
-    store.close()
 
 
 def test_the_path_of_a_chunk_is_made_of_hex_digits_only(store, tmp_path):
@@ -55,7 +54,6 @@ def test_forgetting_a_namespace_removes_its_files_and_no_others(store, tmp_path)
     assert len(chunk_files(tmp_path)) == 3
     again = reopened(store, tmp_path)
     assert load(again, LONG, namespace=ALICE) == 0
-    again.close()
 
 
 def test_forgetting_also_removes_chunks_that_lost_their_parent(store, tmp_path):
@@ -67,7 +65,6 @@ def test_forgetting_also_removes_chunks_that_lost_their_parent(store, tmp_path):
     again = new_store(tmp_path)
     again.catalogue.forget_user("alice")
     assert chunk_files(tmp_path) == []
-    again.close()
 
 
 def test_a_running_sequence_goes_on_storing_after_its_namespace_was_forgotten(store):

@@ -19,14 +19,19 @@ def a_chunk(*, tokens: int = 128, size: int = 1000, hits: int = 0, used: int = 0
 # ── worth ──
 
 
-def test_what_was_used_lately_is_worth_more():
-    assert worth(a_chunk(used=9), 10, 8) > worth(a_chunk(used=3), 10, 8)
-
-
-def test_what_was_asked_for_is_worth_more():
-    values = [worth(a_chunk(hits=hits), 10, 8) for hits in (0, 1, 3, 100)]
-    assert values == sorted(values)
-    assert values[0] < values[1]
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [
+        ({"used": 3}, {"used": 9}),
+        ({"hits": 0}, {"hits": 1}),
+        ({"hits": 1}, {"hits": 3}),
+        ({"hits": 3}, {"hits": 100}),
+        ({"tokens": 20}, {"tokens": 128}),
+        ({"size": 4000}, {"size": 1000}),
+    ],
+)
+def test_what_was_used_lately_or_often_or_saves_more_tokens_per_byte_is_worth_more(less, more):
+    assert worth(a_chunk(**less), 10, 8) < worth(a_chunk(**more), 10, 8)
 
 
 def test_each_doubling_of_asks_makes_up_for_one_rhythm():
@@ -45,11 +50,6 @@ def test_having_come_back_counts_as_asked_for():
     back = a_chunk()
     back.came_back = True
     assert worth(back, 10, 8) == worth(a_chunk(hits=1), 10, 8)
-
-
-def test_bytes_that_save_more_tokens_are_worth_more():
-    assert worth(a_chunk(tokens=20), 10, 8) < worth(a_chunk(tokens=128), 10, 8)
-    assert worth(a_chunk(size=4000), 10, 8) < worth(a_chunk(size=1000), 10, 8)
 
 
 def test_a_snapshot_is_worth_the_tokens_that_lead_to_it():
@@ -122,18 +122,13 @@ def costs(*, evaluate: float, read: float, import_: float = 1e12) -> CostModel:
     return CostModel(evaluate=Rate(evaluate), import_=Rate(import_), read=Rate(read))
 
 
-def test_nothing_measured_means_everything_is_loaded():
-    segments = chain(3)
-    assert CostModel().worth_loading(segments) == segments
-
-
-def test_a_slow_disk_is_not_waited_for():
-    assert costs(evaluate=100_000, read=1000).worth_loading(chain(3)) == ()
-
-
-def test_a_quick_disk_is_used_to_the_end():
-    segments = chain(3)
-    assert costs(evaluate=100, read=1e6).worth_loading(segments) == segments
+@pytest.mark.parametrize(
+    ("measured", "loaded"),
+    [(CostModel(), 3), (costs(evaluate=100_000, read=1000), 0), (costs(evaluate=100, read=1e6), 3)],
+    ids=["nothing measured", "a slow disk", "a quick disk"],
+)
+def test_what_is_quicker_than_evaluating_is_loaded(measured, loaded):
+    assert len(measured.worth_loading(chain(3))) == loaded
 
 
 def test_what_is_in_ram_already_costs_no_reading():

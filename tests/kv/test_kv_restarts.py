@@ -25,8 +25,6 @@ def test_everything_is_found_again_after_a_restart(store, tmp_path):
     again = reopened(store, tmp_path)
     assert load(again, LONG) == load(again, LONG, namespace="alice") == 1000
     assert {chunk.sampled for chunk in chunks_of(again)} == {((1, 4),), ()}
-    check_ledger(again)
-    again.close()
 
 
 def test_uses_survive_a_restart_and_the_clock_goes_on(store, tmp_path):
@@ -38,7 +36,6 @@ def test_uses_survive_a_restart_and_the_clock_goes_on(store, tmp_path):
     assert (chunk.hits, chunk.last_used) == (5, 5)
     load(again, LONG[:128])
     assert chunk.last_used == 6
-    again.close()
 
 
 def test_two_thousand_small_chunks_open(tmp_path, monkeypatch):
@@ -49,7 +46,6 @@ def test_two_thousand_small_chunks_open(tmp_path, monkeypatch):
         cursor = store.insert(cursor, LONG[index % 1000 :][:1], payload, (), fork=True)
     again = reopened(store, tmp_path)
     assert again.match(EXACT, np.tile(LONG, 2)).tokens == 2000
-    again.close()
 
 
 def test_a_second_store_on_the_folder_learns_of_new_chunks(store, tmp_path):
@@ -59,8 +55,6 @@ def test_a_second_store_on_the_folder_learns_of_new_chunks(store, tmp_path):
     assert load(other, LONG) == 0
     other.refresh()
     assert load(other, LONG) == 1000
-    check_ledger(other)
-    other.close()
 
 
 def test_two_stores_may_compute_the_same_prompt(store, tmp_path):
@@ -72,11 +66,9 @@ def test_two_stores_may_compute_the_same_prompt(store, tmp_path):
     store.refresh()
     other.refresh()
     for one in (store, other):
-        for chunk in [chunk for chunk in chunks_of(one) if chunk.payload is not None]:
-            chunk.payload, one._ledger.ram.tally.bytes = None, one._ledger.ram.tally.bytes - len(chunk.payload)
+        one.resize_ram(0)  # from disk
         assert load(one, LONG) == 1000
         assert one.counters.damaged_chunks == 0
-    other.close()
 
 
 def test_chunks_evicted_by_another_process_are_a_miss(store, tmp_path):
@@ -89,4 +81,3 @@ def test_chunks_evicted_by_another_process_are_a_miss(store, tmp_path):
     check_ledger(again)
     put(again, LONG)
     assert load(again, LONG) == 1000
-    again.close()

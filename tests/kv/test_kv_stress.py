@@ -91,7 +91,6 @@ def test_threads_leave_a_right_ledger_and_right_payloads(tmp_path, cold_budget):
     for number in range(6):
         load(again, conversation(number, 600))
     assert again.counters.damaged_chunks == 0
-    again.close()
 
 
 actions = st.lists(

@@ -8,7 +8,6 @@ from emberkeep.kv.disk.transfers import FetchState
 from emberkeep.types.lineage import EXACT
 from helpers.kv_building import (
     LONG,
-    check_ledger,
     chunk_files,
     chunks_of,
     exported,
@@ -75,12 +74,11 @@ def test_a_tail_stays_when_what_supersedes_it_is_lost_before_it_is_written(tmp_p
         broken.setattr("emberkeep.kv.disk.chunkfile.write", no_space)
         longer = put(store, LONG[:128])
         store.flush()
-    store._ledger.drop(longer.chunk, None)  # as if RAM had run short
+    store.transact(lambda ledger: ledger.drop(longer.chunk, None))  # as if RAM had run short
     store._disk._writer._paused_until = 0.0
     put(store, prompt(20, seed=1))
     store.flush()
     assert load(store, LONG) == 50
-    store.close()
 
 
 def test_a_tail_that_is_built_on_while_its_successor_is_written_stays(tmp_path, monkeypatch):
@@ -99,5 +97,3 @@ def test_a_tail_that_is_built_on_while_its_successor_is_written_stays(tmp_path, 
     store.flush()
     assert load(store, whole) == 70
     assert load(store, LONG) == 128
-    check_ledger(store)
-    store.close()

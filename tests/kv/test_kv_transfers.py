@@ -19,7 +19,6 @@ def test_opening_reads_no_payload(tmp_path):
     assert all(chunk.payload is None for chunk in chunks_of(store))
     assert store.match(EXACT, LONG).tokens == 1000
     assert store.counters.read_chunks == 0
-    store.close()
 
 
 def test_waiters_of_one_read_are_all_told(tmp_path):
@@ -30,7 +29,6 @@ def test_waiters_of_one_read_are_all_told(tmp_path):
     assert results == [FetchState.READY] * 3
     assert store.counters.read_chunks == 1
     store.release(match)
-    store.close()
 
 
 def test_readahead_brings_a_prompts_chunks_into_ram(tmp_path):
@@ -43,4 +41,3 @@ def test_readahead_brings_a_prompts_chunks_into_ram(tmp_path):
     store.release(match)
     assert store.counters.read_chunks == 8
     assert store.readahead(EXACT, text, PIECES) == set()
-    store.close()

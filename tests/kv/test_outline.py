@@ -143,7 +143,6 @@ def test_tiers_are_told_by_the_fastest(tmp_path) -> None:
     assert (node.hot_tokens, node.warm_tokens, node.cold_tokens) == (0, 744, 256)
     (node,) = tree_of(store, hot={entry: 300, "unknown": 5}).nodes
     assert (node.hot_tokens, node.warm_tokens, node.cold_tokens) == (300, 700, 0)
-    store.close()
 
 
 @st.composite

@@ -56,7 +56,6 @@ def test_a_restarted_store_drafts_from_what_was_answered_before(tmp_path):
     corpus = ready(store, ALICE)
     assert draft(corpus, ALICE, LONG[500:540]) == LONG[540:548].tolist()
     assert draft(corpus, ALICE, LONG[125:135], 300) == LONG[135:435].tolist()  # across chunks
-    store.close()
 
 
 def test_no_user_drafts_from_the_text_of_another(store):
@@ -228,7 +227,6 @@ def test_a_listener_that_fails_lets_nothing_stay():
     with pytest.raises(RuntimeError):
         store.holders.forget(ANN.user)
     assert corpus.find(Lineage(ANN.namespace), ANN.tokens[100:140], 8) is None
-    store.close()
 
 
 def test_text_that_is_forgotten_while_it_is_made_ready_does_not_come_back():
@@ -250,7 +248,6 @@ def test_text_that_is_forgotten_while_it_is_made_ready_does_not_come_back():
     assert eventually(lambda: corpus.stats()["owners"] == 1)  # what is shared comes after it
     assert draft(corpus, ALICE, LONG[100:140]) is None
     corpus.close()
-    store.close()
 
 
 def test_an_entry_that_is_removed_takes_its_text_with_it_and_leaves_that_of_others(store):
@@ -278,14 +275,14 @@ def test_what_was_evicted_stays_until_its_entry_is_removed():
     assert draft(corpus, ALICE, secret[300:340]) is None
     ready(store, ALICE)
     assert draft(corpus, ALICE, secret[300:340]) is None
-    store.close()
 
 
 def test_what_has_expired_goes_with_its_text(store, monkeypatch):
     store.turn_ended(label("old"), put(store, LONG, namespace=ALICE))
     corpus = ready(store, ALICE)
-    now = store._ledger.clock.now()
-    monkeypatch.setattr(store._ledger.clock, "now", lambda: now + 10 * 365 * 86_400)
+    clock = store.transact(lambda ledger: ledger.clock)
+    now = clock.now()
+    monkeypatch.setattr(clock, "now", lambda: now + 10 * 365 * 86_400)
     store.catalogue.gc()
     assert draft(corpus, ALICE, LONG[100:140]) is None
     ready(store, ALICE)
@@ -302,8 +299,6 @@ def test_what_another_process_removed_is_dropped_when_that_is_noticed(tmp_path):
     here.catalogue.remove(entry.id)
     assert load(there, LONG, namespace=ALICE) == 0
     assert draft(corpus, ALICE, LONG[100:140]) is None
-    here.close()
-    there.close()
 
 
 def test_text_that_cannot_be_made_ready_is_tried_again_by_the_next_request(store, monkeypatch, caplog):

@@ -277,8 +277,11 @@ class Ledger:
 
         `is_there`: it is damaged and could not be put out of reach.
         """
-        if chunk not in self.tree:
-            self._lose_orphan(chunk, is_there=is_there)
+        if chunk not in self.tree:  # it was being read when one above it was found damaged, and is no better
+            assert chunk.parent is not None
+            row = self.orphans.take(chunk.parent.key, chunk.key)
+            if row is not None and is_there:
+                self.discard_file(row.key, row.bytes)
             return []
         gone = self._take_out(chunk)
         self.deletions += len(gone)
@@ -289,13 +292,6 @@ class Ledger:
         if chunk.on_disk and is_there:
             self.discard_file(chunk.key, chunk.bytes)
         return [victim.key for victim in below]
-
-    def _lose_orphan(self, chunk: Chunk, *, is_there: bool) -> None:
-        """It was being read when one above it was found damaged, and is no better."""
-        assert chunk.parent is not None
-        row = self.orphans.take(chunk.parent.key, chunk.key)
-        if row is not None and is_there:
-            self.discard_file(row.key, row.bytes)
 
     def remove_entry(self, entry: Entry) -> list[Chunk]:
         """Forget an entry and drop what no other builds on; returns those chunks.

@@ -88,16 +88,28 @@ class StoreLookups:
         with self._lock:
             self._ledger.tick += 1
             self.counters.lookups += 1
-            cursor = self._deepest(self._tree.origin(lineage), tokens)
-            snapshot = last_snapshot(cursor, len(tokens)) if snapshots else None
-            segments = path_to(cursor)
-            if snapshots:
-                end = snapshot.start if snapshot else 0
-                segments = tuple(Segment(s.chunk, s.start, min(s.end, end)) for s in segments if s.start < end)
-            match = Match(cursor, segments, snapshot)
+            match = self._longest(lineage, tokens, snapshots=snapshots)
             late = self._ledger.acquire(match.chunks)
         self._store_late(late)
         return match
+
+    def peek(self, lineage: Lineage, tokens: TokenArray, *, snapshots: bool) -> Peek:
+        """What `match` would find; nothing is used or pinned by looking."""
+        with self._lock:
+            match = self._longest(lineage, tokens, snapshots=snapshots)
+            spans = tuple((s.start, s.end, s.chunk.payload is not None) for s in match.segments)
+        return Peek(match.cursor, spans[-1][1] if spans else 0, spans)
+
+    def _longest(self, lineage: Lineage, tokens: TokenArray, *, snapshots: bool) -> Match:
+        """Must be called with the lock held. The result is not pinned yet."""
+        cursor = self._deepest(self._tree.origin(lineage), tokens)
+        segments = path_to(cursor)
+        if not snapshots:
+            return Match(cursor, segments)
+        snapshot = last_snapshot(cursor, len(tokens))
+        end = snapshot.start if snapshot else 0
+        kept = tuple(Segment(s.chunk, s.start, min(s.end, end)) for s in segments if s.start < end)
+        return Match(cursor, kept, snapshot)
 
     def match_elsewhere(
         self, lineage: Lineage, tokens: TokenArray, begin: int, approximation: Approximation
@@ -107,35 +119,26 @@ class StoreLookups:
         Never blocks on disk. The first call looks at everything that is stored.
         """
         with self._lock:
-            if not self._fits_engine:
-                return ()
-            found = self._ledger.content.find(lineage.owner, tokens, begin, approximation.sinks)
-            pieces = to_pieces(found, approximation)
+            pieces = self._pieces(lineage, tokens, begin, approximation)
             late = self._ledger.acquire([chunk for piece in pieces for chunk in piece.chunks])
         self._store_late(late)
         return pieces
-
-    def peek(self, lineage: Lineage, tokens: TokenArray, *, snapshots: bool) -> Peek:
-        """What `match` would find; nothing is used or pinned by looking."""
-        with self._lock:
-            cursor = self._deepest(self._tree.origin(lineage), tokens)
-            segments = path_to(cursor)
-            snapshot = last_snapshot(cursor, len(tokens)) if snapshots else None
-            end = (snapshot.start if snapshot else 0) if snapshots else cursor.position
-            spans = tuple(
-                (s.start, min(s.end, end), s.chunk.payload is not None) for s in segments if s.start < end
-            )
-            return Peek(cursor, end, spans)
 
     def peek_elsewhere(
         self, lineage: Lineage, tokens: TokenArray, begin: int, approximation: Approximation
     ) -> int:
         """Counts the tokens that `match_elsewhere` would find."""
         with self._lock:
-            if not self._fits_engine:
-                return 0
-            found = self._ledger.content.find(lineage.owner, tokens, begin, approximation.sinks)
-        return sum(piece.end - piece.start for piece in to_pieces(found, approximation))
+            return sum(piece.end - piece.start for piece in self._pieces(lineage, tokens, begin, approximation))
+
+    def _pieces(
+        self, lineage: Lineage, tokens: TokenArray, begin: int, approximation: Approximation
+    ) -> tuple[Moved, ...]:
+        """Must be called with the lock held. The result is not pinned yet."""
+        if not self._fits_engine:
+            return ()
+        matches = self._ledger.content.find(lineage.owner, tokens, begin, approximation.sinks)
+        return to_pieces(matches, approximation)
 
     def resumable(self, lineage: Lineage, tokens: TokenArray) -> int:
         """Returns up to where the last snapshot of `tokens` was taken."""

@@ -191,12 +191,12 @@ def outline(runs: Runs, entries: Sequence[Entry], limit: int, at: str = "") -> C
     for end in _ends(runs, entries):
         if node := node_of.get(end.run):
             node.ends.append(end)
-    told = tuple(_told(part, node) for node in nodes)
+    shown = tuple(_shown(part, node) for node in nodes)
     return CacheTree(
-        nodes=told,
-        tokens=sum(node.own_tokens for node in told),
-        bytes=sum(node.bytes for node in told),
-        chunks=sum(node.chunks for node in told),
+        nodes=shown,
+        tokens=sum(node.own_tokens for node in shown),
+        bytes=sum(node.bytes for node in shown),
+        chunks=sum(node.chunks for node in shown),
     )
 
 
@@ -303,7 +303,7 @@ class _End:
     position: int
     is_latest: bool
 
-    def told(self) -> EntryEnd:
+    def entry_end(self) -> EntryEnd:
         return _entry_end(self.entry, self.position, is_latest=self.is_latest)
 
 
@@ -346,7 +346,7 @@ def _node_id(part: _Part, node: _Node) -> str:
     return f"{part.above}~{part.skipped + node.longer}"
 
 
-def _told(part: _Part, node: _Node) -> TreeNode:
+def _shown(part: _Part, node: _Node) -> TreeNode:
     run, runs, lineage = node.run, node.runs, node.run.first.lineage
     tokens = sum(each.tokens for each in runs)
     named, more = _named(node)
@@ -392,7 +392,7 @@ def _named(node: _Node) -> tuple[tuple[EntryEnd, ...], int]:
     if node.branches:
         return (), len(node.ends)
     ends = sorted(node.ends, key=lambda end: -end.position)
-    named, last = [end.told() for end in ends[:_MOST_ENTRIES]], node.run.last
+    named, last = [end.entry_end() for end in ends[:_MOST_ENTRIES]], node.run.last
     if node.run.ends_whole and not node.run.children and last not in {end.chunk for end in ends}:
         named.insert(0, _entry_end(nameless(last), last.end, is_latest=True))
     return tuple(named), max(len(ends) - _MOST_ENTRIES, 0)

@@ -355,9 +355,9 @@ class ChunkFiles:
         adopted, damaged = self._adopt(on_disk - known)
         self.index.remove(known - on_disk)
         new = self.index.rows_after(max((row.seq for row in rows), default=0))
-        told = {row.key for row in new}
+        newer = {row.key for row in new}
         present = rows if known <= on_disk else [row for row in rows if row.key in on_disk]
-        return [*present, *(row for row in adopted if row.key not in told), *new], damaged
+        return [*present, *(row for row in adopted if row.key not in newer), *new], damaged
 
     def _scan(self) -> set[ChunkKey]:
         """Raises OSError: half of what is there is no answer."""

@@ -95,8 +95,8 @@ class SharedIndex:
     def forget_untold(self, whose: Container[str]) -> None:
         """What the index has not been told of them, it never is."""
         with self._lock:
-            told = {key: row for key, row in self._untold_rows.items() if row[0].namespace not in whose}
-            self._untold_rows = told
+            kept = {key: row for key, row in self._untold_rows.items() if row[0].namespace not in whose}
+            self._untold_rows = kept
 
     def erase(self, whose: Container[str]) -> None:
         """Leave nothing of them, neither here nor in the file. Raises OSError."""

@@ -58,19 +58,15 @@ class UnusedStores:
     def _expire(self, path: Path) -> None:
         try:
             fingerprint = _fingerprint(path)
-            if fingerprint is None or not self._opened(path, fingerprint):
+            if fingerprint is None:
                 self._give_up(path)
-        except OSError as error:
-            log.warning("cannot look for state that has expired in %s: %s", path, error)
-
-    def _opened(self, path: Path, fingerprint: bytes) -> bool:
-        """False where its index says what cannot be understood. Raises OSError."""
-        try:
-            self._open(path, fingerprint)
+            else:
+                self._open(path, fingerprint)
         except (TypeError, ValueError, LookupError, ArithmeticError) as error:
             log.warning("the index of %s cannot be understood: %r", path, error)
-            return False
-        return True
+            self._give_up(path)
+        except OSError as error:
+            log.warning("cannot look for state that has expired in %s: %s", path, error)
 
     def _open(self, path: Path, fingerprint: bytes) -> None:
         """To open it is to delete what has expired. Raises OSError."""

@@ -165,8 +165,8 @@ class KeySeal(Seal):
         from cryptography.hazmat.primitives.hashes import SHA256
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-        made = HKDF(SHA256(), length=64, salt=None, info=b"emberkeep remote tier 1").derive(secret.encode())
-        self._names, self._cipher, self._wrong = made[32:], AESGCM(made[:32]), InvalidTag
+        derived = HKDF(SHA256(), length=64, salt=None, info=b"emberkeep remote tier 1").derive(secret.encode())
+        self._names, self._cipher, self._wrong = derived[32:], AESGCM(derived[:32]), InvalidTag
 
     def digest(self, data: bytes, size: int) -> bytes:
         return hashlib.blake2b(data, digest_size=size, key=self._names).digest()

@@ -198,8 +198,7 @@ class RemoteLink:
     def about(self) -> dict[str, Any]:
         """The server's own words: version, memory, policy. Also while the breaker is open."""
         with self._asking(is_probe=True):
-            told: dict[str, Any] = dict(self._client.info())
-            return told
+            return dict(self._client.info())
 
     def scan(self, pattern: str) -> Iterator[list[bytes]]:
         """Names that match, in parts; everything that is there from the beginning to the end is among them."""
@@ -259,7 +258,7 @@ class RemoteLink:
         try:
             yield
         except self._errors as error:
-            reason = _said(error)
+            reason = _reason_of(error)
             with self._counting:
                 self.counters.failures += 1
                 self.counters.last_error = reason
@@ -307,7 +306,7 @@ def _is_broken(error: Exception) -> bool:
     return not isinstance(error, ResponseError)
 
 
-def _said(error: Exception) -> str:
+def _reason_of(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0][:200]
 
 
@@ -407,8 +406,8 @@ def holdings(link: RemoteLink) -> list[Holding]:
     found: dict[tuple[str, str], Holding] = {}
     for names in link.scan(f"{VERSION}:*:*:*"):
         values = sorted({name for name in names if not name.endswith((FOLLOWERS, SNAPSHOTS))})
-        told = link.run(partial(_ask, values))
-        for name, size, left in zip(values, told[::2], told[1::2], strict=True):
+        answers = link.run(partial(_ask, values))
+        for name, size, left in zip(values, answers[::2], answers[1::2], strict=True):
             _, store, tag, _ = name.decode("ascii", "replace").split(":", 3)
             found[store, tag] = found.get((store, tag), Holding(store, tag)).plus(size, left)
     return sorted(found.values(), key=lambda holding: -holding.bytes)

@@ -103,7 +103,7 @@ class Lookup:
         if saves >= WORTH_ASKING:
             self._enter_if_all(end, [(lineage, place.child(tokens))], saves)
 
-    def _path(self) -> list[Found]:
+    def _path(self) -> list[StoredBlock]:
         """What is there from the end of what is stored here, without a gap. One round trip for all of it."""
         begin = block_start(self._here.position)
         asked = [(one, block) for one in self._lineages for block in self._blocks[one] if block.start >= begin]
@@ -114,11 +114,11 @@ class Lookup:
         if not self._tools.forgotten.take(entries):
             return []  # what is there may be of someone who was forgotten
         there = {
-            (one, block.start): Found(name, one, block, size)
+            (one, block.start): StoredBlock(name, one, block, size)
             for (one, block), name, size in zip(asked, names, sizes, strict=True)
             if size
         }
-        path: list[Found] = []
+        path: list[StoredBlock] = []
         above = _lineage_at(place_at(self._here, begin))
         for start in range(begin, len(self._tokens), BLOCK_TOKENS):
             options = (there[one, start] for one in self._lineages if (one, start) in there)
@@ -129,7 +129,7 @@ class Lookup:
             above = found.lineage
         return path
 
-    def _worth_it(self, path: list[Found]) -> list[Found]:
+    def _worth_it(self, path: list[StoredBlock]) -> list[StoredBlock]:
         """The part that is faster to load than to evaluate, and for which there is room."""
         here = self._here.position
         costs = [(min(one.expected.start + BLOCK_TOKENS - here, BLOCK_TOKENS), one.size) for one in path]
@@ -176,9 +176,9 @@ class Lookup:
         is_worth_it = self._owner.costs.worth_fetching([(saves, sum(sizes))])
         if all(sizes) and is_worth_it and sum(sizes) <= self._tools.most_bytes:
             path = zip(names, wanted, sizes, strict=True)
-            self._enter_all(begin, [Found(name, one, each, size) for name, (one, each), size in path])
+            self._enter_all(begin, [StoredBlock(name, one, each, size) for name, (one, each), size in path])
 
-    def _enter_all(self, begin: Cursor, path: Sequence[Found]) -> Cursor:
+    def _enter_all(self, begin: Cursor, path: Sequence[StoredBlock]) -> Cursor:
         """Fetch and enter them at `begin`, as far as they come in time; returns where that ends."""
         left = sum(found.size for found in path)
         # Who waits longer than evaluating takes has gained nothing.
@@ -196,7 +196,7 @@ class Lookup:
             self._arrival.give_up = min(limit, now + self._tools.reader.patience(left))
         return cursor
 
-    def _insert(self, cursor: Cursor, found: Found, whole: Whole) -> Chunk | None:
+    def _insert(self, cursor: Cursor, found: StoredBlock, whole: Whole) -> Chunk | None:
         """None: there is no room for it."""
         described, payload = whole
         at = self._owner.origin(found.lineage) if cursor.position == 0 else cursor
@@ -269,7 +269,7 @@ Whole = tuple[Description, memoryview]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StoredBlock:
     """One value that the server has."""
 
     name: bytes
@@ -309,7 +309,7 @@ class BlockReader:
         if monotonic() - self._measured_at > _STALE_S:
             self._costs.fetch.value = None
 
-    def read(self, wanted: Sequence[Found]) -> Iterator[tuple[Found, Whole]]:
+    def read(self, wanted: Sequence[StoredBlock]) -> Iterator[tuple[StoredBlock, Whole]]:
         """Yields them in order, as far as they are there and whole. Blocks. Raises Unreachable, TimeoutError."""
         for batch in _batches(wanted):
             with self._lock:
@@ -324,7 +324,7 @@ class BlockReader:
                     return
                 yield found, whole
 
-    def _read(self, wanted: Sequence[Found]) -> dict[bytes, Whole | None]:
+    def _read(self, wanted: Sequence[StoredBlock]) -> dict[bytes, Whole | None]:
         got: dict[bytes, Whole | None] = {found.name: None for found in wanted}
         if not wanted:
             return got
@@ -342,7 +342,7 @@ class BlockReader:
                 future.set_result(got[name])
         return got
 
-    def _verified(self, found: Found, value: Any) -> Whole | None:
+    def _verified(self, found: StoredBlock, value: Any) -> Whole | None:
         if not isinstance(value, bytes):
             return None
         try:
@@ -372,8 +372,8 @@ class BlockReader:
             self.counters.vanished_chunks += len(values) - len(came)
 
 
-def _batches(wanted: Sequence[Found]) -> Iterator[list[Found]]:
-    batch: list[Found] = []
+def _batches(wanted: Sequence[StoredBlock]) -> Iterator[list[StoredBlock]]:
+    batch: list[StoredBlock] = []
     for found in wanted:
         if batch and sum(one.size for one in batch) + found.size > _AT_ONCE:
             yield batch

@@ -194,17 +194,17 @@ class RemoteTier(SharedTier):
         self._link.close()
 
     def stats(self) -> dict[str, object]:
-        breaker, asked = self._link.breaker, self._link.counters
+        breaker, counters = self._link.breaker, self._link.counters
         return {
             "lookups": self._lookups,
             "hits": self._hits,
             "late": self._late,
             **asdict(self._reader.counters),
             **self._writer.stats(),
-            "requests": asked.requests,
-            "request_seconds": asked.seconds,
-            "failures": asked.failures,
-            "last_error": asked.last_error,
+            "requests": counters.requests,
+            "request_seconds": counters.seconds,
+            "failures": counters.failures,
+            "last_error": counters.last_error,
             "breaker_open": int(breaker.is_open),
             "breaker_opened": breaker.opened,
             "is_encrypted": self._link.seal.is_closed,

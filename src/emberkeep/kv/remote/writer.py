@@ -11,6 +11,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -183,14 +184,8 @@ class RemoteWriter:
         self._thread.join(_CLOSING_S + 2 * self._link.settings.deadline_s)
 
     def stats(self) -> dict[str, object]:
-        counted = self.counters
-        return {
-            "written_chunks": counted.written_chunks,
-            "written_bytes": counted.written_bytes,
-            "refused_chunks": counted.refused_chunks,
-            "touched_chunks": counted.touched_chunks,
-            "pending_chunks": sum(map(len, self._offers)) + self._writing,
-        }
+        pending = sum(map(len, self._offers)) + self._writing
+        return {**asdict(self.counters), "pending_chunks": pending}
 
     # ── the thread ──
 
@@ -266,9 +261,8 @@ class RemoteWriter:
 
     def _next_batch(self) -> list[Chunk]:
         batch: list[Chunk] = []
-        most = min(
-            _BATCH_BYTES, self._link.settings.bytes_per_s
-        )  # nothing else is done while the rate is waited for
+        # Nothing else is done while the rate is waited for.
+        most = min(_BATCH_BYTES, self._link.settings.bytes_per_s)
         with self._changed:
             for offers in self._offers:
                 while offers and len(batch) < _BATCH_CHUNKS and sum(one.bytes for one in batch) < most:
@@ -292,7 +286,6 @@ class RemoteWriter:
         placed = self._places.of(chunk)
         if placed is None:
             return None
-
         until, now = _wanted_until(chunk), self._owner.transact(lambda ledger: ledger.clock.now())
         name = self._name(chunk.lineage, placed.described.key)
         return _Item(chunk, placed, name, until, min(max(until - now, 1.0), _FOREVER_S))
