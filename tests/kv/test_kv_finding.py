@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 
 from emberkeep.types.lineage import EXACT
-from helpers.kv_building import (
-    LONG,
-    chunks_of,
-    exported,
-    load,
-    new_store,
-    put,
-)
+from helpers.kv_building import LONG, chunks_of, exported, load, new_store, put
 
 EDITED = np.concatenate([LONG[:200], LONG[200:201] + 1, LONG[201:]])
 

@@ -7,16 +7,7 @@ import os
 import numpy as np
 
 from emberkeep.types.lineage import EXACT
-from helpers.kv_building import (
-    LONG,
-    check_ledger,
-    chunk_files,
-    chunks_of,
-    load,
-    new_store,
-    put,
-    reopened,
-)
+from helpers.kv_building import LONG, check_ledger, chunk_files, chunks_of, load, new_store, put, reopened
 
 
 def test_everything_is_found_again_after_a_restart(store, tmp_path):

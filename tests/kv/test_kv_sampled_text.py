@@ -5,13 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from emberkeep.types.lineage import EXACT
-from helpers.kv_building import (
-    LONG,
-    PIECES,
-    exported,
-    put,
-    replayed,
-)
+from helpers.kv_building import LONG, PIECES, exported, put, replayed
 
 
 def test_sampled_tokens_are_replayed_by_their_text(store):

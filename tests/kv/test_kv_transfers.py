@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from emberkeep.kv.disk.transfers import FetchState
 from emberkeep.types.lineage import EXACT
-from helpers.kv_building import (
-    LONG,
-    PIECES,
-    chunks_of,
-    fetched,
-    only_on_disk,
-    prompt,
-)
+from helpers.kv_building import LONG, PIECES, chunks_of, fetched, only_on_disk, prompt
 
 
 def test_opening_reads_no_payload(tmp_path):

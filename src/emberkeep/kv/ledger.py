@@ -40,10 +40,7 @@ class Ledger:
     """The tree, the RAM tier, the entries, and which files there are."""
 
     def __init__(
-        self,
-        keeping: Keeping | None = None,
-        ram_budget: int = sys.maxsize,
-        counters: StoreCounters | None = None,
+        self, keeping: Keeping | None = None, ram_budget: int = sys.maxsize, counters: StoreCounters | None = None
     ) -> None:
         self.keeping = keeping or Keeping()
         self.counters = counters or StoreCounters()

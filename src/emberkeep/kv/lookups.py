@@ -10,14 +10,7 @@ from collections.abc import Iterable, Sequence, Set
 from emberkeep.kv.content import Moved, to_pieces
 from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.policy import StoreCounters
-from emberkeep.kv.tree import (
-    Chunk,
-    Cursor,
-    RadixTree,
-    Segment,
-    last_snapshot,
-    path_to,
-)
+from emberkeep.kv.tree import Chunk, Cursor, RadixTree, Segment, last_snapshot, path_to
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.events import MissReason
 from emberkeep.types.lineage import Approximation, Lineage

@@ -31,15 +31,7 @@ from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.lookups import StoreLookups, chunks_along
 from emberkeep.kv.policy import CostModel, Keeping, Saved, StoreCounters, WriteBudget
 from emberkeep.kv.shared_tier import Arrival, SharedTier
-from emberkeep.kv.tree import (
-    Chunk,
-    Cursor,
-    Made,
-    held_at,
-    new_chunk,
-    no_garbage_collection,
-    tail_inside,
-)
+from emberkeep.kv.tree import Chunk, Cursor, Made, held_at, new_chunk, no_garbage_collection, tail_inside
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import Label
 from emberkeep.types.lineage import SHARED, Lineage

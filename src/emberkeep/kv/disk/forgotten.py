@@ -238,13 +238,7 @@ def _going(record: Record | None) -> Whose:
 
 def _packed(record: Record) -> dict[str, Any]:
     listed = [[f.seq, f.digest, f.is_done] for f in record.listed]
-    return {
-        "id": record.id,
-        "salt": record.salt,
-        "last": record.last,
-        "floor": record.floor,
-        "forgotten": listed,
-    }
+    return {"id": record.id, "salt": record.salt, "last": record.last, "floor": record.floor, "forgotten": listed}
 
 
 def _unpacked(data: Any) -> Record:

@@ -220,10 +220,7 @@ class Index:
         if not listed:
             return
         sql = "INSERT OR REPLACE INTO gone VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-        self._write(
-            sql,
-            [_ghost_values(ghost) for ghost in listed],
-        )
+        self._write(sql, [_ghost_values(ghost) for ghost in listed])
         self._write("DELETE FROM gone WHERE rowid <= (SELECT max(rowid) FROM gone) - ?", [(GHOST_LIMIT,)])
 
     def erase(self, whose: Container[str]) -> None:

@@ -72,11 +72,7 @@ class RemoteWriter:
     """Safe to use from any thread. Methods return at once unless they say otherwise."""
 
     def __init__(
-        self,
-        link: RemoteLink,
-        owner: KvStore,
-        forgotten: ForgottenLog,
-        name: Callable[[Lineage, ChunkKey], bytes],
+        self, link: RemoteLink, owner: KvStore, forgotten: ForgottenLog, name: Callable[[Lineage, ChunkKey], bytes]
     ) -> None:
         self._link = link
         self._owner = owner
