@@ -7,8 +7,8 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from emberkeep.backend.base import Backend, ModelCard
-from emberkeep.backend.model_pool import Fits, ModelPool, Need
-from emberkeep.backend.on_demand import ModelSource, OnDemandBackend, Report
+from emberkeep.backend.model_pool import Fits, ModelPool, ModelSource, Need, Report
+from emberkeep.backend.on_demand import OnDemandBackend
 from emberkeep.errors import EmberkeepError
 from emberkeep.types.events import Event
 from emberkeep.types.request import Request

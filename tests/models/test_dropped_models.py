@@ -13,8 +13,8 @@ from folder_builders import write_folder
 from typer.testing import CliRunner
 
 from emberkeep.backend.base import ModelCard
-from emberkeep.backend.model_pool import ModelPool
-from emberkeep.backend.on_demand import ModelSource, OnDemandBackend
+from emberkeep.backend.model_pool import ModelPool, ModelSource
+from emberkeep.backend.on_demand import OnDemandBackend
 from emberkeep.cli.models import app
 from emberkeep.config.settings import Config
 from emberkeep.errors import ModelBroken, ModelError

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from emberkeep.backend.verify import Verifier
 from emberkeep.chat.prompt import Prompt, PromptBuilder
 from emberkeep.errors import NoSuchEntry
 from emberkeep.kv.lookups import Peek
@@ -18,9 +17,21 @@ from emberkeep.session.conversation import Conversations
 from emberkeep.session.volatility import Volatility, remedy, told
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import CacheEntry, CacheTree, EntryText, Explanation, Removed, Verified
-from emberkeep.types.events import Divergence, LookupRecord, MissReason, Source, Sourced
-from emberkeep.types.lineage import Approximation, Lineage
-from emberkeep.types.request import Lineages, Request
+from emberkeep.types.events import (
+    Completed,
+    Divergence,
+    Events,
+    LookupRecord,
+    MissReason,
+    Source,
+    Sourced,
+    TextDelta,
+)
+from emberkeep.types.lineage import SHARED, Approximation, Lineage
+from emberkeep.types.models import Vocab
+from emberkeep.types.request import Execution, Lineages, Request
+from emberkeep.types.sampling import Sampling
+from emberkeep.values import dataclass
 
 _EXCERPT_TOKENS = 12
 _SHOWN_CHARS = 64
@@ -107,6 +118,53 @@ class StoreCache:
         NoSuchEntry, Overloaded, EngineError."""
         entry, ids, lineage = await asyncio.to_thread(self.stored, entry_id)
         return await self._verifier.verify(entry, ids, lineage, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """Compares stored state with a fresh evaluation of the same tokens: both are continued greedily."""
+
+    generate: Callable[[Request], Events]
+    vocab: Vocab
+    context: int
+
+    async def verify(self, entry: CacheEntry, ids: list[int], lineage: Lineage, tokens: int) -> Verified:
+        """Verify `entry`, whose latest state has these `ids`. Raises Overloaded, EngineError."""
+        # At the end of a turn a model has nothing to add: without this there would be nothing to compare.
+        text_only = dict.fromkeys(self.vocab.controls | self.vocab.eog, -100.0)
+        greedy = Request(
+            prompt=tuple(ids[: max(self.context - tokens, 1)]),
+            sampling=Sampling(temperature=0.0, logit_bias=text_only),
+            max_tokens=tokens,
+            user=SHARED,  # it counts against no user's limit
+            namespace=lineage.owner,
+            approximate=False,
+            speculation=False,  # steps of another shape round differently
+            execution=Execution(lineage, is_kept=False, from_store=True),
+        )
+        stored, lookup = await self._continue(greedy)
+        fresh, _ = await self._continue(replace(greedy, use_cache=False))
+        pairs = zip(stored, fresh, strict=False)
+        agreed = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(stored), len(fresh)))
+        return Verified(
+            entry,
+            lookup.reused_tokens,
+            max(len(stored), len(fresh)),
+            agreed,
+            lookup.wide_tokens,
+            lookup.reproducible_tokens,
+        )
+
+    async def _continue(self, request: Request) -> tuple[list[int], LookupRecord]:
+        """The ids of the continuation, and what was reused of the prompt."""
+        ids: list[int] = []
+        lookup = LookupRecord()
+        async for event in self.generate(request):
+            if isinstance(event, TextDelta):
+                ids += event.tokens
+            elif isinstance(event, Completed):
+                lookup = event.lookup
+        return ids, lookup
 
 
 class Explainer:

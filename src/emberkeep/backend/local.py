@@ -22,7 +22,7 @@ from time import monotonic
 import numpy as np
 
 from emberkeep.backend.base import ModelCard
-from emberkeep.backend.cache import Explainer, StoreCache
+from emberkeep.backend.cache import Explainer, StoreCache, Verifier
 from emberkeep.backend.choices import (
     Channel,
     Choice,
@@ -41,7 +41,6 @@ from emberkeep.backend.prompt_fitter import PromptFitter, timed
 from emberkeep.backend.recent_requests import ForgottenUsers, RecentLookups
 from emberkeep.backend.samplers import Samplers, SamplerSource
 from emberkeep.backend.server_tools import HostTools, ServerTools, without_tools
-from emberkeep.backend.verify import Verifier
 from emberkeep.chat.output import TextStream, read_answer
 from emberkeep.chat.prompt import Prompt, PromptBuilder
 from emberkeep.chat.template import ChatTemplate
@@ -156,7 +155,6 @@ class LocalBackend:
         self._hygiene = settings.hygiene
         self._lookups = RecentLookups()
         self._forgotten = ForgottenUsers()
-        """What it runs on, as far as it was measured. Set from any thread."""
         self._warmup()
         self.warmer = Precache(self.generate, self._prepare_prefix, self._prompts, scheduler, settings.keep_alive)
         self.tokenizer = LocalTokenizer(self._vocab, template, self._prompts, self._equip)
@@ -166,6 +164,10 @@ class LocalBackend:
         self._explainer = Explainer(scheduler, self._prompts, self._conversations, self._lineages, self._equip)
         verifier = Verifier(self.generate, self._vocab, scheduler.engine.capabilities.context)
         self.cache = StoreCache(scheduler, self._prompts, self._explainer, verifier)
+        self._join_holders(sessions)
+
+    def _join_holders(self, sessions: Sessions) -> None:
+        """Everything that holds what users sent is told who is forgotten."""
         self.holders = self._store.holders
         self._kept_of_requests: tuple[tuple[str, Forget], ...] = (
             ("prefixes that are kept warm", self.warmer.forget),

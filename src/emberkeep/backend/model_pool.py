@@ -1,4 +1,4 @@
-"""Which models are loaded at a time: those that memory has room for, the latest used ones first."""
+"""Models that can be loaded, and which are at a time: those that memory has room for, the latest used first."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import field
 from typing import Protocol
 
+from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.errors import EmberkeepError, Overloaded
+from emberkeep.kv.holders import Holders
+from emberkeep.memory.memory import Memory
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.backend")
@@ -27,6 +31,44 @@ class Need:
     @property
     def total(self) -> int:
         return self.ram + self.gpu
+
+
+Report = Callable[[str, int, int | None], None]
+"""Is told, from any thread, what is being done and how many bytes of how many are done; None: of how many is not
+known."""
+
+
+def tell_nobody(step: str, done: int, total: int | None) -> None:
+    """A Report that nobody reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model that can be loaded, any number of times."""
+
+    name: str
+    card: ModelCard
+    """What is known of it without loading it."""
+    open: Callable[[Report], Backend]
+    """Blocks. Raises EmberkeepError."""
+    needs: Callable[[], Need] | None = None
+    """Blocks for less than a second. Raises EmberkeepError. None: it runs elsewhere and needs none."""
+    memory: Callable[[], Memory | None] = lambda: None
+    """The one that it remembers in. Blocks the first time."""
+    keep_alive_s: float | None = None
+    """How long it stays loaded after a request that does not say. None: until its memory is needed."""
+    is_pinned: bool = False
+    waiting: int = 64
+    """Most requests that may wait until it is loaded."""
+    deadline_s: float | None = None
+    """For requests that do not say: how long they may take, with the time that they wait for it."""
+    give_up: Callable[[], None] | None = None
+    """What lets `open` raise at once, where the server is of no use without this model: it is loaded when the
+    server starts, and the server ends where that fails. None for all others."""
+    stays: bool = False
+    """It is never unloaded."""
+    holders: Holders = field(default_factory=Holders)
+    """Those that it joins whenever it is loaded."""
 
 
 Fits = Callable[[Need, Sequence[Need]], bool]

@@ -22,7 +22,7 @@ _LATEST = ":latest"
 """Ollama's clients write it behind every name that has no other tag."""
 
 
-class Catalogue(Protocol):
+class ModelCatalogue(Protocol):
     """Models besides the default one. They come and go while the server runs."""
 
     def find(self, name: str) -> Backend | None:
@@ -44,7 +44,7 @@ class Catalogue(Protocol):
 
 
 class LoadedModels:
-    """A Catalogue of models that are there as long as the server is."""
+    """A ModelCatalogue of models that are there as long as the server is."""
 
     def __init__(self, backends: Sequence[Backend]) -> None:
         self._backends = backends
@@ -76,7 +76,7 @@ class Models:
     def __init__(
         self,
         default: Backend,
-        others: Catalogue | Sequence[Backend] = (),
+        others: ModelCatalogue | Sequence[Backend] = (),
         aliases: Mapping[str, str] | None = None,
     ) -> None:
         """The alias `*` is the model that every name means which no model has."""

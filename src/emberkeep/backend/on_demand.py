@@ -10,24 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    aclosing,
-    asynccontextmanager,
-    nullcontext,
-    suppress,
-)
-from dataclasses import field, replace
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext, suppress
+from dataclasses import replace
 from time import monotonic
 
 from emberkeep.backend.base import Backend, Embedder, ModelCard, Warmer
 from emberkeep.backend.capabilities import keep_warm, warm_prefix
 from emberkeep.backend.deadline import with_deadline
-from emberkeep.backend.model_pool import ModelPool, Need
+from emberkeep.backend.model_pool import ModelPool, ModelSource, Need
 from emberkeep.backend.server_tools import ToolDesk
 from emberkeep.errors import EmberkeepError, EngineError, Overloaded
-from emberkeep.kv.holders import Holders
 from emberkeep.memory.memory import Memory
 from emberkeep.types.cache import Warmed
 from emberkeep.types.events import Events, Loading
@@ -35,7 +28,6 @@ from emberkeep.types.models import ModelState, ModelStatus
 from emberkeep.types.request import Json, Request
 from emberkeep.types.speculation import SpeculationStats
 from emberkeep.types.timeline import TimelineRecord
-from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.backend")
 
@@ -44,44 +36,6 @@ _PROGRESS_S = 1.0
 _LEAST_S = 0.001
 """What a request has left at least when its model is loaded in the last moment: no time at all means no limit."""
 _CLOSED = "The server is shutting down: try again in a moment."
-
-
-Report = Callable[[str, int, int | None], None]
-"""Is told, from any thread, what is being done and how many bytes of how many are done; None: of how many is not
-known."""
-
-
-def tell_nobody(step: str, done: int, total: int | None) -> None:
-    """A Report that nobody reads."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSource:
-    """A model that can be loaded, any number of times."""
-
-    name: str
-    card: ModelCard
-    """What is known of it without loading it."""
-    open: Callable[[Report], Backend]
-    """Blocks. Raises EmberkeepError."""
-    needs: Callable[[], Need] | None = None
-    """Blocks for less than a second. Raises EmberkeepError. None: it runs elsewhere and needs none."""
-    memory: Callable[[], Memory | None] = lambda: None
-    """The one that it remembers in. Blocks the first time."""
-    keep_alive_s: float | None = None
-    """How long it stays loaded after a request that does not say. None: until its memory is needed."""
-    is_pinned: bool = False
-    waiting: int = 64
-    """Most requests that may wait until it is loaded."""
-    deadline_s: float | None = None
-    """For requests that do not say: how long they may take, with the time that they wait for it."""
-    give_up: Callable[[], None] | None = None
-    """What lets `open` raise at once, where the server is of no use without this model: it is loaded when the
-    server starts, and the server ends where that fails. None for all others."""
-    stays: bool = False
-    """It is never unloaded."""
-    holders: Holders = field(default_factory=Holders)
-    """Those that it joins whenever it is loaded."""
 
 
 class OnDemandBackend:
@@ -93,6 +47,8 @@ class OnDemandBackend:
         """`opened`: it is loaded already."""
         self.name = source.name
         self.is_pinned = source.is_pinned
+        self.stays = source.stays
+        self.holders = source.holders
         self.last_used = monotonic()
         self._source = source
         self._pool = pool
@@ -196,7 +152,7 @@ class OnDemandBackend:
 
     def _expire(self) -> None:
         self._timer = None
-        is_free = not self.is_pinned and not self._source.stays
+        is_free = not self.is_pinned and not self.stays
         if not self._running and self._backend is not None and self._leaving is None and is_free:
             log.info("%s is unloaded: it was idle", self.name)
             self._start_leaving()
@@ -278,7 +234,7 @@ class OnDemandBackend:
     async def unload(self) -> None:
         """When what runs has finished; requests that come meanwhile wait until it is loaded again. One that stays
         does not leave."""
-        if self._source.stays:
+        if self.stays:
             return
         if self._loading is not None:
             await asyncio.wait((self._loading,))
@@ -408,14 +364,6 @@ class OnDemandBackend:
     @property
     def _is_essential(self) -> bool:
         return self._source.give_up is not None
-
-    @property
-    def stays(self) -> bool:
-        return self._source.stays
-
-    @property
-    def holders(self) -> Holders:
-        return self._source.holders
 
     async def ready(self) -> None:
         """Returns when it has been loaded once."""

@@ -11,7 +11,7 @@ from functools import partial
 
 from emberkeep.backend.base import Backend
 from emberkeep.backend.fallback import FallbackBackend, Link
-from emberkeep.backend.on_demand import Report, tell_nobody
+from emberkeep.backend.model_pool import Report, tell_nobody
 from emberkeep.config.settings import Config
 from emberkeep.errors import ConfigError
 from emberkeep.models.remotes import Remotes

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emberkeep.backend.on_demand import Report, tell_nobody
+from emberkeep.backend.model_pool import Report, tell_nobody
 from emberkeep.config.settings import PREFILL_SLICE, Config
 from emberkeep.engine.facts import facts_folder
 from emberkeep.engine.locked_memory import lock_weights

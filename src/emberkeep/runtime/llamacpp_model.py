@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emberkeep.backend.on_demand import Report, tell_nobody
+from emberkeep.backend.model_pool import Report, tell_nobody
 from emberkeep.config.settings import PREFILL_SLICE, Config
 from emberkeep.errors import ConfigError
 from emberkeep.models.early_load import try_out

@@ -10,7 +10,7 @@ from pathlib import Path
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.choices import Permits
 from emberkeep.backend.local import LocalBackend, LocalSettings
-from emberkeep.backend.on_demand import Report, tell_nobody
+from emberkeep.backend.model_pool import Report, tell_nobody
 from emberkeep.backend.precache import KeepAlive
 from emberkeep.chat.render_pool import begin_worker
 from emberkeep.chat.template import ChatTemplate

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from emberkeep.backend.base import Backend, ModelCard
-from emberkeep.backend.model_pool import ModelPool, Need
+from emberkeep.backend.model_pool import ModelPool, ModelSource, Need, Report, tell_nobody
 from emberkeep.backend.models import Models
-from emberkeep.backend.on_demand import ModelSource, OnDemandBackend, Report, tell_nobody
+from emberkeep.backend.on_demand import OnDemandBackend
 from emberkeep.config.settings import Config, placed_by_itself
 from emberkeep.errors import EmberkeepError, Overloaded
 from emberkeep.models.library import InstalledModel, ModelFile, ModelLibrary, id_at
@@ -187,8 +187,8 @@ def _library(config: Config) -> ModelLibrary:
 
 
 class ServedModels:
-    """A Catalogue: installed models and registered remote ones. `list` may be called from any thread; the rest
-    belongs to the event loop."""
+    """A ModelCatalogue of installed models and registered remote ones. Any thread may call `list`; the rest is for
+    the event loop."""
 
     def __init__(self, config: Config, parts: SharedParts, pool: ModelPool, default: OnDemandBackend) -> None:
         """`default`: the one that is no other."""
