@@ -19,8 +19,8 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.pull import pull
 from emberkeep.runtime import served_models
-from emberkeep.runtime.model_memory import model_bytes
 from emberkeep.runtime.parts import ModelParts
+from emberkeep.runtime.placement import model_bytes
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import Server
 from emberkeep.server.lifecycle import bind

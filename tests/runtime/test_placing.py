@@ -15,7 +15,7 @@ from emberkeep.engine.llamacpp.model import ON_CPU, Gpu, Placement
 from emberkeep.errors import EngineError, ModelBroken
 from emberkeep.models.gguf import GgufHeader, read_header
 from emberkeep.models.profile import ModelProfile, profile
-from emberkeep.runtime.placement import live_kv_bytes, model_bytes, open_placed, place
+from emberkeep.runtime.placement import bytes_on_gpus, live_kv_bytes, open_placed, place
 from helpers import tiny_gguf
 
 MIB = 1 << 20
@@ -53,7 +53,7 @@ def test_every_byte_of_a_layer_is_counted_and_embeddings_as_output_only_if_they_
     dense: GgufHeader,
 ) -> None:
     shape = profile(dense)
-    size = model_bytes([dense], shape, SETTINGS, live_kv_bytes(shape, "f16"))
+    size = bytes_on_gpus([dense], shape, SETTINGS, live_kv_bytes(shape, "f16"))
     sizes = {tensor.name: tensor.size for tensor in dense.tensors}
     assert [layer.weights for layer in size.layers] == [
         sum(count for name, count in sizes.items() if name.startswith(f"blk.{number}.")) for number in range(2)
@@ -65,19 +65,21 @@ def test_every_byte_of_a_layer_is_counted_and_embeddings_as_output_only_if_they_
 def test_an_output_of_its_own_leaves_the_embeddings_in_ram(folder: Path) -> None:
     header = read_header(tiny_gguf.recurrent(folder / "recurrent.gguf"))
     sizes = {tensor.name: tensor.size for tensor in header.tensors}
-    size = model_bytes([header], profile(header), SETTINGS, 0)
+    size = bytes_on_gpus([header], profile(header), SETTINGS, 0)
     assert size.output == sizes["output.weight"] + sizes["output_norm.weight"]
 
 
 def test_experts_are_counted_apart(moe: GgufHeader) -> None:
-    size = model_bytes([moe], profile(moe), SETTINGS, 0)
+    size = bytes_on_gpus([moe], profile(moe), SETTINGS, 0)
     experts = 3 * tiny_gguf.EXPERTS * tiny_gguf.INNER * tiny_gguf.WIDTH * 4
     assert [layer.experts for layer in size.layers] == [experts, experts]
 
 
 def test_adapters_take_room_in_the_layers_that_they_change(dense: GgufHeader, folder: Path) -> None:
     adapter = read_header(tiny_gguf.lora(folder / "lora.gguf"))
-    plain, adapted = (model_bytes(headers, profile(dense), SETTINGS, 0) for headers in ([dense], [dense, adapter]))
+    plain, adapted = (
+        bytes_on_gpus(headers, profile(dense), SETTINGS, 0) for headers in ([dense], [dense, adapter])
+    )
     more = sum(each.weights for each in adapted.layers) - sum(each.weights for each in plain.layers)
     assert more == sum(tensor.size for tensor in adapter.tensors)
 

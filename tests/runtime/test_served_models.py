@@ -15,8 +15,8 @@ from emberkeep.backend.models import Models
 from emberkeep.config.kinds import Alias, LoraFile
 from emberkeep.config.settings import Config
 from emberkeep.errors import ModelNotFound, Overloaded, RequestError
-from emberkeep.runtime.model_memory import room_for_models, weight_bytes
 from emberkeep.runtime.parts import rest_budgets
+from emberkeep.runtime.placement import room_for_models, weight_bytes
 from emberkeep.runtime.served_models import open_models, serves_others
 from emberkeep.types.events import Completed
 from emberkeep.types.models import ModelState, RemoteModel

@@ -23,8 +23,8 @@ from emberkeep.models.remotes import Remotes
 from emberkeep.models.spec import Reporter
 from emberkeep.runtime.chain import AUTO, LOCAL, backend_names, needs_local, open_backend
 from emberkeep.runtime.local_model import open_local
-from emberkeep.runtime.model_memory import free_on_gpus, gpu_bytes, needed_memory, room_for_models, weight_bytes
 from emberkeep.runtime.parts import ModelParts, OwnParts, SharedParts
+from emberkeep.runtime.placement import free_on_gpus, gpu_bytes, needed_memory, room_for_models, weight_bytes
 from emberkeep.runtime.remote import open_remote
 from emberkeep.runtime.tools import server_tools
 from emberkeep.types.models import RemoteModel
