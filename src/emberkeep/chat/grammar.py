@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 from itertools import count
 
@@ -19,6 +18,7 @@ from emberkeep.chat.messages import sorted_keys
 from emberkeep.chat.output import hidden_tokens
 from emberkeep.chat.traits import TAGGED_JSON, CallWriting
 from emberkeep.errors import InvalidField
+from emberkeep.latest import Latest
 from emberkeep.types.models import Vocab
 from emberkeep.types.request import (
     AnswerFormat,
@@ -54,7 +54,7 @@ class Grammars:
         self._vocab = vocab
         self._writing = writing
         self._tokenizer: llguidance.LLTokenizer | None = None
-        self._compiled: OrderedDict[tuple[str, str], Constraint] = OrderedDict()
+        self._compiled = Latest[tuple[str, str], Constraint](_REMEMBERED)
         self._lock = threading.Lock()
 
     def constraint_for(self, request: Request) -> Constraint | None:
@@ -76,13 +76,10 @@ class Grammars:
     def _compile(self, grammar: str, param: str) -> Constraint:
         # One at a time: a hostile schema may take seconds, and must not take all cores.
         with self._lock:
-            known = self._compiled.get((param, grammar))
+            known = self._compiled.use((param, grammar))
             if known is None:
                 known = Constraint(self._vocab, self._lltokenizer(), self._matcher(grammar, param), param)
                 self._compiled[param, grammar] = known
-                if len(self._compiled) > _REMEMBERED:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end((param, grammar))
             return known
 
     def _matcher(self, grammar: str, param: str) -> llguidance.LLMatcher:
