@@ -41,7 +41,8 @@ class Beginnings:
         """Start waiting sequences in turn, passing over those for which waiting saves work."""
         if not len(self._waiting):
             return
-        for sequence in self._waiting.in_turn(self._running_by_user()):
+        running = Counter(s.request.user for s in self._slots.active if s.output is not None)
+        for sequence in self._waiting.in_turn(running):
             busy = self._slots.active
             taken = sum(s.cells for s in busy)
             if (
@@ -96,9 +97,6 @@ class Beginnings:
         if self._parts.settings.memory is None or not busy:
             return False  # alone it fits: that is what admission looked at
         return sum(s.memory for s in busy) + sequence.memory > self._parts.settings.memory
-
-    def _running_by_user(self) -> Counter[str]:
-        return Counter(s.request.user for s in self._slots.active if s.output is not None)
 
     def _commit_before_fork(self, newcomer: Sequence) -> None:
         hot = self._slots.computed_match(newcomer.prompt.lineage, newcomer.wanted)

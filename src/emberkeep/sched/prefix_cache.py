@@ -125,7 +125,10 @@ class PrefixCache:
             if arrivals.loads[0].fetch.state is FetchState.PENDING and not is_late:
                 return
             loads = take_together(arrivals.loads)
-            if not self._import(sequence, loads) and not self._import_singly(sequence, loads):
+            if self._import(sequence, loads):
+                continue
+            # One by one it is clear which of several cannot be imported.
+            if len(loads) == 1 or not all(self._import(sequence, [load]) for load in loads):
                 self._give_up_loading(sequence)
         if not sequence.pieces or self.blend.has_arrived(sequence, is_late=is_late):
             self._finish(sequence)
@@ -245,10 +248,6 @@ class PrefixCache:
             return chunks
         sequence.reuse.reason = MissReason.CHEAPER
         return []
-
-    def _import_singly(self, sequence: Sequence, loads: Items[Load]) -> bool:
-        """So that it is clear which of several cannot be imported."""
-        return len(loads) > 1 and all(self._import(sequence, [load]) for load in loads)
 
     def _import(self, sequence: Sequence, loads: Items[Load]) -> bool:
         """Chunks that follow each other, or anything alone."""

@@ -273,14 +273,12 @@ class Dry:
         if limit < allowed:
             return {}
         lengths = _repetitions(tokens, allowed, min(limit, allowed + self._most))
-        return {token: self._penalty(length) for token, length in lengths.items() if not self._ends_one(token)}
-
-    def _penalty(self, length: int) -> float:
-        settings = self._settings
-        return settings.dry_multiplier * settings.dry_base ** (length - settings.dry_allowed_length)
-
-    def _ends_one(self, token: int) -> bool:
-        return () in self._breakers.get(token, ())
+        multiplier, base = self._settings.dry_multiplier, self._settings.dry_base
+        return {
+            token: multiplier * base ** (length - allowed)
+            for token, length in lengths.items()
+            if () not in self._breakers.get(token, ())  # it ends a repetition
+        }
 
     def _unbroken(self, tokens: TokenArray) -> int:
         """How many of the last tokens stand after the last text that ends repetitions."""

@@ -70,7 +70,7 @@ class Slots:
     def stats(self) -> list[dict[str, Json]]:
         """What is in each slot, without texts. May be called from any thread."""
         held = dict(self._by_slot)
-        return [_told(slot, held.get(slot)) for slot in range(self._engine.capabilities.max_sequences)]
+        return [_slot_stats(slot, held.get(slot)) for slot in range(self._engine.capabilities.max_sequences)]
 
     def computed_match(self, lineage: Lineage, tokens: TokenArray) -> HotMatch:
         """The sequence that shares the longest computed prefix with `tokens`."""
@@ -189,7 +189,7 @@ class Slots:
         return min(idle, key=lambda s: s.computed / (now - s.last_used + 1), default=None)
 
 
-def _told(slot: int, sequence: Sequence | None) -> dict[str, Json]:
+def _slot_stats(slot: int, sequence: Sequence | None) -> dict[str, Json]:
     if sequence is None:
         return {"id": slot, "is_processing": False, "entry": None}
     answers = sequence.output is not None
