@@ -101,6 +101,18 @@ def test_others_may_write_between_two_exported_rows(memory: Memory) -> None:
         {"kind": "fact", "owner": "", "name": "a", "value": "b", "at": float("nan")},
         {"kind": "conversation", "owner": "", "id": "c", "title": "", "model": "", "created": 0, "updated": 0}
         | {"messages": [{"role": "user", "content": 7, "reasoning": "", "tool_calls": []}]},
+        {"kind": "response", "owner": "", "id": 3},
+        {
+            "kind": "response",
+            "owner": "",
+            "id": "a",
+            "conversation": "a",
+            "previous": None,
+            "data": {},
+            "input": [],
+        },
+        {"kind": "item_list", "owner": "", "id": "a", "created": 1, "metadata": {"k": 1}, "items": []},
+        {"kind": "item_list", "owner": "", "id": "a", "created": 1, "metadata": {}, "items": [{"id": 3}]},
         {"kind": ["unhashable"], "owner": ""},
         ["kind"],
         7,

@@ -273,28 +273,6 @@ def test_what_is_exported_is_imported_whole(memory: Memory, tmp_path: Path) -> N
     other.close()
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"kind": "response", "owner": "", "id": 3},
-        {
-            "kind": "response",
-            "owner": "",
-            "id": "a",
-            "conversation": "a",
-            "previous": None,
-            "data": {},
-            "input": [],
-        },
-        {"kind": "item_list", "owner": "", "id": "a", "created": 1, "metadata": {"k": 1}, "items": []},
-        {"kind": "item_list", "owner": "", "id": "a", "created": 1, "metadata": {}, "items": [{"id": 3}]},
-    ],
-)
-def test_a_bad_row_is_named(memory: Memory, row: dict[str, Any]) -> None:
-    with pytest.raises(MemoryFailed, match="Line 2"):
-        memory.import_([{"kind": "header", "version": 2}, row])
-
-
 def test_a_file_of_before_can_keep_responses(path: Path) -> None:
     path.parent.mkdir(parents=True)
     db = apsw.Connection(str(path))

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from emberkeep.errors import MemoryFailed
-from emberkeep.types.lineage import private_namespace
 from emberkeep.types.request import Message, Recall
 from helpers.conversing import Answer, Client, Harbour, ScriptedEngine, line
 
@@ -110,10 +109,18 @@ def test_it_comes_back_on_the_very_turn_on_which_other_things_leave(harbour):
     assert again.prompt.startswith(answer.prompt)
 
 
-def test_only_of_this_conversation(harbour):
-    told_a_secret(harbour, conversation_id="one")
-    other = Client(harbour, conversation_id="two")
-    other.talk_until_full()
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        ({"conversation_id": "one"}, {"conversation_id": "two"}),
+        ({"user": "ann", "conversation_id": "talk"}, {"user": "bob", "conversation_id": "talk"}),
+    ],
+    ids=["conversation", "user"],
+)
+def test_only_of_this(harbour, one, two):
+    told_a_secret(harbour, **one)
+    other = Client(harbour, **two)
+    assert other.talk_until_full().evictions[0].archived
     assert "Zephyr" not in other.say("What is my boat called?").prompt
 
 
@@ -126,14 +133,6 @@ def test_not_of_another_conversation_that_began_with_the_same_words(harbour):
     two = told_a_secret(harbour, "Hello.")
     assert "Zephyr" in one.say("What is my boat called?").prompt
     assert "Zephyr" not in two.say("What is my boat called?").prompt
-
-
-def test_only_of_this_user(harbour):
-    told_a_secret(harbour, user="ann", conversation_id="talk")
-    bob = Client(harbour, user="bob", conversation_id="talk")
-    bob.talk_until_full()
-    assert "Zephyr" not in bob.say("What is my boat called?").prompt
-    assert len(harbour.archived(private_namespace("bob"))) > 0
 
 
 def test_nothing_comes_back_where_nothing_matches(harbour):
