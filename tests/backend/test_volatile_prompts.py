@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.backend.local import LocalBackend
-from emberkeep.chat.messages import Place
+from emberkeep.chat.messages import RequestPart
 from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.session.volatility import Volatility
@@ -153,7 +153,7 @@ def test_a_word_that_is_the_name_of_a_kind_is_no_value(open_backend, word, value
 
 
 def test_an_answer_does_not_fail_with_the_search_for_what_it_cost(open_backend, monkeypatch, caplog):
-    def fail(self: Volatility, request: Request, place: Place) -> tuple[str, ...]:
+    def fail(self: Volatility, request: Request, place: RequestPart) -> tuple[str, ...]:
         raise ValueError("a mistake")
 
     monkeypatch.setattr(Volatility, "compare", fail)

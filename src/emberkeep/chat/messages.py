@@ -161,7 +161,7 @@ def is_stable(request: Request) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RequestPart:
     """A part of a request that a person can point at."""
 
     sentence: str
@@ -179,10 +179,10 @@ def message_ends(render: Render, request: Request, text: str, last: int) -> list
     return [_end(render, request, text, i) for i in range(max(count - last, 0) + 1, count + 1)]
 
 
-def place_of(render: Render, request: Request, text: str, offset: int) -> Place:
+def place_of(render: Render, request: Request, text: str, offset: int) -> RequestPart:
     """What stands at `offset` of `text`, which `request` was rendered to. Raises TemplateFailed."""
     if tool := _tool_at(render, request, offset):
-        return Place(f"the tool {tool}", in_tools=True)
+        return RequestPart(f"the tool {tool}", in_tools=True)
     first, last = 0, len(request.messages) - 1
     while first < last:
         middle = (first + last) // 2
@@ -192,7 +192,7 @@ def place_of(render: Render, request: Request, text: str, offset: int) -> Place:
             first = middle + 1
     role = request.messages[first].role
     is_last = first == len(request.messages) - 1 and role not in _SYSTEM
-    return Place(f"message {first + 1} ({role})", is_last=is_last, message=first)
+    return RequestPart(f"message {first + 1} ({role})", is_last=is_last, message=first)
 
 
 def _end(render: Render, request: Request, text: str, count: int) -> int:

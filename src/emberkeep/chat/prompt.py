@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from emberkeep.chat.infill import infill_text
 from emberkeep.chat.messages import (
     CacheKeys,
-    Place,
+    RequestPart,
     cache_keys,
     is_stable,
     message_ends,
@@ -282,7 +282,7 @@ class PromptBuilder:
         )
         return Marked(max(last, last_long), last_long)
 
-    def place_of(self, request: Request, prompt: Prompt, token_index: int) -> Place | None:
+    def place_of(self, request: Request, prompt: Prompt, token_index: int) -> RequestPart | None:
         """Which part of a chat stands at a token; None where that cannot be told."""
         if request.prompt is not None:
             return None

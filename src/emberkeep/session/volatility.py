@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Container, Iterator
 
-from emberkeep.chat.messages import Place, stable_messages
+from emberkeep.chat.messages import RequestPart, stable_messages
 from emberkeep.latest import Latest, drop_owners
 from emberkeep.types.hygiene import BUILT_IN, IDS, TIMESTAMP, TIMESTAMPS, TOOL_ORDER
 from emberkeep.types.request import Message, Request
@@ -94,7 +94,7 @@ class Volatility:
                 if values not in known:
                     known.append(values)
 
-    def compare(self, request: Request, place: Place) -> tuple[str, ...]:
+    def compare(self, request: Request, place: RequestPart) -> tuple[str, ...]:
         """The kinds in which the part at `place` differs from one that the same client has sent before; empty
         where it differs in more, or in nothing."""
         for name, texts in _parts_of(request):
@@ -138,7 +138,7 @@ def _parts_of(request: Request) -> Iterator[tuple[str, list[str]]]:
         yield "tools", [tool.name for tool in request.tools]
 
 
-def _part_at(request: Request, place: Place) -> str:
+def _part_at(request: Request, place: RequestPart) -> str:
     if place.message is None:
         return "tools"
     if place.message < len(stable_messages(request.messages)):
