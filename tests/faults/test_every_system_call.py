@@ -98,9 +98,9 @@ def check_agreement(folder: Path, store: KvStore, budget: int) -> None:
 def heal(store: KvStore) -> None:
     """The disk is well again: whatever was owed is done when the store is next idle."""
     for _ in range(3):
-        with store._disk._writer._changed:
-            store._disk._writer._paused_until = 0.0
-        store._disk._writer.wake()
+        with store._disk.writer._changed:
+            store._disk.writer._paused_until = 0.0
+        store._disk.writer.wake()
         store.flush()
 
 

@@ -464,9 +464,9 @@ def test_a_chunk_that_is_queued_twice_is_written_once(tmp_path, time):
     store = opened(tmp_path, time)
     put(store, LONG[:128])
     (chunk,) = chunks_of(store)
-    with store._disk._writer._changed:  # so that both are in one batch
-        store._disk._writer._queue = [(chunk, None), (chunk, None)]
-        store._disk._writer._changed.notify_all()
+    with store._disk.writer._changed:  # so that both are in one batch
+        store._disk.writer._queue = [(chunk, None), (chunk, None)]
+        store._disk.writer._changed.notify_all()
     store.flush()
     assert store.stats()["cold"]["last_error"] is None
     assert len(chunk_files(tmp_path)) == 1

@@ -54,7 +54,7 @@ def test_a_broken_disk_does_not_make_the_queue_grow(tmp_path, monkeypatch):
     for seed in range(20):
         put(store, prompt(300, seed=seed))
     store.flush()
-    store._disk._writer._paused_until = 0.0
+    store._disk.writer._paused_until = 0.0
     put(store, prompt(20, seed=99))
     store.flush()
     assert store.stats()["cold"]["pending_chunks"] <= store.stats()["warm"]["chunks"]

@@ -75,7 +75,7 @@ def test_a_tail_stays_when_what_supersedes_it_is_lost_before_it_is_written(tmp_p
         longer = put(store, LONG[:128])
         store.flush()
     store.transact(lambda ledger: ledger.drop(longer.chunk, None))  # as if RAM had run short
-    store._disk._writer._paused_until = 0.0
+    store._disk.writer._paused_until = 0.0
     put(store, prompt(20, seed=1))
     store.flush()
     assert load(store, LONG) == 50
@@ -92,7 +92,7 @@ def test_a_tail_that_is_built_on_while_its_successor_is_written_stays(tmp_path, 
     part = prompt(20, seed=3)
     whole = np.concatenate([LONG[:50], part])
     store.insert(tail, part, exported(whole, 50, 70), (), fork=False)
-    store._disk._writer._paused_until = 0.0
+    store._disk.writer._paused_until = 0.0
     put(store, prompt(20, seed=1))
     store.flush()
     assert load(store, whole) == 70

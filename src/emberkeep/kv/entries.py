@@ -85,7 +85,6 @@ class Entry:
         self.tails = deque(moved, RING)
 
     def end_before(self, gone: Mapping[ChunkKey, Chunk]) -> None:
-        """End before chunks that are gone."""
         moved = []
         for tail in self.tails:
             while (chunk := gone.get(tail.chunk)) and chunk.parent is not None:
@@ -134,7 +133,6 @@ class Entries:
         return latest_tail(entry, self._tree.by_key)
 
     def turn_ended(self, label: Label, cursor: Cursor, tick: int, now: float) -> Entry:
-        """A request has left its state at `cursor`."""
         entry = Entry.new(label, cursor.lineage)
         entry = self._entries.setdefault(entry.id, entry)
         self._entries.move_to_end(entry.id)
@@ -177,7 +175,6 @@ class Entries:
                 self.forget(entry)
 
     def forget_chunk(self, chunk: Chunk) -> None:
-        """A chunk has left the tree."""
         self.changes.used.pop(chunk.key, None)
         self._maybe_empty |= self._ending.get(chunk.key, set())
 

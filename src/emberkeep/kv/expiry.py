@@ -131,7 +131,6 @@ def _forget_expired(ledger: Ledger, entries: Iterable[Entry]) -> int:
 
 
 def _drop_expired_orphans(ledger: Ledger) -> None:
-    """Let files go that wait for their parent and are not wanted any more."""
     now = ledger.clock.now()
     for row in [row for row in ledger.orphans if row.expires <= now]:
         ledger.orphans.take(row.parent, row.key)

@@ -17,8 +17,6 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Tally:
-    """What one tier holds."""
-
     chunks: int = 0
     tokens: int = 0
     bytes: int = 0

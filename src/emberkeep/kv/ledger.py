@@ -325,7 +325,6 @@ class Ledger:
         self.entries.forget_lineages(theirs, index_knows=files_stay)
 
     def shrink_ram(self) -> None:
-        """Bring RAM under its budget."""
         before = self.ram.tally.bytes
         count = self.ram.shrink(self.worth, lambda chunk: self.drop(chunk, MissReason.EVICTED))
         self.counters.warm_evictions += count

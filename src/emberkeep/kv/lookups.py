@@ -21,8 +21,6 @@ log = logging.getLogger("emberkeep.kv")
 
 @dataclass(frozen=True, slots=True)
 class Peek:
-    """What a lookup would find."""
-
     cursor: Cursor
     tokens: int
     """How many could be reused."""
@@ -49,7 +47,6 @@ class Match:
 
     @property
     def chunks(self) -> list[Chunk]:
-        """Everything that it uses."""
         chunks = [segment.chunk for segment in self.segments]
         return [*chunks, self.snapshot] if self.snapshot else chunks
 

@@ -88,8 +88,6 @@ class Run:
 
 
 class Runs:
-    """All runs of a store, by number."""
-
     def __init__(self, chunks: Sequence[Chunk], resident: Iterable[tuple[Cursor, int]] = ()) -> None:
         """`chunks` are in the order in which they were stored, so that parents come before their children;
         `resident`: places whose state up to a length is in the engine."""
@@ -295,8 +293,6 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Where an entry ends."""
-
     entry: Entry
     run: Run
     chunk: Chunk

@@ -290,7 +290,6 @@ class StoreCounters:
         }
 
     def evictions(self) -> dict[str, dict[str, int]]:
-        """Chunks that left each tier, by reason."""
         return {
             "warm": {
                 "pressure": self.warm_evictions,

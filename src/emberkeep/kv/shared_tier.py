@@ -19,8 +19,6 @@ class StillElsewhere(OSError):
 
 @dataclass(slots=True)
 class Arrival:
-    """What is on its way for one prompt."""
-
     give_up: float
     """Nothing waits for it any longer then; on the monotonic clock."""
     done: Future[frozenset[ChunkKey]] = field(default_factory=Future)

@@ -49,8 +49,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Bytes that the store may hold."""
-
     ram: int
     disk: int = 0
     """What all stores under the same root may hold together."""
@@ -277,7 +275,7 @@ class KvStore(StoreLookups):
             if replaced and self._disk is None:
                 self._ledger.supersede(replaced)
         if self._disk:
-            self._disk.store(chunk, replaced)
+            self._disk.writer.put(chunk, replaced)
         self.shared.offer([chunk])
         return cursor.moved(chunk, len(tokens))
 
@@ -306,7 +304,7 @@ class KvStore(StoreLookups):
         if not is_kept:
             return None
         if self._disk:
-            self._disk.store(chunk, None)
+            self._disk.writer.put(chunk, None)
         self.shared.offer([chunk])
         return chunk
 
@@ -318,7 +316,7 @@ class KvStore(StoreLookups):
             entry = self._ledger.turn_ended(label, cursor)
             held = list(held_at(cursor)) if self.shared.is_shared else []
         if self._disk:
-            self._disk.wake()
+            self._disk.writer.wake()
         self.shared.offer(held)
         return entry
 
@@ -335,7 +333,7 @@ class KvStore(StoreLookups):
         if idle:
             log.debug("warm: %d chunks that nothing has wanted for their TTL leave RAM", idle)
         if self._disk:
-            self._disk.wake()
+            self._disk.writer.wake()
         return idle
 
     # ── life ──
@@ -344,7 +342,7 @@ class KvStore(StoreLookups):
         """Block until everything inserted so far is on disk (or the disk has refused it), and where other hosts
         find it."""
         if self._disk:
-            self._disk.flush()
+            self._disk.writer.flush()
         self.shared.flush()
 
     def close(self) -> None:
@@ -378,7 +376,11 @@ class KvStore(StoreLookups):
         with self._lock:
             figures = self._ledger.stats(files.side_bytes if files else 0)
         warm = {**figures.pop("warm"), "budget": self._budgets.ram}
-        cold = {**figures.pop("cold"), "budget": self._budgets.disk, **(self._disk.stats() if self._disk else {})}
+        cold = {
+            **figures.pop("cold"),
+            "budget": self._budgets.disk,
+            **(self._disk.writer.stats() if self._disk else {}),
+        }
         folder = files.folder.name if files else None
         shared, corpus = self.shared.stats(), self.corpus.stats()
         return {"folder": folder, **figures, "corpus": corpus, "warm": warm, "cold": cold, "remote": shared}
@@ -390,7 +392,7 @@ class KvStore(StoreLookups):
         for chunk in chunks:
             if self._disk:
                 with suppress(MemoryError):  # the next lookup that reuses it writes it
-                    self._disk.store(chunk, None)
+                    self._disk.writer.put(chunk, None)
 
     def _remove_files(self) -> set[ChunkKey]:
         return self._disk.remove_files() if self._disk else set()

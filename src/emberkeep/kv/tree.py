@@ -246,7 +246,6 @@ class RadixTree:
         return best
 
     def add(self, chunk: Chunk) -> None:
-        """Hang it under its parent."""
         assert chunk.parent is not None
         if chunk.parent.is_root:
             self._roots[chunk.parent.lineage.owner] = chunk.parent
@@ -305,7 +304,6 @@ def places_along(cursor: Cursor, tokens: TokenArray) -> Iterator[Cursor]:
 
 
 def place_at(cursor: Cursor, position: int) -> Cursor:
-    """The place at `position` on the way to `cursor`."""
     chunk = cursor.chunk
     while chunk.parent is not None and chunk.start >= position:
         chunk = chunk.parent
@@ -326,7 +324,6 @@ def last_snapshot(cursor: Cursor, limit: int) -> Chunk | None:
 
 
 def path_to(cursor: Cursor) -> tuple[Segment, ...]:
-    """The segments from position 0 to `cursor`."""
     segments: list[Segment] = []
     chunk, used = cursor.chunk, cursor.used
     while chunk.parent is not None:

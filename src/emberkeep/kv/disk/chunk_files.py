@@ -62,8 +62,6 @@ _STRAYS_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What came of writing some chunks."""
-
     sizes: dict[ChunkKey, int]
     """Bytes of each file that is in its place."""
     error: OSError | None = None

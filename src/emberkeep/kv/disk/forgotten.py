@@ -71,8 +71,6 @@ def _salted(salt: bytes, user: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Forgetting:
-    """One user, once."""
-
     seq: int
     digest: str
     is_done: bool

@@ -149,7 +149,6 @@ class Index:
             self._db = _translated(lambda: _open(path))
 
     def start_over(self) -> None:
-        """Replace the database by an empty one."""
         self._db.close()
         self._delete()
         self._db = _translated(lambda: _open(self._path))

@@ -80,33 +80,16 @@ class DiskTier:
         """Orphans that could not be read, until `_look_again_at`."""
         ready = settings.ready_bytes
         self.reader = Reader(files, transact, counters, costs, typical_size=typical_size, ready_bytes=ready)
-        self._writer = Writer(files, self, tells_expiry=settings.expire)
+        self.writer = Writer(files, self, tells_expiry=settings.expire)
 
     # ── for the store ──
 
-    def store(self, chunk: Chunk, replaces: Chunk | None) -> None:
-        """Write a chunk later, if it is worth it; then the tail inside it goes. Returns at once."""
-        self._writer.put(chunk, replaces)
-
-    def wake(self) -> None:
-        """There is something to tidy, if nothing to write. Returns at once."""
-        self._writer.wake()
-
-    def flush(self) -> None:
-        """Block until everything that was to be written is, or the disk has refused it."""
-        self._writer.flush()
-
     def close(self) -> None:
-        """Write what is left and let go of the folder."""
         self.reader.close()
-        self._writer.close()
+        self.writer.close()
         self._try_to_save_notes()
         self.remove_files()
         self.files.close()
-
-    def stats(self) -> dict[str, object]:
-        """Does not block."""
-        return self._writer.stats()
 
     def forget(self, user: str, whose: Whose) -> int:
         """Leave no byte of a user in any file, of any process; returns the bytes that went.
@@ -131,7 +114,7 @@ class DiskTier:
             forgetting = forgotten.begin(user)
         try:
             self._forgetter.notice()
-            self._writer.settle()
+            self.writer.settle()
             try:
                 swept += self.files.sweep(whose)
             finally:
@@ -147,7 +130,7 @@ class DiskTier:
 
         Raises OSError when something may be left.
         """
-        self._writer.settle()
+        self.writer.settle()
         left = self.remove_files()
         self.save_notes()
         self.files.erase_traces()

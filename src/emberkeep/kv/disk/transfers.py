@@ -61,8 +61,6 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What came of a read."""
-
     state: FetchState
     payload: memoryview | None = None
     seconds: float = 0.0
@@ -263,7 +261,7 @@ class Writer:
         self._thread.start()
 
     def put(self, chunk: Chunk, replaces: Chunk | None) -> None:
-        """Queue a chunk. Returns at once."""
+        """Write a chunk later, if it is worth it; then the tail inside it goes. Returns at once."""
         with self._changed:
             self._queue.append((chunk, replaces))
             if len(self._queue) > self._look_again:
@@ -272,7 +270,7 @@ class Writer:
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """There is something to tidy, if nothing to write."""
+        """There is something to tidy, if nothing to write. Returns at once."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()

@@ -48,8 +48,6 @@ _BACKWARDS = -1 - np.arange(MAX_MATCH)
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What is likely to follow."""
-
     tokens: TokenArray
     """At each place the token that was there most often; the more recent one among equals."""
     matched: int
@@ -93,7 +91,6 @@ class NgramIndex:
         return place
 
     def extend(self, tokens: TokenArray | Sequence[int]) -> None:
-        """Continue the latest segment."""
         count = len(tokens)
         self._reserve(count)
         self._buffer[self._end : self._end + count] = tokens

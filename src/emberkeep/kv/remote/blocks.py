@@ -68,7 +68,6 @@ class Place:
 
 
 def blocks_of(fingerprint: bytes, lineage: Lineage, tokens: TokenArray) -> list[Description]:
-    """The whole blocks of `tokens`."""
     place, blocks = Place(fingerprint, lineage), []
     for begin in range(0, block_start(len(tokens)), BLOCK_TOKENS):
         blocks.append(place.child(tokens[begin : begin + BLOCK_TOKENS]))

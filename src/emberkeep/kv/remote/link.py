@@ -99,14 +99,12 @@ class Breaker:
         self._probe_at = now + self._pause
 
     def mend(self) -> None:
-        """A probe was answered."""
         if self._probe_at is not None:
             self.on_change("is back")
             self._closed_at = self._clock()
         self._probe_at, self._damaged = None, 0
 
     def whole(self) -> None:
-        """A value was what it should be."""
         self._damaged = 0
 
     def damaged(self, reason: str) -> None:
@@ -118,8 +116,6 @@ class Breaker:
 
 @dataclass(slots=True)
 class LinkCounters:
-    """Since it was opened."""
-
     requests: int = 0
     failures: int = 0
     seconds: float = 0.0

@@ -39,8 +39,6 @@ evaluating takes."""
 
 @dataclass(frozen=True, slots=True)
 class LookupTools:
-    """What every lookup works with."""
-
     link: RemoteLink
     owner: KvStore
     reader: BlockReader
@@ -70,7 +68,6 @@ class Lookup:
 
     @cached_property
     def _blocks(self) -> dict[Lineage, list[Description]]:
-        """The prompt's, as each lineage calls them."""
         return {one: blocks_of(self._owner.fingerprint, one, self._tokens) for one in self._lineages}
 
     # ── state that can be cut by token ──
@@ -246,7 +243,6 @@ def _may_hang(lineage: Lineage, above: Lineage | None) -> bool:
 
 
 def _fitting(sizes: Sequence[int], room: int) -> int:
-    """Counts how many of the first fit."""
     for count, size in enumerate(sizes):
         room -= size
         if room < 0:

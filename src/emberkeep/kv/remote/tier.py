@@ -91,7 +91,6 @@ class RemoteTier(SharedTier):
         return arrival if self._submit(run) else None
 
     def _known(self, lineage: Lineage, tokens: TokenArray, *, snapshots: bool) -> int:
-        """Returns up to where a prompt is stored here."""
         if snapshots:
             return self._owner.resumable(lineage, tokens)
         return self._owner.advance(self._owner.origin(lineage), tokens).position
