@@ -15,7 +15,7 @@ from helpers.scheduling import CLOSING, PROMPT, Rig, reference, text
 
 PACKED = {bits: Lineage(bits=bits) for bits in (8, 4)}
 EXACT_BYTES = 12
-"""Of one token in the fake engine."""
+"""What one token takes in the fake engine."""
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def rig(tmp_path: Path, engine: LateEngine):
 
 
 def assert_bytes_are_right(rig: Rig) -> None:
-    """Of everything that is exact. A turn lets go of the tail before it in RAM, if that is written by then."""
+    """Exact chunks of the store. A turn lets go of the tail before it in RAM, if that is written by then."""
     for chunk in chunks_of(rig.store):
         if chunk.lineage != MARKED:
             expected = exported(whole(chunk), chunk.start, chunk.start + len(chunk.tokens))

@@ -55,7 +55,6 @@ class Timings:
     ttft_ms: float = 0.0
     queue_ms: float = 0.0
     draft_n: int = 0
-    """Drafted tokens."""
     draft_n_accepted: int = 0
     saved_ms: float = 0.0
     """What evaluating the reused tokens would have taken, less what loading them took; 0: unknown."""
@@ -106,7 +105,6 @@ class Eviction:
     """Deciding what leaves."""
     archive_ms: float = 0.0
     engine_ms: float = 0.0
-    """The splice of the state: the engine's own work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,7 +424,6 @@ def merge_usage(completed: Sequence[Completed], *, are_rounds: bool = False) -> 
 
 
 def _sums(values: Sequence[object], *names: str) -> dict[str, Any]:
-    """The sum of each of these attributes."""
     return {name: sum(getattr(value, name) for value in values) for name in names}
 
 
