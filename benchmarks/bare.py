@@ -12,10 +12,11 @@ from time import perf_counter
 import numpy as np
 
 from emberkeep.engine.base import Engine, Outcome, Rows
-from emberkeep.engine.llamacpp.context import LlamaSettings, Tuning, one_core_each
+from emberkeep.engine.llamacpp.context import LlamaSettings
 from emberkeep.engine.llamacpp.engine import LlamaEngine
 from emberkeep.engine.llamacpp.model import LlamaModel
-from emberkeep.engine.llamacpp.tuning import tune
+from emberkeep.engine.llamacpp.threads import one_core_each
+from emberkeep.engine.llamacpp.tuning import Tuning, tune
 from emberkeep.errors import EmberkeepError, EngineError
 from emberkeep.signals import with_default_signals
 from emberkeep.token_arrays import TokenArray

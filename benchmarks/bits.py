@@ -22,9 +22,10 @@ from emberkeep.bench.workspace import Workspace
 from emberkeep.chat.prompt import prompt_of_ids
 from emberkeep.config.settings import PREFILL_SLICE, Config
 from emberkeep.engine.base import Exported, Outcome, Payload
-from emberkeep.engine.llamacpp.context import LlamaSettings, one_core_each
+from emberkeep.engine.llamacpp.context import LlamaSettings
 from emberkeep.engine.llamacpp.engine import LlamaEngine
 from emberkeep.engine.llamacpp.model import LlamaModel
+from emberkeep.engine.llamacpp.threads import one_core_each
 from emberkeep.kv.policy import CHUNK_TOKENS
 from emberkeep.runtime.parts import open_store
 from emberkeep.sched.engine_thread import EngineThread

@@ -11,11 +11,11 @@ from typing import TypeVar
 
 import numpy as np
 
+from benchmarks.baseline import PlainModel
 from benchmarks.model_under_test import ModelUnderTest, open_under_test
 from emberkeep.backend.local import LocalBackend
 from emberkeep.bench.workspace import Words, Workspace
 from emberkeep.config.settings import Config
-from emberkeep.engine.hf.baseline import PlainModel
 from emberkeep.engine.hf.model_loader import HfSource
 
 T = TypeVar("T")

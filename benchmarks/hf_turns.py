@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
+from benchmarks.baseline import PlainModel
 from benchmarks.hf import HfModelUnderTest, open_model, open_plain, plain_ttft_ms
 from benchmarks.model_under_test import Reply
 from emberkeep.bench.report import BenchResult, Row, Series, Table, ratios, series
 from emberkeep.bench.turns import TurnsPlan
 from emberkeep.bench.workspace import Workspace
-from emberkeep.engine.hf.baseline import PlainModel
 from emberkeep.types.request import Message, Request
 from emberkeep.types.sampling import Sampling
 

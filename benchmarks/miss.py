@@ -23,8 +23,9 @@ from emberkeep.bench.report import BenchResult, Row, Series, Table, ratios, seri
 from emberkeep.bench.workspace import Workspace
 from emberkeep.config.settings import PREFILL_SLICE, Config
 from emberkeep.engine.base import Engine, Outcome, Rows
-from emberkeep.engine.llamacpp.context import LlamaSettings, one_core_each
+from emberkeep.engine.llamacpp.context import LlamaSettings
 from emberkeep.engine.llamacpp.engine import LlamaEngine
+from emberkeep.engine.llamacpp.threads import one_core_each
 from emberkeep.runtime.local_model import assemble
 from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.token_arrays import TokenArray

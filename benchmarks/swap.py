@@ -16,7 +16,7 @@ from emberkeep.bench.http_client import BenchClient, Reply, chat_body, parse_str
 from emberkeep.bench.report import BenchResult, Row, Table, ratios, series
 from emberkeep.bench.servers import OURS, PEER, OwnServer, ServerUnderTest, peer_version
 from emberkeep.bench.workspace import Workspace
-from emberkeep.engine.llamacpp.context import available_cores
+from emberkeep.engine.llamacpp.threads import available_cores
 
 _NAMES = ("left", "right")
 _ANSWER = 4

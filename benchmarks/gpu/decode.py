@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from statistics import median
 from time import perf_counter
 
+from benchmarks.baseline import PlainModel
 from benchmarks.gpu.rig import Rig, decode, fill
 from benchmarks.gpu.workload import GpuPlan
 from emberkeep.bench.report import Row, Series, Table, ratios, series
 from emberkeep.engine.base import Engine
-from emberkeep.engine.hf.baseline import PlainModel
 from emberkeep.token_arrays import TokenArray
 
 _UNTIMED = 4

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 
-from emberkeep.engine.hf.baseline import Shape
+from benchmarks.baseline import Shape
 
 _ARCHITECTURE = "qwen2"
 _REPEATED = 1 << 24

@@ -11,11 +11,11 @@ from typing import TypeVar
 
 import numpy as np
 
+from benchmarks.baseline import Shape, random_model
 from benchmarks.gpu.workload import GpuPlan
 from benchmarks.listener import Listener
 from emberkeep.chat.prompt import prompt_of_ids
 from emberkeep.engine.base import Engine, Outcome, Rows
-from emberkeep.engine.hf.baseline import Shape, random_model
 from emberkeep.engine.hf.device import DeviceLimits
 from emberkeep.engine.hf.engine import HfEngine
 from emberkeep.engine.hf.model_loader import HfSettings

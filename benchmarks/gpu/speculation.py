@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from benchmarks.baseline import Shape, random_pair
 from benchmarks.gpu.rig import Rig, improved
 from benchmarks.gpu.workload import GpuPlan
 from benchmarks.listener import Listener
 from emberkeep.bench.report import Row, Table, ratios, series
 from emberkeep.chat.prompt import prompt_of_ids
-from emberkeep.engine.hf.baseline import Shape, random_pair
 from emberkeep.engine.hf.engine import HfEngine
 from emberkeep.engine.hf.model_loader import HfSettings
 from emberkeep.kv.store import Budgets, KvStore

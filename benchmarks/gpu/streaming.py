@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.baseline import Shape, random_int4_model
 from benchmarks.gpu.rig import decode, fill, improved
 from benchmarks.gpu.speculation import answers, tokens_per_second
 from benchmarks.gpu.workload import GpuPlan
 from emberkeep.bench.report import Row, Table, ratios, series
 from emberkeep.engine.base import Engine, Logits
-from emberkeep.engine.hf.baseline import Shape, random_int4_model
 from emberkeep.engine.hf.device import DeviceLimits
 from emberkeep.engine.hf.engine import HfEngine
 from emberkeep.engine.hf.model_loader import HfSettings

@@ -81,7 +81,7 @@ def test_a_device_that_is_not_here_is_told_and_the_rest_too(data_dir: Path) -> N
 
 
 def test_neither_torch_nor_llamacpp_has_to_be_here(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emberkeep.engine.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("emberkeep.engine.devices.find_spec", lambda name: None)
     monkeypatch.setattr(shared_library, "is_installed", lambda choice: False)
     told = _json()
     assert told["used_for"] == {"gguf": [], "hf": []}

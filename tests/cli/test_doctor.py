@@ -127,7 +127,7 @@ def test_the_hugging_face_engine_is_told_with_versions_and_device(tmp_path: Path
 def test_a_machine_without_the_hugging_face_engine_is_fine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emberkeep.engine.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("emberkeep.engine.devices.find_spec", lambda name: None)
     found = findings(tmp_path)["hf engine"]
     assert found.level is Level.OK
     assert "pip install 'emberkeep[hf]'" in found.text

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.config.settings import Config
-from emberkeep.engine.llamacpp.context import available_cores
+from emberkeep.engine.llamacpp.threads import available_cores
 from emberkeep.library.emberkeep import Emberkeep
 from helpers.serve_command import RULES, assistant, system, user
 

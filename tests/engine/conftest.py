@@ -8,9 +8,10 @@ from itertools import product
 
 import pytest
 
-from emberkeep.engine.llamacpp.context import NOT_TUNED, LlamaSettings, Tuning
+from emberkeep.engine.llamacpp.context import LlamaSettings
 from emberkeep.engine.llamacpp.engine import LlamaEngine
 from emberkeep.engine.llamacpp.model import Adapter, LlamaModel
+from emberkeep.engine.llamacpp.tuning import NOT_TUNED, Tuning
 from emberkeep.engine.step_table import StepTable
 from helpers import tiny_gguf
 from helpers.engines import KINDS, always, evaluate
@@ -120,8 +121,8 @@ def open_either_way(request, open_engine):
         engine = open_engine(*kind, tables=always(flash), **settings)
         evaluate(engine, 0, 0, 2)
         engine.trim(0, 0)
-        assert engine._switch.has_choice == (engine._layout is not None)
-        assert engine._switch.flash == flash or engine._layout is None
+        assert engine._switch.has_choice == (engine._context.layout is not None)
+        assert engine._switch.flash == flash or engine._context.layout is None
         return engine
 
     return make

@@ -11,7 +11,7 @@ import pytest
 
 from emberkeep.engine.base import Outcome, Rows
 from emberkeep.engine.llamacpp import context
-from emberkeep.engine.llamacpp import engine as module
+from emberkeep.engine.llamacpp import live_context as module
 from emberkeep.engine.llamacpp.engine import LlamaEngine
 from emberkeep.engine.llamacpp.model import Adapter
 from emberkeep.errors import EngineError
@@ -56,12 +56,12 @@ class Moved:
         """An empty engine that is in this way. The way in which it begins is left while it is empty."""
         engine = self._open(flash)
         if not flash:
-            engine._change_attention()
+            engine._context.change_attention()
         return engine
 
 
 def move(source: LlamaEngine, target: LlamaEngine, sequence: int) -> None:
-    if end := source._cells[sequence].end:
+    if end := source._context.cells[sequence].end:
         assert target.import_kv(sequence, 0, end, [exported(source, sequence, 0, end)], 0) is Outcome.DONE
         if source.capabilities.kv_unit.has_snapshots:
             assert target.import_snapshot(sequence, end, source.export_snapshot(sequence)) is Outcome.DONE
@@ -79,7 +79,7 @@ def batch_of(step: Step, ends: dict[int, int], outputs: int = 1) -> list[Rows]:
 
 def whole(engine: LlamaEngine, sequence: int) -> tuple[bytes, bytes]:
     """Ranges and snapshot."""
-    if not (end := engine._cells[sequence].end):
+    if not (end := engine._context.cells[sequence].end):
         return b"", b""
     has_snapshots = engine.capabilities.kv_unit.has_snapshots
     snapshot = bytes(engine.export_snapshot(sequence)) if has_snapshots else b""
@@ -124,7 +124,7 @@ def test_sequences_go_on_as_if_moved_by_hand(open_engine: Open, kind: str, steps
         assert_equal(engine, moved.engine, batch)
     assert ways == [sum(count for _, count in step) == 1 for step in steps]
     assert changes(engine) == sum(before != after for before, after in pairwise([True, *ways])) > 0
-    assert engine._cells.used == sum(ends.values())
+    assert engine._context.cells.used == sum(ends.values())
 
 
 def test_drafts_are_taken_back_across_changes(open_engine: Open) -> None:
@@ -140,7 +140,7 @@ def test_drafts_are_taken_back_across_changes(open_engine: Open) -> None:
         ends[0] = start + kept
         for each in (engine, moved.engine):
             each.trim(0, ends[0])
-        assert engine._cells.used == ends[0]
+        assert engine._context.cells.used == ends[0]
     assert changes(engine) == 6
 
 
@@ -160,7 +160,7 @@ def test_what_was_moved_can_be_spliced(open_engine: Open, is_shared: bool) -> No
     step = [Rows(0, 110, TOKENS[:8], outputs=1)]  # and changes with a splice behind it
     engine.evaluate(step)
     assert not is_with(engine)
-    assert engine._cells.used == 118 + 42 + (150 - 20 if is_shared else 0)
+    assert engine._context.cells.used == 118 + 42 + (150 - 20 if is_shared else 0)
     assert not is_shared or whole(engine, 2)[0] == bytes(exported(engine, 2, 0, 150))
 
 
@@ -169,7 +169,7 @@ def test_what_was_moved_can_be_spliced(open_engine: Open, is_shared: bool) -> No
 
 def room(engine: LlamaEngine) -> int:
     """How many cells are free, found by taking them."""
-    free = engine.capabilities.cells - engine._cells.used
+    free = engine.capabilities.cells - engine._context.cells.used
     is_less = free > 0 and not engine._decode([Rows(7, 0, np.resize(TOKENS, free), outputs=0)])
     is_more = not is_less and engine._decode([Rows(6, 0, TOKENS[:1], outputs=0)])
     for sequence in (7, 6):
@@ -193,13 +193,13 @@ def test_what_is_shared_stays_shared(open_engine: Open) -> None:
     engine, fixed = open_engine(cells=256, tables=few_with_flash()), open_engine(cells=256, flash=False)
     for each in (engine, fixed):
         shared_family(each)
-    used, branches = engine._cells.used, list(engine._cells.branches())
+    used, branches = engine._context.cells.used, list(engine._context.cells.branches())
     assert used == 160 + 20 + 15
     assert (changes(engine), is_with(engine)) == (1, False)
     engine.evaluate([Rows(2, 160, TOKENS[160:161], outputs=1)])
     assert (changes(engine), is_with(engine)) == (2, True)
-    assert engine._cells.used == used + 1
-    assert list(engine._cells.branches()) == branches
+    assert engine._context.cells.used == used + 1
+    assert list(engine._context.cells.branches()) == branches
     engine.trim(2, 160)
     assert room(engine) == 256 - used
     # There and back: not a byte of it is another one than before.
@@ -218,7 +218,7 @@ def test_sequences_that_shared_go_their_own_ways_after_a_change(open_engine: Ope
     engine.trim(1, 0)
     engine.trim(0, 100)
     assert whole(engine, 3) == before
-    assert engine._cells.used == 161 + 30
+    assert engine._context.cells.used == 161 + 30
     assert room(engine) == 256 - 191
     for position in range(100, 110):
         evaluate(engine, 0, position, position + 1, OTHER)
@@ -238,7 +238,7 @@ def test_a_full_context_changes(open_engine: Open) -> None:
     assert engine.evaluate([Rows(0, 251, OTHER[:1], outputs=1)]) is Outcome.NO_ROOM
     assert engine.evaluate([Rows(0, 251, OTHER[:2], outputs=1)]) is Outcome.NO_ROOM
     assert not is_with(engine)
-    assert engine._cells.used == 256
+    assert engine._context.cells.used == 256
 
 
 @pytest.mark.parametrize("kind", SNAPSHOT_KINDS)
@@ -252,7 +252,7 @@ def test_copies_with_snapshots_go_on_as_copies(open_engine: Open, kind: str) -> 
     assert is_with(engine)
     engine.evaluate([Rows(2, 1, TOKENS[1:9], outputs=1)])
     assert changes(engine) == 3
-    assert engine._cells.used == 209
+    assert engine._context.cells.used == 209
     assert whole(engine, 0) == whole(engine, 1) == whole(fixed, 0)
     for sequence, text in ((1, np.concatenate([TOKENS[:100], OTHER])), (0, TOKENS)):
         found = evaluate(engine, sequence, 100, 120, text)
@@ -302,7 +302,7 @@ def test_counting_experts_begins_anew_in_the_way_it_is(open_engine: Open) -> Non
     engine = open_engine("moe", tables=few_with_flash())
     evaluate(engine, 0, 0, 40)
     engine.experts.track(True)
-    assert (is_with(engine), engine._cells.used) == (False, 0)
+    assert (is_with(engine), engine._context.cells.used) == (False, 0)
     evaluate(engine, 0, 0, 30)
     assert changes(engine) == 1
     evaluate(fixed := open_engine("moe", flash=False), 0, 0, 30)
@@ -430,8 +430,8 @@ def test_what_cannot_be_put_back_is_gone_and_everyone_learns_it(
         fail(patch)
         with pytest.raises(MemoryError):
             engine.evaluate([Rows(0, 60, TOKENS[60:61], outputs=1)])
-    assert engine._cells.used == 0
-    if engine._unit.has_ranges:
+    assert engine._context.cells.used == 0
+    if engine._context.unit.has_ranges:
         assert room(engine) == 256
     for sequence in (0, 1):
         with pytest.raises(EngineError):

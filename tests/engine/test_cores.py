@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.engine.llamacpp.context import LlamaSettings, available_cores, one_core_each
+from emberkeep.engine.llamacpp.context import LlamaSettings
 from emberkeep.engine.llamacpp.engine import LlamaEngine
 from emberkeep.engine.llamacpp.model import LlamaModel
+from emberkeep.engine.llamacpp.threads import available_cores, one_core_each
 from emberkeep.sched.engine_thread import EngineThread
 from helpers import tiny_gguf
 

@@ -13,7 +13,7 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.engine.llamacpp import expert_counter
 from emberkeep.engine.llamacpp.context import LlamaSettings
 from emberkeep.engine.llamacpp.engine import LlamaEngine
-from emberkeep.engine.llamacpp.expert_counter import ExpertCounter
+from emberkeep.engine.llamacpp.expert_counter import GraphExpertCounter
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.errors import EngineError
@@ -111,8 +111,8 @@ def test_a_step_without_room_is_not_counted(tracked):
 
 def test_without_tracking_there_is_no_callback(monkeypatch, open_engine):
     asked = []
-    see = ExpertCounter._see
-    monkeypatch.setattr(ExpertCounter, "_see", lambda *about: asked.append(1) or see(*about))
+    see = GraphExpertCounter._see
+    monkeypatch.setattr(GraphExpertCounter, "_see", lambda *about: asked.append(1) or see(*about))
     engine = open_engine()
 
     def questions() -> int:

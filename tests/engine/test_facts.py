@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.engine.llamacpp import facts, learning, trial, vocab
-from emberkeep.engine.llamacpp.context import LlamaSettings, Tuning
+from emberkeep.engine.llamacpp import learning, shared_library, trial, vocab
+from emberkeep.engine.llamacpp.context import LlamaSettings
 from emberkeep.engine.llamacpp.engine import LlamaEngine
-from emberkeep.engine.llamacpp.facts import facts_about
 from emberkeep.engine.llamacpp.learning import Learned, StateFacts
 from emberkeep.engine.llamacpp.model import LlamaModel
-from emberkeep.engine.llamacpp.shared_library import library_in_use
+from emberkeep.engine.llamacpp.shared_library import facts_about, library_in_use
+from emberkeep.engine.llamacpp.tuning import Tuning
 from emberkeep.errors import EngineError
 from helpers.engines import KINDS, evaluate
 
@@ -50,7 +50,7 @@ def test_a_fact_is_found_again_by_what_it_depends_on(tmp_path: Path) -> None:
 )
 def test_another_library_cpu_or_loader_finds_nothing(tmp_path: Path, monkeypatch, name: str, other) -> None:
     facts_about("weights", folder=tmp_path).remember("steps", b"fast")
-    monkeypatch.setattr(facts, name, other)
+    monkeypatch.setattr(shared_library, name, other)
     assert facts_about("weights", folder=tmp_path).read("steps") is None
 
 

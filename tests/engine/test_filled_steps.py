@@ -41,7 +41,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def left_over(engine: LlamaEngine) -> int:
     """Cells that no sequence of the scheduler's has."""
-    free = engine.capabilities.cells - engine._cells.used
+    free = engine.capabilities.cells - engine._context.cells.used
     rows = Rows(7, 0, np.resize(TOKENS, free), outputs=0)
     outcome = engine._decode([rows])
     engine.trim(7, 0)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from emberkeep.engine.base import Outcome, Rows
-from emberkeep.engine.llamacpp import engine as module
+from emberkeep.engine.llamacpp import live_context as module
+from emberkeep.engine.llamacpp.engine import LlamaEngine
 from emberkeep.errors import EngineError
 from helpers.engines import RANGE_KINDS, SNAPSHOT_KINDS, TOKENS, evaluate, exported
 
@@ -20,7 +21,7 @@ def few_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FIRST_CELLS", 256)
 
 
-def cells(engine: module.LlamaEngine) -> object:
+def cells(engine: LlamaEngine) -> object:
     return engine.stats()["cells"]
 
 

@@ -9,15 +9,14 @@ import torch
 
 from emberkeep.engine.hf import device as devices
 from emberkeep.engine.hf import footprint as footprints
+from emberkeep.engine.hf.device import kv_bytes_per_token, state_reserve
 from emberkeep.engine.hf.footprint import (
     StepBytes,
     affordable_batch,
     affordable_cells,
     estimate_step,
     footprint,
-    kv_bytes_per_token,
     measure_step,
-    state_reserve,
 )
 from emberkeep.engine.hf.model_loader import HfSettings
 from emberkeep.engine.hf.pool import LayerShape, StreamShape

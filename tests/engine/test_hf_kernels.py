@@ -14,9 +14,8 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 pytest.importorskip("triton", reason="needs Triton")
 
-from emberkeep.engine.hf.attention import AttentionOptions, PoolStep, attend_plain
+from emberkeep.engine.hf.attention import AttentionOptions, PoolStep, Span, attend_plain
 from emberkeep.engine.hf.fused_layers import agree, fuse
-from emberkeep.engine.hf.int4 import Int4Linear
 from emberkeep.engine.hf.kernels import (
     PagedKv,
     TileShape,
@@ -29,8 +28,8 @@ from emberkeep.engine.hf.layer_kernels import HeadNorms, add_norm, rms_norm, rot
 from emberkeep.engine.hf.model_loader import HfSource, load_model
 from emberkeep.engine.hf.network import Network, learn
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
-from emberkeep.engine.hf.product_kernels import Parts, dequantise, int4_product, join, product
-from emberkeep.engine.hf.step import Span
+from emberkeep.engine.hf.product_kernels import ProductParts, dequantise, int4_product, join, product
+from emberkeep.engine.hf.quantize import Int4Linear
 from emberkeep.types.models import AttentionTier
 from helpers import tiny_hf
 
@@ -110,12 +109,12 @@ def test_rows_go_into_their_cells():
 def test_norms_and_gates(width, splits, has_bias):
     x, weight = torch.randn(3, width), torch.randn(width)
     torch.testing.assert_close(rms_norm(x, weight, 1e-6), _normal(x) * weight)
-    added = Parts(torch.randn(splits, 3, width), torch.randn(width) if has_bias else None)
+    added = ProductParts(torch.randn(splits, 3, width), torch.randn(width) if has_bias else None)
     residual = x.clone()
     normed = add_norm(residual, added, weight, 1e-6)
     torch.testing.assert_close(residual, x + _whole(added))
     torch.testing.assert_close(normed, _normal(x + _whole(added)) * weight)
-    pairs = Parts(torch.randn(splits, 3, 2 * width), torch.randn(2 * width) if has_bias else None)
+    pairs = ProductParts(torch.randn(splits, 3, 2 * width), torch.randn(2 * width) if has_bias else None)
     gate, up = _whole(pairs).split(width, 1)
     torch.testing.assert_close(silu_gate(pairs, torch.float32), torch.nn.functional.silu(gate) * up)
     torch.testing.assert_close(join(pairs, torch.float32), _whole(pairs))
@@ -125,7 +124,7 @@ def _normal(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
-def _whole(given: Parts) -> torch.Tensor:
+def _whole(given: ProductParts) -> torch.Tensor:
     return given.parts.sum(0) + (0 if given.bias is None else given.bias)
 
 
@@ -169,7 +168,7 @@ def test_four_bits_in_half_precision_are_the_same_numbers(rows):
 def test_queries_and_keys_are_rotated_and_stored(rotated, splits, has_norms):
     rows, queries, heads, width = 5, 3, 2, 32
     channels = (queries + 2 * heads) * width
-    given = Parts(torch.randn(splits, rows, channels), torch.randn(channels) if splits > 1 else None)
+    given = ProductParts(torch.randn(splits, rows, channels), torch.randn(channels) if splits > 1 else None)
     angles = torch.randn(rows, rotated // 2)
     cos, sin = (torch.cat([part, part], -1) for part in (angles.cos(), angles.sin()))
     norms = HeadNorms(torch.randn(width), torch.randn(width), 1e-6) if has_norms else None

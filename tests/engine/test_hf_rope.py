@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from emberkeep.engine.hf.blend import Rotation, learn_rotations
 from emberkeep.engine.hf.network import Network, probe
-from emberkeep.engine.hf.rope import Rotation, learn_rotations
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.engine.hf import step_timing
-from emberkeep.engine.hf.step_timing import measure_steps
+from emberkeep.engine.hf import own_steps
+from emberkeep.engine.hf.own_steps import measure_steps
 from helpers.engines import RecordingEngine
 
 
@@ -35,7 +35,7 @@ def test_no_more_rows_than_a_step_may_have():
 
 
 def test_a_slow_machine_is_measured_less(monkeypatch):
-    monkeypatch.setattr(step_timing, "_LONG_ENOUGH_S", -1.0)
+    monkeypatch.setattr(own_steps, "_LONG_ENOUGH_S", -1.0)
     table = measure_steps(FakeEngine())
     assert (table.rows, table.depths) == ((1,), (64,))
 
@@ -50,7 +50,7 @@ def timed(monkeypatch, seconds):
             now += seconds(len(batch[0].tokens))
             return super().evaluate(batch)
 
-    monkeypatch.setattr(step_timing, "perf_counter", lambda: now)
+    monkeypatch.setattr(own_steps, "perf_counter", lambda: now)
     return Slow(cells=1 << 13, context=4096, sequences=64, batch=512)
 
 

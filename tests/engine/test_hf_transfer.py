@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from emberkeep.engine.base import Engine, Outcome, Piece, Rows
-from emberkeep.engine.hf.side_stream import SideStream
+from emberkeep.engine.hf.staging import SideStream
 from emberkeep.engine.hf.transfer import HEAD
 from emberkeep.errors import EngineError
 from helpers.chance import seed, times

@@ -11,7 +11,7 @@ import pytest
 
 from emberkeep.engine.base import Outcome
 from emberkeep.engine.llamacpp.engine import LlamaEngine
-from emberkeep.engine.llamacpp.kv_state import cell_count
+from emberkeep.engine.llamacpp.kv_parts import cell_count
 from emberkeep.errors import EngineError
 from helpers.chance import seed, times
 from helpers.engines import KINDS, SNAPSHOT_KINDS, TOKENS, evaluate, exported
@@ -68,14 +68,14 @@ def cases(engine: LlamaEngine) -> Iterator[Case]:
 
 
 def range_skeleton(engine: LlamaEngine) -> np.ndarray:
-    layout, cells = engine._layout, END - START
+    layout, cells = engine._context.layout, END - START
     mask = np.ones(layout.range_bytes(cells), np.uint8)
     mark_attention(mask[8:], layout.ranges, cells)
     return np.flatnonzero(mask)
 
 
 def snapshot_skeleton(engine: LlamaEngine, snapshot: memoryview) -> np.ndarray:
-    layout = engine._layout
+    layout = engine._context.layout
     cells = cell_count(np.frombuffer(snapshot, np.uint8)[8:]) if layout.windows else 0
     mask = np.ones(len(snapshot), np.uint8)
     offset = 8 + mark_attention(mask[8:], layout.windows, cells)
@@ -148,7 +148,7 @@ def test_an_unknown_layout_is_not_kept(open_engine, monkeypatch):
     def unknown(*_: object) -> None:
         raise EngineError("unknown")
 
-    monkeypatch.setattr("emberkeep.engine.llamacpp.context.learn_layout", unknown)
+    monkeypatch.setattr("emberkeep.engine.llamacpp.learning.learn_layout", unknown)
     engine = open_engine()
     evaluate(engine, 0, 0, 20)
     assert engine.capabilities.snapshot_bytes == engine.capabilities.kv_bytes_per_token == 0

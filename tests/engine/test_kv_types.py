@@ -12,8 +12,8 @@ from emberkeep.engine.base import Outcome
 from emberkeep.engine.llamacpp.c_api import TYPES
 from emberkeep.engine.llamacpp.context import LlamaSettings
 from emberkeep.engine.llamacpp.engine import LlamaEngine
+from emberkeep.engine.llamacpp.learning import dequantize
 from emberkeep.engine.llamacpp.model import LlamaModel
-from emberkeep.engine.llamacpp.reposition import dequantize
 from emberkeep.errors import EngineError
 from helpers import tiny_gguf
 from helpers.engines import KINDS, TOKENS, evaluate, exported

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.engine.llamacpp import c_api, facts, shared_library, trial
+from emberkeep.engine.llamacpp import c_api, shared_library, trial
 from emberkeep.engine.llamacpp.shared_library import LibraryFile, candidates, library_in_use, llama
-from emberkeep.engine.llamacpp.trial import write_specimen
+from emberkeep.engine.llamacpp.specimen import write_specimen
 from emberkeep.errors import EngineError, ModelBroken
 
 pytestmark = pytest.mark.slow
@@ -101,9 +101,9 @@ def test_what_works_is_tried_once_per_library_and_cpu(tmp_path, monkeypatch):
     for _ in range(3):
         trial.prove(library_in_use(), tmp_path)
     assert len(tries) == 1
-    monkeypatch.setattr(facts, "cpu_facts", lambda **_: ("another one",))
+    monkeypatch.setattr(shared_library, "cpu_facts", lambda **_: ("another one",))
     trial.prove(library_in_use(), tmp_path)
-    monkeypatch.setattr(facts, "digest", lambda library: "another one")
+    monkeypatch.setattr(shared_library, "digest", lambda library: "another one")
     trial.prove(library_in_use(), tmp_path)
     assert len(tries) == 3
 

@@ -11,7 +11,7 @@ import pytest
 from emberkeep.engine.base import KvUnit, Outcome, Rows
 from emberkeep.engine.llamacpp.context import LlamaSettings
 from emberkeep.engine.llamacpp.engine import LlamaEngine
-from emberkeep.engine.llamacpp.kv_packing import _rows
+from emberkeep.engine.llamacpp.kv_forms import _rows
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import system_info
 from emberkeep.errors import EngineError, ModelBroken, ModelNotFound
@@ -42,7 +42,8 @@ def test_a_cell_that_holds_no_number_spoils_no_other_sequence(open_engine, numbe
     engine, other = open_engine(), open_engine()
     evaluate(engine, 0, 0, 20)
     spoiled = np.frombuffer(exported(engine, 0, 0, 20), np.uint8).copy()
-    for (_, run), rows in zip(engine._layout.runs(20), _rows(engine._layout, spoiled, 20), strict=True):
+    layout = engine._context.layout
+    for (_, run), rows in zip(layout.runs(20), _rows(layout, spoiled, 20), strict=True):
         if run.is_key == is_key:
             rows[:] = number
     engine.trim(0, 0)

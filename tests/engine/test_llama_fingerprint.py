@@ -14,11 +14,12 @@ import pytest
 from emberkeep.config.settings import Config
 from emberkeep.engine.base import Payload, Rows
 from emberkeep.engine.llamacpp import context
-from emberkeep.engine.llamacpp.context import LlamaSettings, Tuning
+from emberkeep.engine.llamacpp.context import LlamaSettings
 from emberkeep.engine.llamacpp.engine import WIDE_ROWS, LlamaEngine
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import LibraryFile, digest, files, library_in_use
 from emberkeep.engine.llamacpp.step_timing import measure
+from emberkeep.engine.llamacpp.tuning import Tuning
 from emberkeep.engine.step_table import StepTable
 from emberkeep.kv.tree import Chunk, Cursor, Made, Segment, path_to
 from emberkeep.runtime.parts import stored_by
@@ -111,7 +112,7 @@ def test_a_changed_file_beside_the_library_is_another_library(tmp_path: Path) ->
 
 def identified(engine: LlamaEngine, **settings) -> bytes:
     settings = dataclasses.replace(PLAIN, **settings)
-    return context.fingerprint(engine._model, "digest", settings, engine._context, None, either=False)
+    return context.fingerprint(engine._model, "digest", settings, engine._context.handle, None, either=False)
 
 
 def test_any_number_of_threads_has_the_same_fingerprint(open_engine) -> None:

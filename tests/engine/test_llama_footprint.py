@@ -7,12 +7,11 @@ import pytest
 
 from emberkeep.config.machine import total_ram
 from emberkeep.engine.base import Footprint
-from emberkeep.engine.llamacpp import footprint, step_timing
-from emberkeep.engine.llamacpp.context import LlamaSettings
+from emberkeep.engine.llamacpp import context, step_timing
+from emberkeep.engine.llamacpp.context import LlamaSettings, on_gpu
 from emberkeep.engine.llamacpp.engine import LlamaEngine
-from emberkeep.engine.llamacpp.footprint import on_gpu
 from emberkeep.engine.llamacpp.model import Gpu, LlamaModel
-from emberkeep.engine.llamacpp.shared_library import Buffer, _on_log, take_buffers
+from emberkeep.engine.llamacpp.shared_library import Allocation, _on_log, take_buffers
 from emberkeep.engine.llamacpp.step_timing import measure
 from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import TooLarge
@@ -27,7 +26,7 @@ MIB, GIB = 1 << 20, 1 << 30
 @pytest.fixture
 def empty_process(monkeypatch):
     """Nothing but what llama.cpp says is held: what the process has is another number each time."""
-    for module in ("model", "footprint"):
+    for module in ("model", "context"):
         monkeypatch.setattr(f"emberkeep.engine.llamacpp.{module}.resident_ram", lambda: 0)
 
 
@@ -68,7 +67,7 @@ def test_what_the_process_holds_beyond_its_buffers_is_always_there(open_engine, 
     """As the interpreter, vocabulary and threads, or copies of weights in a layout of its own."""
     engine = open_engine()
     for held in (0, engine.footprint.fixed + GIB):
-        monkeypatch.setattr(footprint, "resident_ram", lambda held=held: held)
+        monkeypatch.setattr(context, "resident_ram", lambda held=held: held)
         assert open_engine().footprint.fixed >= held
 
 
@@ -130,7 +129,7 @@ def gpu(number: int, free: int, total: int = 24 * GIB) -> Gpu:
 
 
 @pytest.fixture
-def told() -> list[Buffer]:
+def told() -> list[Allocation]:
     take_buffers()
     for line in LOG.splitlines():
         _on_log(1, line, None)

@@ -34,7 +34,8 @@ def stage(request) -> int:
 
 
 def staged(engine, chunks: int):
-    engine._staging = Staging(None, engine._layout.range_bytes(64), engine._layout.range_bytes(64 * chunks) + 1)
+    layout = engine._context.layout
+    engine._transfer.stage(Staging(None, layout.range_bytes(64), layout.range_bytes(64 * chunks) + 1))
     return engine
 
 
@@ -128,9 +129,9 @@ class HeldThreads:
     """Threads that begin nothing before they are let go."""
 
     def __init__(self, engine) -> None:
-        self._threads = engine._staging._threads
+        self._threads = engine._transfer._staging._threads
         self._held: list = []
-        engine._staging._threads = self
+        engine._transfer._staging._threads = self
 
     def submit(self, do, work):
         begin = Event()

@@ -10,7 +10,7 @@ from emberkeep.engine.llamacpp.c_api import defaults
 from emberkeep.engine.llamacpp.model import (
     ON_CPU,
     Gpu,
-    LayerBytes,
+    LayerSizes,
     LlamaModel,
     ModelBytes,
     Placement,
@@ -22,8 +22,8 @@ from emberkeep.engine.llamacpp.model import (
 from emberkeep.engine.llamacpp.shared_library import llama
 
 GIB = 1 << 30
-MODEL = ModelBytes((LayerBytes(weights=GIB, state=GIB // 4),) * 8, output=GIB // 2, buffers=GIB // 2)
-EXPERTS = ModelBytes((LayerBytes(weights=GIB // 4, experts=4 * GIB),) * 8, output=GIB // 2, buffers=GIB // 2)
+MODEL = ModelBytes((LayerSizes(weights=GIB, state=GIB // 4),) * 8, output=GIB // 2, buffers=GIB // 2)
+EXPERTS = ModelBytes((LayerSizes(weights=GIB // 4, experts=4 * GIB),) * 8, output=GIB // 2, buffers=GIB // 2)
 
 
 def gpu(free: float, total: float = 64, name: str = "GPU0") -> Gpu:

@@ -104,7 +104,7 @@ def test_state_is_reused_after_changes_and_after_a_restart(
         for turn in turns:
             assert rig.run(turn, max_new=6, closing=()).lookup.reused_tokens >= len(turn) - len(new) - 1
         assert changes(rig) > before > 0
-        ways = {rig.engine._layouts.of(np.frombuffer(payload, np.uint8)) for payload in payloads_of(rig)}
+        ways = {rig.engine._context.layouts.of(np.frombuffer(payload, np.uint8)) for payload in payloads_of(rig)}
         assert len(ways) == (1 if kind == "recurrent" else 2)  # state of both is stored
     alone = fixed(kind)
     with Rig(tmp_path, open_changing(kind), parallel=3, prefill_slice=64) as rig:
@@ -124,7 +124,7 @@ def payloads_of(rig: Rig) -> list[memoryview]:
 
 def fail_at(engine: LlamaEngine, monkeypatch: pytest.MonkeyPatch, number: int, error: Exception) -> None:
     """What is put back in change `number` is lost."""
-    put_back, changed = engine._put_back, count(1)
+    put_back, changed = engine._context._put_back, count(1)
 
     def fail(moved) -> None:
         if next(changed) == number:
@@ -132,7 +132,7 @@ def fail_at(engine: LlamaEngine, monkeypatch: pytest.MonkeyPatch, number: int, e
             raise error
         put_back(moved)
 
-    monkeypatch.setattr(engine, "_put_back", fail)
+    monkeypatch.setattr(engine._context, "_put_back", fail)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,8 +11,9 @@ import pytest
 
 from emberkeep.engine.base import Outcome
 from emberkeep.engine.llamacpp.engine import LlamaEngine
-from emberkeep.engine.llamacpp.kv_state import HEAD_BYTES, Attention, Layout, cell_count
-from emberkeep.engine.llamacpp.transpose import Layouts, counterpart
+from emberkeep.engine.llamacpp.kv_forms import Layouts, counterpart
+from emberkeep.engine.llamacpp.kv_parts import Attention, cell_count
+from emberkeep.engine.llamacpp.kv_state import HEAD_BYTES, Layout
 from emberkeep.errors import EngineError
 from helpers.engines import KINDS, RANGE_KINDS, always, evaluate, exported, same
 
@@ -78,7 +79,7 @@ def have_same_numbers(
     own: LlamaEngine, mine: memoryview, theirs: memoryview, *, is_snapshot: bool = False
 ) -> bool:
     """`mine` was exported by `own`, `theirs` in the other way."""
-    layout, other = own._layout, own._other_layout
+    layout, other = own._context.layout, own._context._other_layout
     assert layout is not None
     assert other is not None
     ours = numbers(layout, mine, is_snapshot=is_snapshot)
@@ -96,7 +97,7 @@ def test_state_goes_the_other_way_and_comes_back_as_it_was(
     back = now(open_engine, kind, source_flash)
     bring_in(back, ranges_there, snapshot_there)
     for there, here in zip(ranges_there, ranges, strict=True):
-        assert not other._unit.has_ranges or have_same_numbers(other, there, here)
+        assert not other._context.unit.has_ranges or have_same_numbers(other, there, here)
     if snapshot is not None:
         assert have_same_numbers(other, snapshot_there, snapshot, is_snapshot=True)
     assert taken_out(back) == (ranges, snapshot)
@@ -108,12 +109,12 @@ def test_state_goes_the_other_way_and_comes_back_as_it_was(
 def test_the_bytes_are_those_of_rearranging(open_engine: Open, kind: str, source_flash: bool) -> None:
     ranges, snapshot, other = carried_over(open_engine, kind, source_flash)
     ranges_there, snapshot_there = taken_out(other)
-    layouts = other._layouts
-    if other._unit.has_ranges:
+    layouts = other._context.layouts
+    if other._context.unit.has_ranges:
         for there, here in zip(ranges_there, ranges, strict=True):
             assert bytes(layouts.rearrange(np.frombuffer(here, np.uint8))) == bytes(there)
             assert bytes(layouts.rearrange(np.frombuffer(there, np.uint8))) == bytes(there)
-    if snapshot is not None and other._layout.windows:
+    if snapshot is not None and other._context.layout.windows:
         assert bytes(layouts.rearrange_snapshot(np.frombuffer(snapshot, np.uint8))) == bytes(snapshot_there)
 
 
@@ -184,7 +185,7 @@ def test_a_range_that_claims_to_be_of_the_other_way_is_refused(
     source, target = open_engine(kind, flash=source_flash), now(open_engine, kind, source_flash)
     evaluate(source, 0, 0, END)
     payload = np.frombuffer(exported(source, 0, 0, END), np.uint8).copy()
-    payload[HEAD_BYTES + 8 + END * source._layout.ranges[0].cell_bytes] ^= 1
+    payload[HEAD_BYTES + 8 + END * source._context.layout.ranges[0].cell_bytes] ^= 1
     with pytest.raises(EngineError, match="another model layout"):
         target.import_kv(0, 0, END, [memoryview(payload)], 0)
 
@@ -197,7 +198,7 @@ def test_a_snapshot_that_claims_to_be_of_the_other_way_is_refused(
     evaluate(source, 0, 0, END)
     snapshot = np.frombuffer(source.export_snapshot(0), np.uint8).copy()
     cells = cell_count(snapshot[HEAD_BYTES:])
-    snapshot[HEAD_BYTES + 8 + cells * source._layout.windows[0].cell_bytes] ^= 1
+    snapshot[HEAD_BYTES + 8 + cells * source._context.layout.windows[0].cell_bytes] ^= 1
     target.import_kv(0, 0, END, [exported(source, 0, 0, END)], 0)
     with pytest.raises(EngineError, match="another model layout"):
         target.import_snapshot(0, END, memoryview(snapshot))
@@ -206,7 +207,7 @@ def test_a_snapshot_that_claims_to_be_of_the_other_way_is_refused(
 def test_anything_at_all_is_of_one_way_or_the_other(open_engine: Open, source_flash: bool) -> None:
     """Which way bytes are in is asked before they are checked."""
     engine = now(open_engine, "dense", source_flash)
-    layouts, random = engine._layouts, np.random.default_rng(0)
+    layouts, random = engine._context.layouts, np.random.default_rng(0)
     for length in [*range(80), 1000]:
         for state in (random.integers(256, size=length), np.zeros(length), np.full(length, 255)):
             assert layouts.of(state.astype(np.uint8)) in (layouts.own, layouts.other)
@@ -226,7 +227,7 @@ def test_the_other_way_of_the_other_way_is_the_same_one(open_engine: Open, kind:
 
 def test_quantised_values_have_no_other_way(open_engine: Open) -> None:
     engine = open_engine("wide", kv_type="q8_0", tables=always(False))
-    assert counterpart(engine._layout) is None
+    assert counterpart(engine._context.layout) is None
     assert not engine._switch.has_choice
     evaluate(engine, 0, 0, 20)
     assert engine.stats()["flash_attention"] == "on"

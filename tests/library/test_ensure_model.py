@@ -38,7 +38,7 @@ def test_a_repository_is_pulled_for_the_hugging_face_engine_only(tmp_path: Path,
 def test_nothing_is_pulled_for_an_engine_that_is_not_installed(
     tmp_path: Path, pulled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emberkeep.engine.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("emberkeep.engine.devices.find_spec", lambda name: None)
     with pytest.raises(EngineError, match=r"needs torch and transformers: pip install 'emberkeep\[hf\]'"):
         ensure_model(Config(data_dir=tmp_path, engine="hf"))
     assert pulled == []

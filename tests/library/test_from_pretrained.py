@@ -88,7 +88,7 @@ def test_llamacpp_does_not_take_a_folder(folder: Path, tmp_path: Path) -> None:
 def test_without_torch_there_is_one_clear_sentence(
     load, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emberkeep.engine.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("emberkeep.engine.devices.find_spec", lambda name: None)
     with pytest.raises(EngineError) as caught:
         load(str(folder), **settings(tmp_path))
     assert str(caught.value) == (

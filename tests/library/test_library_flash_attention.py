@@ -127,7 +127,7 @@ def test_a_model_that_has_no_choice_is_refused_in_a_sentence():
 
 
 def test_without_torch_it_is_not_available(monkeypatch):
-    monkeypatch.setattr("emberkeep.engine.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("emberkeep.engine.devices.find_spec", lambda name: None)
     assert not emberkeep.flash_attention_available()
     with pytest.raises(EngineError, match="needs torch and transformers"):
         emberkeep.install_flash_attention(object())

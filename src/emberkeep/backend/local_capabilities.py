@@ -9,7 +9,7 @@ from emberkeep.backend.base import NO_ARGS, ModelTexts
 from emberkeep.chat.prompt import PromptBuilder
 from emberkeep.chat.seams import SeamedText
 from emberkeep.chat.template import ChatTemplate
-from emberkeep.engine.base import Attention, ExpertTracking
+from emberkeep.engine.base import AttentionTiers, ExpertTracking
 from emberkeep.errors import RequestError
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.types.models import AttentionTier, ExpertStats, Vocab
@@ -89,7 +89,7 @@ class LocalExperts:
 
 
 class LocalAttention:
-    def __init__(self, attention: Attention, scheduler: Scheduler) -> None:
+    def __init__(self, attention: AttentionTiers, scheduler: Scheduler) -> None:
         self._attention = attention
         self._scheduler = scheduler
 

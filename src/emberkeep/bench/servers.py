@@ -20,7 +20,7 @@ from typing import Self
 from emberkeep.bench.http_client import BenchClient, Messages, Reply, chat_body, parse_stream
 from emberkeep.bench.workspace import Workspace
 from emberkeep.config.sources import ENV_PREFIX
-from emberkeep.engine.llamacpp.context import available_cores
+from emberkeep.engine.llamacpp.threads import available_cores
 from emberkeep.errors import EmberkeepError
 from emberkeep.signals import with_default_signals
 

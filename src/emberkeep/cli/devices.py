@@ -13,8 +13,7 @@ from emberkeep.cli.flags import JsonFlag, with_settings
 from emberkeep.config.kinds import readable_size
 from emberkeep.config.machine import free_ram, total_ram
 from emberkeep.config.settings import Config
-from emberkeep.engine.devices import Cpu, Device, amd_advice, read_cpu
-from emberkeep.engine.extras import has_hf
+from emberkeep.engine.devices import Cpu, Device, amd_advice, has_hf, read_cpu
 from emberkeep.errors import EngineError
 from emberkeep.types.request import Json
 from emberkeep.values import dataclass

@@ -26,8 +26,7 @@ from emberkeep.config.kinds import readable_size
 from emberkeep.config.machine import free_ram, total_ram
 from emberkeep.config.settings import DEFAULT_MODEL, Config, memory_file
 from emberkeep.config.tables import McpServer
-from emberkeep.engine.devices import amd_advice, read_cpu
-from emberkeep.engine.extras import has_hf, hf_versions
+from emberkeep.engine.devices import amd_advice, has_hf, hf_versions, read_cpu
 from emberkeep.engine.locked_memory import lockable
 from emberkeep.errors import ConfigError, EngineError, ModelError, ModelNotFound
 from emberkeep.files import nearest_folder

@@ -23,7 +23,6 @@ from emberkeep.values import dataclass
 Logits = npt.NDArray[np.float32]
 Payload = memoryview
 """KV bytes of a token range, in the engine's own layout. Read-only outside of the engine."""
-
 DRAFT_ROWS = 64
 """Drafted tokens in one step, at most."""
 
@@ -188,7 +187,7 @@ class ExpertTracking(Protocol):
         """What was counted in steps that are over. May be called from any thread."""
 
 
-class Attention(Protocol):
+class AttentionTiers(Protocol):
     """Which code computes attention."""
 
     @property
@@ -330,7 +329,7 @@ class Engine(Protocol):
         """The most memory used since this was last asked, as `Footprint` counts it; None where it is not known."""
 
     @property
-    def attention(self) -> Attention | None:
+    def attention(self) -> AttentionTiers | None:
         """None for an engine that has only one way to compute it."""
 
     def stats(self) -> dict[str, Json]:

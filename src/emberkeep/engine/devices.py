@@ -1,4 +1,6 @@
-"""What can compute here, as the operating system tells it: the CPU with its instructions, and AMD's GPUs."""
+"""What can compute here, as the operating system tells it: the CPU with its instructions, and AMD's GPUs; and
+whether the packages are installed that the Hugging Face engine needs. Asking imports none of them.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,10 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
+from emberkeep.errors import EngineError
 from emberkeep.signals import with_default_signals
 from emberkeep.values import dataclass
 
@@ -156,3 +160,23 @@ def amd_targets(nodes: Path = _KFD_NODES) -> Iterator[str]:
             number = int(said["gfx_target_version"]) if "gfx_target_version" in said else 0
             if number:  # a CPU is a node, too, and has none
                 yield f"gfx{number // 10_000}{number // 100 % 100}{number % 100:x}"
+
+
+_HF_PACKAGES = ("torch", "transformers")
+
+
+def has_hf() -> bool:
+    return all(find_spec(name) is not None for name in _HF_PACKAGES)
+
+
+def require_hf() -> None:
+    """Raises EngineError where the Hugging Face engine cannot be."""
+    if not has_hf():
+        raise EngineError("The Hugging Face engine needs torch and transformers: pip install 'emberkeep[hf]'.")
+
+
+def hf_versions() -> str:
+    """The packages that shape results, for people."""
+    from importlib import metadata  # a fiftieth of all that a server imports
+
+    return ", ".join(f"{name} {metadata.version(name)}" for name in _HF_PACKAGES)

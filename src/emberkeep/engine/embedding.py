@@ -1,7 +1,7 @@
 """The seam of embedding engines: many token sequences in, one vector for each of them out.
 
-An engine holds no state between two calls. One thread owns it and calls `embed` and `close`; the rest is immutable
-and free for all.
+An engine holds no state between two calls. One thread owns it and calls `embed` and `close`; the rest is
+immutable and free for all.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,9 +22,7 @@ from emberkeep.files import private_folder, replace_file
 from emberkeep.types.request import Json
 
 log = logging.getLogger("emberkeep.engine")
-
 _CHECKSUM_BYTES = 32
-
 T = TypeVar("T")
 
 
@@ -84,3 +83,20 @@ class Facts:
 
     def _file(self, folder: Path, what: str) -> Path:
         return folder / f"{file_name(what, *self._about)}.fact"
+
+
+MOST_THREADS = 1024
+"""That could ever be set."""
+Stored = Callable[[Iterable[bytes]], bytes | None]
+"""Tells which of these fingerprints has a store, of several the latest used one; None: none of them."""
+
+
+def known_as(own: bytes, with_threads: Callable[[int], bytes], stored: Stored | None) -> bytes:
+    """`own`, or the fingerprint of before that has a store: `with_threads` gives the one with a number of threads.
+
+    Their number was a part of it, until it was measured that they change no more than the shape of a step does.
+    """
+    if stored is None:
+        return own
+    former = (with_threads(threads) for threads in range(1, MOST_THREADS + 1))
+    return stored(chain([own], former)) or own

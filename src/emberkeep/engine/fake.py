@@ -56,7 +56,6 @@ _PACKED = struct.Struct("<4siii")
 _PACKED_MAGIC = b"pack"
 _PACKED_VALUES = {8: "<u4", 4: "<u2"}
 _END_BOOST = 12.0
-
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -119,7 +118,7 @@ class _FakeState:
 
 
 class FakeTiers:
-    """Ways to compute attention, each of which gives values of its own. See `Attention`."""
+    """Ways to compute attention, each of which gives values of its own. See `AttentionTiers`."""
 
     available: tuple[AttentionTier, ...] = (AttentionTier.FLASH, AttentionTier.PLAIN)
 

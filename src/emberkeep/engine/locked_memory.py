@@ -1,7 +1,8 @@
 """Weights that stay in RAM: what is locked can be neither swapped out nor dropped.
 
-llama.cpp can lock by itself, but what it locks are the pages of the file, and on a CPU it computes from copies of
-most weights in another layout, which it leaves alone. So the memory that loading a model has added is locked here.
+llama.cpp can lock by itself, but what it locks are the pages of the file, and on a CPU it computes from copies
+of most weights in another layout, which it leaves alone. So the memory that loading a model has added is locked
+here.
 """
 
 from __future__ import annotations

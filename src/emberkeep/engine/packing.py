@@ -1,8 +1,8 @@
 """Attention state in 8 or 4 bits: the format of packed payloads, and the numpy implementation of it.
 
-A payload packs groups of streams. A stream is `[tokens, channels]`, the keys or the values of one layer (or head);
-the streams of a group have the same shape and kind. Numbers are little-endian, and every array begins at a
-multiple of 16 bytes, with zeros between:
+A payload packs groups of streams. A stream is `[tokens, channels]`, the keys or the values of one layer (or
+head); the streams of a group have the same shape and kind. Numbers are little-endian, and every array begins at
+a multiple of 16 bytes, with zeros between:
 
     4s "EKpk", u16 version = 1, u16 bits = 8 | 4, u32 tokens, u32 groups
     groups x { u8 is_key, u8 wide, u16 width, u32 channels, u32 count, u32 0 }
@@ -13,12 +13,13 @@ multiple of 16 bytes, with zeros between:
     whatever the engine keeps beside the rows, up to the end
 
 A value is `low + code * step`. Keys share low and step over the tokens of a channel, because some channels are
-large in all tokens; their width is 0. Values share them over `width` neighbouring channels of a token: the largest
-number up to 64 that divides their channels. Codes take one byte each; with 4 bits channel i and channel
+large in all tokens; their width is 0. Values share them over `width` neighbouring channels of a token: the
+largest number up to 64 that divides their channels. Codes take one byte each; with 4 bits channel i and channel
 i + channels / 2 share one, and the first of them has its low half.
 
-`low` and `step` are f16, or f32 (wide = 1) in a group with a magnitude above 2**15. They are chosen, in f32, from
-the least and the greatest value of what shares them, so that no value is further than half a step from its code:
+`low` and `step` are f16, or f32 (wide = 1) in a group with a magnitude above 2**15. They are chosen, in f32,
+from the least and the greatest value of what shares them, so that no value is further than half a step from its
+code:
 
     low  = least, rounded down to f16
     step = max(greatest / levels - low / levels, 2**-24), rounded up to f16;  levels = 2**bits - 1

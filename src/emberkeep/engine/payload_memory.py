@@ -1,7 +1,7 @@
 """RAM for payloads of about one size: prepared ahead by a thread, and used again when a payload is gone.
 
-Memory that nobody has touched yet takes several times as long to write to as to copy to; memory that a device can
-copy to at full speed has to be pinned before, which takes a third of a second per gigabyte.
+Memory that nobody has touched yet takes several times as long to write to as to copy to; memory that a device
+can copy to at full speed has to be pinned before, which takes a third of a second per gigabyte.
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
-"""How long a step takes on this machine, by the number of its rows and by how deep in a sequence they are.
+"""How long a step takes on this machine, by the number of its rows and by how deep in a sequence they are; and
+the steps that are taken to measure it while nothing waits.
 
-The time does not always grow with the rows: a kernel that takes rows together may begin with 8 or 64 of them, and
-a step just below costs more than one that is filled up with rows that mean nothing.
+The time does not always grow with the rows: a kernel that takes rows together may begin with 8 or 64 of them,
+and a step just below costs more than one that is filled up with rows that mean nothing.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
 from math import inf, isfinite
-from typing import cast
+from typing import Protocol, cast
 
+from emberkeep.engine.base import Capabilities, Logits, Outcome, Rows
 from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
@@ -120,3 +122,52 @@ def _ascends(numbers: Sequence[int], least: int) -> bool:
 def _are_times(times: Sequence[Sequence[float]], rows: Sequence[int], depths: Sequence[int]) -> bool:
     shape = len(times) == len(depths) and all(len(line) == len(rows) for line in times)
     return shape and all(isfinite(time) and time > 0 for line in times for time in line)
+
+
+class Interrupted(Exception):
+    """Something waits for the thread that measures."""
+
+
+class Stepper(Protocol):
+    """What of an engine a measurement needs."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def evaluate(self, batch: Sequence[Rows]) -> Outcome: ...
+
+    def logits(self, index: int, row: int = 0) -> Logits: ...
+
+    def trim(self, sequence: int, start: int) -> None: ...
+
+    def step_seconds(self, rows: int, depth: int, outputs: int) -> float | None: ...
+
+
+class IdleSteps:
+    """The steps of an engine, until something waits: then Interrupted is raised in place of the next one."""
+
+    def __init__(self, engine: Stepper, is_wanted: Callable[[], bool]) -> None:
+        self._engine = engine
+        self._is_wanted = is_wanted
+
+    def give_way(self) -> None:
+        """Raises Interrupted if something waits."""
+        if self._is_wanted():
+            raise Interrupted
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._engine.capabilities
+
+    def evaluate(self, batch: Sequence[Rows]) -> Outcome:
+        self.give_way()
+        return self._engine.evaluate(batch)
+
+    def logits(self, index: int, row: int = 0) -> Logits:
+        return self._engine.logits(index, row)
+
+    def trim(self, sequence: int, start: int) -> None:
+        self._engine.trim(sequence, start)
+
+    def step_seconds(self, rows: int, depth: int, outputs: int) -> float | None:
+        return self._engine.step_seconds(rows, depth, outputs)

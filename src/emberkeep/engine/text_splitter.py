@@ -1,7 +1,7 @@
 """Where a text is split before a tokenizer sees it, so that none costs more than its length is worth.
 
-An ordinary text is never split, so its ids are what the tokenizer says about it in one call. Where a text is split
-depends only on what stands before, so that a text that grows keeps the ids of its beginning.
+An ordinary text is never split, so its ids are what the tokenizer says about it in one call. Where a text is
+split depends only on what stands before, so that a text that grows keeps the ids of its beginning.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from emberkeep.engine.extras import has_hf, require_hf
+from emberkeep.engine.devices import has_hf, require_hf
 
 
 def flash_attention_available() -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from emberkeep.config.settings import DEFAULT_MODEL, Config
 from emberkeep.config.tables import WarmPrefix
-from emberkeep.engine.extras import require_hf
+from emberkeep.engine.devices import require_hf
 from emberkeep.errors import ConfigError, ModelNotFound, RequestError
 from emberkeep.types.lineage import SHARED
 from emberkeep.types.request import Message, Request

@@ -8,8 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from emberkeep.engine.hf.residency import FEED_FORWARD, LayerBytes
-from emberkeep.engine.hf.rounding import is_rounded, rounded_bytes
+from emberkeep.engine.hf.residency import FEED_FORWARD, LayerBytes, is_rounded, rounded_bytes
 from emberkeep.models.profile import CONFIG, WEIGHTS, folder_files, profile_of, read_json, read_tensor_shapes
 from emberkeep.types.models import Quantization
 from emberkeep.values import dataclass

@@ -13,8 +13,8 @@ from emberkeep.backend.embedder import EmbedderSettings, EngineRunner, LocalEmbe
 from emberkeep.backend.embedding_backend import EmbeddingBackend
 from emberkeep.backend.vector_cache import VectorCache
 from emberkeep.config.settings import PREFILL_SLICE, Config, TooLong
+from emberkeep.engine.devices import require_hf
 from emberkeep.engine.embedding import EmbeddingEngine
-from emberkeep.engine.extras import require_hf
 from emberkeep.errors import EngineError
 from emberkeep.kv.holders import Holders
 from emberkeep.models.checks import check_charsmap
@@ -91,9 +91,10 @@ Opened = tuple[EmbeddingEngine, Mapping[str, Json]]
 
 
 def _open_llamacpp(config: Config, model: ModelFile, shape: EmbeddingProfile, digests: Path) -> Opened:
-    from emberkeep.engine.llamacpp.context import LlamaSettings, one_core_each
+    from emberkeep.engine.llamacpp.context import LlamaSettings
     from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingEngine
     from emberkeep.engine.llamacpp.model import LlamaModel
+    from emberkeep.engine.llamacpp.threads import one_core_each
     from emberkeep.engine.llamacpp.trial import choose_library, prove_embedding
 
     choose_library(config.llama_library)

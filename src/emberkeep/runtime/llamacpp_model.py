@@ -35,11 +35,11 @@ _FLASH = {"auto": None, "on": True, "off": False}
 
 def open_llamacpp(model: ModelFile, config: Config, digests: Path, *, report: Report = tell_nobody) -> OpenedModel:
     """Blocks while the model is tried out and loaded. Raises ConfigError, ModelError, EngineError."""
-    from emberkeep.engine.llamacpp.context import name_workers
     from emberkeep.engine.llamacpp.early_load import begun
     from emberkeep.engine.llamacpp.engine import LlamaEngine
-    from emberkeep.engine.llamacpp.facts import facts_about
     from emberkeep.engine.llamacpp.model import LlamaModel
+    from emberkeep.engine.llamacpp.shared_library import facts_about
+    from emberkeep.engine.llamacpp.threads import name_workers
     from emberkeep.engine.llamacpp.trial import choose_library, prove_model
     from emberkeep.engine.llamacpp.tuning import tune
 

@@ -17,7 +17,7 @@ from emberkeep.chat.template import ChatTemplate
 from emberkeep.config.kinds import readable_size
 from emberkeep.config.settings import DRAIN_S, NEVER, OFF, TOOL_TURNS, Config, TooLong, placed_by_itself
 from emberkeep.engine.base import Engine, Footprint
-from emberkeep.engine.extras import require_hf
+from emberkeep.engine.devices import require_hf
 from emberkeep.errors import ConfigError, EngineError, ModelBroken, Overloaded, TemplateFailed
 from emberkeep.kv.store import KvStore
 from emberkeep.models.digest import file_versions

@@ -11,7 +11,7 @@ from functools import partial
 from emberkeep.config.settings import Config
 from emberkeep.engine.base import Engine
 from emberkeep.engine.embedding import EmbeddingEngine
-from emberkeep.engine.former_names import Stored
+from emberkeep.engine.facts import Stored
 from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.disk.folders import stores_under
 from emberkeep.kv.disk.unused_stores import UnusedStores

@@ -1,8 +1,8 @@
 """The weights of a folder, brought into a network part by part: a model need not fit into RAM.
 
 The network is built on the meta device, where tensors have shapes and no memory; so it is known what goes where
-before anything is read. Weights in AWQ's four bits are read here too: transformers would want another package for
-them, and would keep the checkpoint's layout.
+before anything is read. Weights in AWQ's four bits are read here too: transformers would want another package
+for them, and would keep the checkpoint's layout.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from emberkeep.engine.hf.int4 import AwqFormat, Int4Linear, from_awq
-from emberkeep.engine.hf.quantize import Int8Linear, round_layers, round_linear
+from emberkeep.engine.hf.quantize import AwqFormat, Int4Linear, Int8Linear, from_awq, round_layers, round_linear
 from emberkeep.errors import ModelBroken
 from emberkeep.types.models import Quantization
 

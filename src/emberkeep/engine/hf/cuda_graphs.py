@@ -1,4 +1,5 @@
-"""Steps on CUDA, of a few numbers of tokens each: recorded one after the other while nothing waits, and replayed.
+"""Steps on CUDA, of a few numbers of tokens each: recorded one after the other while nothing waits, and
+replayed.
 
 A step of few tokens is hundreds of small kernels, and launching them from Python takes ten times as long as
 running them. What changes from step to step (tokens, positions, cells, tables, tiles) lies in tensors that are
@@ -6,7 +7,8 @@ filled before the replay; tokens that a step has room for and that are not there
 sequence owns. A size that is not recorded yet has its kernels launched one by one, the same ones over the same
 tensors: so state has the same bytes either way, and the engine's fingerprint need not know. While such a step
 runs, layers are computed by code of ours, or have their small operations compiled into few kernels; other steps
-find the model as it was."""
+find the model as it was.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -128,3 +129,27 @@ class DeviceLimits:
     def forget_peak(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
+
+
+STATE_SHARE = 0.9
+"""Of what a GPU has free beside the reserve: its allocator cannot use every byte."""
+STEP_PART = 4
+"""What a step has in hand takes at most one part of it of so many; the rest is for state."""
+
+
+def state_reserve(device: torch.device, limit: int | None, size: int) -> int:
+    """Bytes that weights leave to state of so many beyond the share that they always leave to it."""
+    if device.type != "cuda":
+        return 0
+    needed = size / (STATE_SHARE * (1 - 1 / STEP_PART))
+    return max(int(needed - FOR_STATE * free_bytes(device, limit)), 0)
+
+
+def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """As the configuration says; 0 where it does not."""
+    queries = getattr(config, "num_attention_heads", 0)
+    if not queries:
+        return 0
+    heads = getattr(config, "num_key_value_heads", None) or queries
+    width = getattr(config, "head_dim", None) or config.hidden_size // queries
+    return int(2 * config.num_hidden_layers * heads * width * dtype.itemsize)

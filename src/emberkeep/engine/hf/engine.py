@@ -30,9 +30,9 @@ from emberkeep.engine.base import (
     check_splice,
 )
 from emberkeep.engine.facts import Facts
-from emberkeep.engine.hf.attention import PoolStep, Tiers
-from emberkeep.engine.hf.blend import FULL_LAYERS, BlendStep, evaluate_deviating, evaluate_some
-from emberkeep.engine.hf.expert_counter import ExpertCounter
+from emberkeep.engine.hf.attention import PoolStep, Span, Tiers
+from emberkeep.engine.hf.blend import FULL_LAYERS, BlendStep, evaluate_deviating, evaluate_some, learn_rotations
+from emberkeep.engine.hf.expert_counter import HookExpertCounter
 from emberkeep.engine.hf.fingerprint import fingerprint
 from emberkeep.engine.hf.footprint import (
     StepBytes,
@@ -45,16 +45,12 @@ from emberkeep.engine.hf.footprint import (
 from emberkeep.engine.hf.host_memory import HostLogits
 from emberkeep.engine.hf.model_loader import HfModel, HfSettings
 from emberkeep.engine.hf.network import Network, has_choice, learn
-from emberkeep.engine.hf.own_steps import Reference, open_graphs
+from emberkeep.engine.hf.own_steps import Reference, measure_steps, open_graphs
 from emberkeep.engine.hf.pool import BLOCK, BlockPool, BlockTable, KvMemory
-from emberkeep.engine.hf.rope import learn_rotations
-from emberkeep.engine.hf.side_stream import Mark
-from emberkeep.engine.hf.step import Span
-from emberkeep.engine.hf.step_timing import measure_steps
+from emberkeep.engine.hf.staging import Mark
 from emberkeep.engine.hf.transfer import Transfer
 from emberkeep.engine.hf.whole_engine import HfWholeEngine
-from emberkeep.engine.idle_steps import IdleSteps, Interrupted
-from emberkeep.engine.step_table import StepTable
+from emberkeep.engine.step_table import IdleSteps, Interrupted, StepTable
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.types.models import AttentionTier
 from emberkeep.types.request import Json
@@ -64,12 +60,10 @@ if TYPE_CHECKING:
     from emberkeep.engine.hf.cuda_graphs import StepGraphs
 
 log = logging.getLogger("emberkeep.engine")
-
 _CHOSEN, _TIMES, _MEMORY = "code of steps", "times of steps", "memory of a step"
 """What is remembered."""
 _OF_MODEL = "model"
 """The model's own code computes its steps."""
-
 _Chore = Callable[[IdleSteps], None]
 
 
@@ -91,7 +85,7 @@ class HfEngine:
         learned = learn(self._network)
         layers = [learned.shapes[index] for index in range(len(learned.shapes))]
         self._rotations = learn_rotations(self._network)
-        self.experts = ExpertCounter.of(
+        self.experts = HookExpertCounter.of(
             model.network, self._network.device, lambda: learn(self._network), self._record_anew
         )
         cells = settings.cells or affordable_cells(model, layers, learned.dtype, settings)

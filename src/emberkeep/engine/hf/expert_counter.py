@@ -25,7 +25,6 @@ from emberkeep.values import dataclass
 _EXPERTS, _ROUTERS = "experts", ("router", "gate")
 """What models call these modules."""
 _LAYER = re.compile(r"\.(\d+)\.")
-
 Seen = Callable[[torch.Tensor], None]
 
 
@@ -53,7 +52,7 @@ class _Choice:
         return scores[-1].flatten(0, -2).topk(self.router_takes or 1).indices if scores else None
 
 
-class ExpertCounter:
+class HookExpertCounter:
     """See `ExpertTracking` for the contracts. `record` empties the engine and records its steps anew."""
 
     def __init__(
@@ -73,7 +72,7 @@ class ExpertCounter:
     @classmethod
     def of(
         cls, network: nn.Module, device: torch.device, run: Callable[[], object], record: Callable[[], None]
-    ) -> ExpertCounter | None:
+    ) -> HookExpertCounter | None:
         """None for a model without experts to choose from. `run`: evaluates a few tokens."""
         found = list(_candidates(network))
         if not found:

@@ -11,9 +11,9 @@ import torch
 import transformers
 
 from emberkeep.config.machine import cpu_facts
-from emberkeep.engine.former_names import Stored, known_as
-from emberkeep.engine.hf.int4 import int4_count
+from emberkeep.engine.facts import Stored, known_as
 from emberkeep.engine.hf.model_loader import HfModel
+from emberkeep.engine.hf.quantize import int4_count
 from emberkeep.types.models import Quantization
 from emberkeep.types.request import Json
 

@@ -1,8 +1,8 @@
 """What a Hugging Face engine needs of memory.
 
 What is always there is counted when it is opened. What a step adds is estimated, and measured with a few steps
-when nothing waits: on CUDA torch counts every byte; in RAM only the pages of the whole process are counted, so the
-larger of both numbers counts.
+when nothing waits: on CUDA torch counts every byte; in RAM only the pages of the whole process are counted, so
+the larger of both numbers counts.
 """
 
 from __future__ import annotations
@@ -10,26 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from emberkeep.config.machine import peak_ram, resident_ram, total_ram
 from emberkeep.engine.base import Footprint, Rows
-from emberkeep.engine.hf.device import FOR_STATE, RESERVE, free_bytes
+from emberkeep.engine.hf.device import RESERVE, STATE_SHARE, STEP_PART, free_bytes
+from emberkeep.engine.hf.model_loader import HfModel, HfSettings
 from emberkeep.engine.hf.pool import KvMemory, LayerShape
-from emberkeep.engine.idle_steps import Steps
+from emberkeep.engine.step_table import Stepper
 from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
-if TYPE_CHECKING:
-    from emberkeep.engine.hf.model_loader import HfModel, HfSettings
-
-_SHARE = 0.9
-"""Of what a GPU has free beside the reserve: its allocator cannot use every byte."""
-_STEP_PART = 4
-"""What a step has in hand takes at most one part of it of so many; the rest is for state."""
 _SMALLEST_BATCH = 512
 _PROBES = (512, 2048)
 """Prompt tokens per step whose peaks are compared."""
@@ -68,7 +62,7 @@ def affordable_cells(
         return context
     per_token = sum(layer.keys.channels + layer.values.channels for layer in layers) * dtype.itemsize
     steps = settings.batch * _per_step_token(model, dtype) + sequences * _per_logits_row(model, dtype)
-    free = (free_bytes(device, settings.gpu_memory) - RESERVE - steps) * _SHARE
+    free = (free_bytes(device, settings.gpu_memory) - RESERVE - steps) * STATE_SHARE
     return max(min(sequences * context, int(free / per_token)), 128)
 
 
@@ -77,29 +71,11 @@ def affordable_batch(model: HfModel, most: int, limit: int | None) -> int:
     device = model.network.device
     if device.type != "cuda":
         return most
-    room = (free_bytes(device, limit) - RESERVE) / _STEP_PART
+    room = (free_bytes(device, limit) - RESERVE) / STEP_PART
     batch, each = most, _per_step_token(model, model.network.dtype)
     while batch > _SMALLEST_BATCH and batch * each > room:
         batch //= 2
     return max(batch, min(most, _SMALLEST_BATCH))
-
-
-def state_reserve(device: torch.device, limit: int | None, size: int) -> int:
-    """Bytes that weights leave to state of so many beyond the share that they always leave to it."""
-    if device.type != "cuda":
-        return 0
-    needed = size / (_SHARE * (1 - 1 / _STEP_PART))
-    return max(int(needed - FOR_STATE * free_bytes(device, limit)), 0)
-
-
-def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """As the configuration says; 0 where it does not."""
-    queries = getattr(config, "num_attention_heads", 0)
-    if not queries:
-        return 0
-    heads = getattr(config, "num_key_value_heads", None) or queries
-    width = getattr(config, "head_dim", None) or config.hidden_size // queries
-    return int(2 * config.num_hidden_layers * heads * width * dtype.itemsize)
 
 
 def cells_of_share(model: HfModel, share: float) -> int:
@@ -139,7 +115,7 @@ def estimate_step(model: HfModel, memory: KvMemory, *, has_masks: bool) -> StepB
 
 
 def measure_step(
-    estimate: StepBytes, memory: KvMemory, layers: Sequence[LayerShape], engine: Steps, settings: HfSettings
+    estimate: StepBytes, memory: KvMemory, layers: Sequence[LayerShape], engine: Stepper, settings: HfSettings
 ) -> StepBytes:
     """`engine` is idle, and evaluates a few prompts; on a CPU none that would take long by its `step_seconds`.
     Raises what it raises."""
@@ -160,7 +136,7 @@ def peak_bytes(device: torch.device) -> int | None:
     return peak_ram()
 
 
-def _measure(memory: KvMemory, engine: Steps, settings: HfSettings) -> StepBytes:
+def _measure(memory: KvMemory, engine: Stepper, settings: HfSettings) -> StepBytes:
     device = memory.device
     most = min(settings.batch, engine.capabilities.context // 2)  # both of them are in one sequence, too
     small, large = (min(tokens, most) for tokens in _PROBES)
@@ -173,7 +149,7 @@ def _measure(memory: KvMemory, engine: Steps, settings: HfSettings) -> StepBytes
 
 
 def _measure_ram(
-    estimate: StepBytes, memory: KvMemory, row: int, engine: Steps, settings: HfSettings
+    estimate: StepBytes, memory: KvMemory, row: int, engine: Stepper, settings: HfSettings
 ) -> StepBytes:
     tokens = _quick_rows(engine, min(settings.batch, engine.capabilities.context))
     if tokens < _FEWEST_ROWS:
@@ -185,13 +161,13 @@ def _measure_ram(
     return StepBytes(max(estimate.per_step_token, each), estimate.per_pair)
 
 
-def _quick_rows(engine: Steps, most: int) -> int:
+def _quick_rows(engine: Stepper, most: int) -> int:
     """So many that two steps of them are quick; 0 where it is not known what a step takes."""
     seconds = engine.step_seconds(_TIMED_ROWS, 0, 0)
     return min(int(_TIMED_ROWS * _LONG_ENOUGH_S / 2 / seconds), most) if seconds else 0
 
 
-def _peak_of(engine: Steps, device: torch.device, tokens: int, before: int) -> int:
+def _peak_of(engine: Stepper, device: torch.device, tokens: int, before: int) -> int:
     """The most memory while a prompt of so many tokens is evaluated, `before` others coming first."""
     for start, count in ((0, before), (before, tokens)):
         peak_bytes(device)

@@ -14,13 +14,19 @@ from torch import nn
 from torch.nn.functional import linear
 
 from emberkeep.engine.hf.attention import AttentionOptions
-from emberkeep.engine.hf.int4 import Int4Linear, has_kernels
 from emberkeep.engine.hf.layer_kernels import HeadNorms, add_norm, rms_norm, rotate_and_store, silu_gate
 from emberkeep.engine.hf.pool import KvMemory
-from emberkeep.engine.hf.product_kernels import FEW_INT4_ROWS, FEW_ROWS, Parts, dequantise, int4_product, product
+from emberkeep.engine.hf.product_kernels import (
+    FEW_INT4_ROWS,
+    FEW_ROWS,
+    ProductParts,
+    dequantise,
+    int4_product,
+    product,
+)
+from emberkeep.engine.hf.quantize import Int4Linear, has_kernels
 
 Forward = Callable[..., torch.Tensor]
-
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
@@ -93,12 +99,12 @@ class Product:
         else:
             self._weight = _join_weights([each for each in parts if isinstance(each, nn.Linear)])
 
-    def __call__(self, x: torch.Tensor) -> Parts:
+    def __call__(self, x: torch.Tensor) -> ProductParts:
         if self._codes is not None and len(x) <= FEW_INT4_ROWS:
             return int4_product(x, *self._codes, self._bias)
         if self._codes is None and len(x) <= FEW_ROWS:
             return product(x, self._weight, self._bias)
-        return Parts(linear(x, self._whole(), self._bias)[None])
+        return ProductParts(linear(x, self._whole(), self._bias)[None])
 
     def add_to(
         self, residual: torch.Tensor, x: torch.Tensor, norm: tuple[torch.Tensor, float] | None

@@ -1,9 +1,11 @@
-"""Own kernels for CUDA: new tokens go into the paged pool, and attend to what is there, without gathering blocks.
+"""Own kernels for CUDA: new tokens go into the paged pool, and attend to what is there, without gathering
+blocks.
 
 Queries are computed in tiles: a few neighbouring tokens of one sequence, with all query heads that share a KV
-head, are the rows of one matrix product. A tile's keys are shared between `splits` programs, so that a few tokens
-after a long prefix keep the whole device busy; a second kernel joins what they found. Where everything lies is
-read on the device: a launch depends on the number of rows only, and can be replayed."""
+head, are the rows of one matrix product. A tile's keys are shared between `splits` programs, so that a few
+tokens after a long prefix keep the whole device busy; a second kernel joins what they found. Where everything
+lies is read on the device: a launch depends on the number of rows only, and can be replayed.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ import triton
 import triton.language as tl
 
 from emberkeep.engine.hf.attention import AttentionOptions
-from emberkeep.engine.hf.early_launch import early, wait_for_previous
 from emberkeep.engine.hf.pool import BLOCK
+from emberkeep.engine.hf.product_kernels import early, wait_for_previous
 from emberkeep.errors import EngineError
 from emberkeep.values import dataclass
 

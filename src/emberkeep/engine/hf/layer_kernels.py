@@ -6,8 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from emberkeep.engine.hf.early_launch import early, wait_for_previous
-from emberkeep.engine.hf.product_kernels import FEW_ROWS, Parts, load_sum
+from emberkeep.engine.hf.product_kernels import FEW_ROWS, ProductParts, early, load_sum, wait_for_previous
 from emberkeep.values import dataclass
 
 _ELEMENTS = 1024
@@ -71,7 +70,7 @@ def _add_norm_kernel(
     tl.store(out_ptr + place, (normal * weight).to(dtype), mask=is_there)
 
 
-def add_norm(residual: torch.Tensor, added: Parts, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def add_norm(residual: torch.Tensor, added: ProductParts, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Changes `residual`, `[rows, width]` and contiguous: `added` is added to it. Its norm is returned."""
     rows, width = residual.shape
     out = torch.empty_like(residual)
@@ -116,7 +115,7 @@ def _gate_kernel(
     tl.store(out_ptr + row * WIDTH + at, (opened * up).to(dtype), mask=is_there)
 
 
-def silu_gate(gate_and_up: Parts, dtype: torch.dtype) -> torch.Tensor:
+def silu_gate(gate_and_up: ProductParts, dtype: torch.dtype) -> torch.Tensor:
     """Of a product of `2 * width` outputs: SiLU of the first half times the second."""
     rows, width = gate_and_up.rows, gate_and_up.outputs // 2
     out = gate_and_up.parts.new_empty((rows, width), dtype=dtype)
@@ -216,7 +215,7 @@ class HeadNorms:
 
 
 def rotate_and_store(
-    product: Parts,
+    product: ProductParts,
     rotation: tuple[torch.Tensor, torch.Tensor],
     norms: HeadNorms | None,
     cells: torch.Tensor,

@@ -1,9 +1,11 @@
-"""The fastest attention here, put into a model of transformers that somebody else has loaded, and taken out again.
+"""The fastest attention here, put into a model of transformers that somebody else has loaded, and taken out
+again.
 
-transformers looks up attention, and the mask for it, by a name that a model's configuration holds. Here there is a
-name for each kind that can be stood in for; its mask is that kind's own, so that whatever is not computed here is
-passed on to it as if nothing had been installed. On CUDA, a mask is compared once per step with what the kernel
-computes: left padding, then everything up to the token itself, or a window of it. What differs is passed on.
+transformers looks up attention, and the mask for it, by a name that a model's configuration holds. Here there
+is a name for each kind that can be stood in for; its mask is that kind's own, so that whatever is not computed
+here is passed on to it as if nothing had been installed. On CUDA, a mask is compared once per step with what
+the kernel computes: left padding, then everything up to the token itself, or a window of it. What differs is
+passed on.
 """
 
 from __future__ import annotations

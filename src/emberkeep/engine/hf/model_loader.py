@@ -1,7 +1,7 @@
 """From a folder (config.json, safetensors, tokenizer) or a GGUF file to a model on its device.
 
-Nothing of what is loaded is code: no pickles, no scripts of the folder's own. What torch and transformers raise is
-translated here.
+Nothing of what is loaded is code: no pickles, no scripts of the folder's own. What torch and transformers raise
+is translated here.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from emberkeep.engine.former_names import Stored
+from emberkeep.engine.facts import Stored
 from emberkeep.engine.hf.checkpoint import Checkpoint, awq_format
-from emberkeep.engine.hf.device import choose_device, choose_dtype, shares_ram, weights_budget
-from emberkeep.engine.hf.footprint import kv_bytes_per_token
+from emberkeep.engine.hf.device import choose_device, choose_dtype, kv_bytes_per_token, shares_ram, weights_budget
 from emberkeep.engine.hf.quantize import round_layers, rounded_count, weights_bytes
 from emberkeep.engine.hf.residency import Placing
 from emberkeep.engine.hf.streaming import LayerStream, place_layers
@@ -32,7 +31,6 @@ from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.engine")
-
 _CONTEXT_IF_UNKNOWN = 32_768
 
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from emberkeep.engine.hf.attention import NAME, AttentionOptions, attend_plain, use_step
+from emberkeep.engine.hf.attention import NAME, AttentionOptions, StepCache, attend_plain, use_step
 from emberkeep.engine.hf.pool import LayerShape, StreamShape
-from emberkeep.engine.hf.step import StepCache
 from emberkeep.errors import EngineError
 from emberkeep.values import dataclass
 

@@ -3,13 +3,13 @@
     cells    0 ........ 31 | 32 ....... 63 | 64 ....... 95 | ...
     blocks        0        |       1       |       2       |
 
-A sequence is a table of blocks and a length. Sequences that share a prefix share its blocks; a block that only one
-sequence has is written in place, any other is copied first. `BlockPool` knows nothing about tensors: `Copy` says
-which cells `KvMemory` has to copy.
+A sequence is a table of blocks and a length. Sequences that share a prefix share its blocks; a block that only
+one sequence has is written in place, any other is copied first. `BlockPool` knows nothing about tensors: `Copy`
+says which cells `KvMemory` has to copy.
 
-`KvMemory` holds every layer's keys and values, by cell. Each layer has two streams, its keys and its values: rows
-of `[heads, width]` by cell. Streams of one shape are one tensor, so that moving a range in or out is one operation
-for all layers of a usual model.
+`KvMemory` holds every layer's keys and values, by cell. Each layer has two streams, its keys and its values:
+rows of `[heads, width]` by cell. Streams of one shape are one tensor, so that moving a range in or out is one
+operation for all layers of a usual model.
 """
 
 from __future__ import annotations

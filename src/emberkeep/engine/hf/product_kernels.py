@@ -1,10 +1,10 @@
 """Products of few rows with a weight, which take as long as reading the weight does.
 
-A weight is read by many programs, each of which has some of its outputs and some of its inputs; what they find is
-left as parts, for whatever comes next to sum up. A library's product of few rows takes a fifth longer, and needs a
-kernel more to sum up.
+A weight is read by many programs, each of which has some of its outputs and some of its inputs; what they find
+is left as parts, for whatever comes next to sum up. A library's product of few rows takes a fifth longer, and
+needs a kernel more to sum up.
 
-    x [rows, inputs]      weight [outputs, inputs], or codes of four bits, two to a byte (see `int4`)
+    x [rows, inputs]      weight [outputs, inputs], or codes of four bits, two to a byte (see `quantize`)
     parts [splits, rows, outputs], in float32
 """
 
@@ -12,13 +12,39 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from emberkeep.engine.hf.early_launch import early, wait_for_previous
 from emberkeep.values import dataclass
+
+_LEAST_CAPABILITY = (9, 0)
+
+
+@triton.jit
+def wait_for_previous(IS_EARLY: tl.constexpr):
+    """Before anything is read or written that the kernel before may write or read: in every program, first."""
+    if IS_EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@cache
+def early(device: torch.device) -> dict[str, Any]:
+    """How a kernel that calls `wait_for_previous` is launched."""
+    if not _is_possible(device):
+        return {"IS_EARLY": False}
+    return {"IS_EARLY": True, "launch_pdl": True}
+
+
+def _is_possible(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None or os.environ.get("TRITON_INTERPRET") == "1":
+        return False
+    has_waits = hasattr(getattr(tl.extra, "cuda", None), "gdc_wait")
+    return has_waits and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+
 
 FEW_ROWS = 16
 """Up to so many, a product with a plain weight is faster here than in a library."""
@@ -34,7 +60,7 @@ _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ProductParts:
     """A product that is not summed up yet."""
 
     parts: torch.Tensor
@@ -131,7 +157,7 @@ def _row_kernel(
     tl.store(part_ptr + product, tl.sum(total, 1), mask=is_product)
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Parts:
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> ProductParts:
     """`x @ weight.T` of at most `FEW_ROWS` rows; everything is contiguous."""
     (rows, inputs), outputs = x.shape, len(weight)
     if rows == 1:
@@ -150,7 +176,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
             num_stages=3,
             **early(x.device),
         )
-        return Parts(parts, bias)
+        return ProductParts(parts, bias)
     steps = min(triton.cdiv(inputs, _INPUTS), _MOST_SPLITS)
     splits = _splits(triton.cdiv(outputs, _OUTPUTS), steps, x.device)
     parts = x.new_empty((splits, rows, outputs), dtype=torch.float32)
@@ -169,7 +195,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
         num_stages=6 if x.dtype.itemsize == 2 else 3,
         **early(x.device),
     )
-    return Parts(parts, bias)
+    return ProductParts(parts, bias)
 
 
 def _splits(programs: int, most: int, device: torch.device) -> int:
@@ -265,7 +291,7 @@ def _int4_kernel(
 
 def int4_product(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, bias: torch.Tensor | None
-) -> Parts:
+) -> ProductParts:
     """As `product`, of at most `FEW_INT4_ROWS` rows. `scales` and `zeros` have one stride: `[groups, outputs]`."""
     (rows, inputs), outputs, groups = x.shape, len(codes), len(scales)
     splits = _splits(triton.cdiv(outputs, _OUTPUTS), min(groups, _MOST_INT4_SPLITS), x.device)
@@ -289,7 +315,7 @@ def int4_product(
         num_stages=3,
         **early(x.device),
     )
-    return Parts(parts, bias)
+    return ProductParts(parts, bias)
 
 
 def _is_asm(x: torch.Tensor) -> bool:
@@ -369,7 +395,7 @@ def _join_kernel(
     tl.store(out_ptr + place, total.to(dtype), mask=at < OUTPUTS)
 
 
-def join(given: Parts, dtype: torch.dtype) -> torch.Tensor:
+def join(given: ProductParts, dtype: torch.dtype) -> torch.Tensor:
     """`[rows, outputs]`."""
     out = given.parts.new_empty((given.rows, given.outputs), dtype=dtype)
     _join_kernel[(given.rows, triton.cdiv(given.outputs, _ROW_INPUTS))](

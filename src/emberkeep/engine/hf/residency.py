@@ -1,4 +1,6 @@
-"""Which weights stay on the device, which pass through it, and where these wait. Pure, and without torch."""
+"""Which weights are rounded to fewer bits when they are loaded, which stay on the device, which pass through
+it, and where these wait. Pure, and without torch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from pathlib import Path
 
 from emberkeep.config.machine import free_ram, total_ram
 from emberkeep.errors import EngineError
-from emberkeep.types.models import Residency
+from emberkeep.types.models import Quantization, Residency
 from emberkeep.values import dataclass
 
 FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
@@ -21,7 +23,6 @@ BUFFERS = 2
 _LEAST_RESERVE, _RESERVED_SHARE = 2 << 30, 10
 """Of RAM, what weights leave to others: so many bytes, or one part of so many."""
 _GB = 1e9
-
 log = logging.getLogger("emberkeep.engine")
 
 
@@ -197,3 +198,29 @@ def _host_plan(units: Sequence[int], count: int) -> HostPlan:
     disk_bytes = sum(units[number] for number in on_disk)
     buffers = (max((units[number] for number in on_disk), default=0),) * min(BUFFERS, count)
     return HostPlan(on_disk, buffers, sum(units) - disk_bytes + sum(buffers), disk_bytes)
+
+
+_GROUPS = (64, 32)
+"""Inputs that share a scale in four bits, the first that divides a row; the products' kernels know both."""
+_LEAST = 32
+"""Rows and columns of a weight that is worth it; and what kernels want a row to be a multiple of."""
+
+
+def is_rounded(outputs: int, inputs: int) -> bool:
+    """Of a linear part's weight in a layer."""
+    return min(outputs, inputs) >= _LEAST and inputs % _LEAST == 0
+
+
+def int4_group(inputs: int) -> int:
+    """Of a row that `is_rounded`."""
+    return next(group for group in _GROUPS if inputs % group == 0)
+
+
+def rounded_bytes(kind: Quantization, outputs: int, inputs: int, width: int) -> int:
+    """Of codes, scales and zero points, where numbers with a fraction have `width` bytes."""
+    match kind:
+        case Quantization.INT8:
+            return outputs * (inputs + width)
+        case Quantization.INT4:
+            return outputs * (inputs // 2 + 2 * width * (inputs // int4_group(inputs)))
+    return outputs * inputs * width

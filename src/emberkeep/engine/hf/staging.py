@@ -1,4 +1,5 @@
-"""What payloads pass through on a CUDA device, so that each of them is one copy.
+"""Beside the steps of a CUDA device: what payloads pass through, so that each of them is one copy, and the
+streams and marks that order copies and steps.
 
 stores   gather   | half 0 | half 1 | half 0 |
          copy              | half 0 | half 1 | half 0 |
@@ -8,8 +9,9 @@ loads    copy     | half 0 | half 1 | half 0 |
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import cycle
 
 import torch
@@ -31,7 +33,7 @@ class Half:
     """When what was in it is not needed any more."""
 
 
-class Staging:
+class DeviceStaging:
     """What payloads pass through on the device, in two halves: one is gathered, or put into place, while the other
     is copied. What the current stream is told afterwards comes after all of it."""
 
@@ -108,3 +110,69 @@ class Staging:
 def _now(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
     """When it has done what it was told so far."""
     return None if stream is None else stream.record_event()
+
+
+class Mark:
+    """A moment in what a device does; without an event it has passed."""
+
+    def __init__(self, event: torch.cuda.Event | None = None, device: torch.device | None = None) -> None:
+        self._event = event
+        self._device = device
+
+    @property
+    def has_passed(self) -> bool:
+        """Raises what torch raises where the device has failed."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        """Blocks until then. Raises what torch raises where the device has failed."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def hold_back(self) -> None:
+        """What the device is told from now on waits until then; this thread does not."""
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class SideStream:
+    """Belongs to the engine's thread. Elsewhere than on CUDA everything is done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._held: deque[tuple[Mark, object]] = deque()
+
+    def run(self, work: Callable[[], None], held: object) -> Mark:
+        """Let the device do `work` beside its steps, after everything that it was told so far; returns when it is
+        done. Memory of the device that `work` allocates must not be used outside of this stream; `held`, memory of
+        the host that it reads or writes, is held until then. Raises what `work` raises.
+        """
+        self.let_go()
+        if self._stream is None:
+            work()
+            return Mark()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            with torch.cuda.stream(self._stream):
+                work()
+        except Exception:
+            self._mark(self._stream, held).hold_back()  # a part of it may be under way
+            raise
+        return self._mark(self._stream, held)
+
+    def let_go(self) -> None:
+        """Of what was held for work that is done."""
+        while self._held and self._held[0][0].has_passed:
+            self._held.popleft()
+
+    def close(self) -> None:
+        """Blocks until everything is done. Never raises: a device that has failed does nothing more."""
+        while self._held:
+            with suppress(RuntimeError):
+                self._held.popleft()[0].wait()
+
+    def _mark(self, stream: torch.cuda.Stream, held: object) -> Mark:
+        mark = Mark(stream.record_event(), self._device)
+        self._held.append((mark, held))
+        return mark

@@ -7,8 +7,8 @@
     compute              |    3   |    4    |   5    |   6   |
 
 A unit's weights lie together, so that one copy brings them all; a slot is filled again as soon as its unit was
-computed, with the unit that comes next: after the last one that is the first of the next step. Steps are recorded
-with their copies (`cuda_graphs`) where everything waits in pinned memory.
+computed, with the unit that comes next: after the last one that is the first of the next step. Steps are
+recorded with their copies (`cuda_graphs`) where everything waits in pinned memory.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from emberkeep.engine.hf.device import weights_budget
-from emberkeep.engine.hf.footprint import kv_bytes_per_token, state_reserve
+from emberkeep.engine.hf.device import kv_bytes_per_token, state_reserve, weights_budget
 from emberkeep.engine.hf.host_memory import HostMemory
 from emberkeep.engine.hf.residency import (
     FEED_FORWARD,
@@ -42,7 +41,6 @@ from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.engine")
-
 _ALIGNED = 256
 """Bytes: where a tensor begins within its unit."""
 

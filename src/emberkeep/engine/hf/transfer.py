@@ -26,8 +26,7 @@ import torch
 from emberkeep.engine.base import Payload
 from emberkeep.engine.hf.host_memory import HostMemory
 from emberkeep.engine.hf.pool import BlockTable, Cells, KvMemory, StreamGroup
-from emberkeep.engine.hf.side_stream import Mark, SideStream
-from emberkeep.engine.hf.staging import Staging
+from emberkeep.engine.hf.staging import DeviceStaging, Mark, SideStream
 from emberkeep.engine.packing import BITS, LEAST_STEP, Form, PackedArrays, Streams, is_packed, is_wide
 from emberkeep.engine.payload_memory import PayloadMemory
 from emberkeep.errors import EngineError
@@ -36,14 +35,11 @@ from emberkeep.values import dataclass
 Bytes = npt.NDArray[np.uint8]
 Rows = list[torch.Tensor]
 """Of a range: one `[streams, tokens, heads, width]` per group."""
-
 HEAD = struct.Struct("<4siII")
 _MAGIC = b"EKHF"
-
 _TOGETHER, _TOGETHER_BYTES = 8, 64 << 20
 """Payloads of one length that are gathered, or put into place, at once, and no more than have so many bytes:
 the device holds four such groups."""
-
 _Place = slice | Cells
 """Where a range is in the pool: as cells that lie one after the other, or anywhere."""
 _Where = TypeVar("_Where", slice, Cells, torch.Tensor)
@@ -70,7 +66,7 @@ class Transfer:
         self._packing = Packing(memory)
         self._payloads = PayloadMemory(self._size(chunk))
         self._stores, self._loads = SideStream(memory.device), SideStream(memory.device)
-        self._outgoing, self._incoming = Staging(memory), Staging(memory)
+        self._outgoing, self._incoming = DeviceStaging(memory), DeviceStaging(memory)
         self._readings: list[_Reading] = []
 
     @property

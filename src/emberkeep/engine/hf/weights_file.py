@@ -27,7 +27,7 @@ _PAGE = 4096
 
 
 @dataclass(slots=True)
-class Buffer:
+class ReadBuffer:
     memory: torch.Tensor
     copied: Any = None
     """An event of CUDA, after which the buffer may be filled again; None: it may be at once."""
@@ -41,7 +41,7 @@ class Buffer:
 @dataclass(frozen=True, slots=True)
 class _Reading:
     number: int
-    buffer: Buffer
+    buffer: ReadBuffer
     run: int
 
 
@@ -61,8 +61,8 @@ class WeightsFile:
             raise _failed("written to", error) from error
         self._changed = Condition()
         # Everything below is changed only while it is held.
-        self._free = deque(Buffer(memory) for memory in buffers)
-        self._ready: deque[Buffer] = deque()
+        self._free = deque(ReadBuffer(memory) for memory in buffers)
+        self._ready: deque[ReadBuffer] = deque()
         self._wanted = 0
         """The part that `take` is to give next, unless it is asked for another."""
         self._next = 0
@@ -88,7 +88,7 @@ class WeightsFile:
         """Once every part was written."""
         self._thread.start()
 
-    def take(self, number: int) -> Buffer:
+    def take(self, number: int) -> ReadBuffer:
         """The buffer that begins with this part; it is the caller's until `give_back`.
 
         Blocks until it is read: not for long, if it is the part behind the one that was taken before. What could
@@ -107,7 +107,7 @@ class WeightsFile:
             self._wanted = (number + 1) % len(self._sizes)
             return self._ready.popleft()
 
-    def give_back(self, buffer: Buffer, copied: Any = None) -> None:
+    def give_back(self, buffer: ReadBuffer, copied: Any = None) -> None:
         """`copied`: an event of CUDA, after which nothing reads the buffer."""
         buffer.copied = copied
         with self._changed:

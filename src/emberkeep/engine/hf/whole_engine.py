@@ -1,15 +1,15 @@
 """The engine for models whose state is not only attention: each sequence by itself, in the model's own cache.
 
-Recurrent, convolutional and other layers keep a state that cannot be taken apart by token, and some models compute
-attention in ways of their own. They run as their authors wrote them; their state is stored as a whole, where it
-will be wanted again:
+Recurrent, convolutional and other layers keep a state that cannot be taken apart by token, and some models
+compute attention in ways of their own. They run as their authors wrote them; their state is stored as a whole,
+where it will be wanted again:
 
     0   magic "EKWS", i32 position, u32 length of the description, u32 0
     16  description: JSON, one entry for each tensor and each number in the cache
         tensors, each at a multiple of 64 bytes
 
-A cache is walked, not known: whatever tensors and numbers its layers hold are its state. Only a cache that has the
-same entries takes them back.
+A cache is walked, not known: whatever tensors and numbers its layers hold are its state. Only a cache that has
+the same entries takes them back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from emberkeep.engine.base import (
     Piece,
     Rows,
 )
-from emberkeep.engine.hf.expert_counter import ExpertCounter
+from emberkeep.engine.hf.expert_counter import HookExpertCounter
 from emberkeep.engine.hf.fingerprint import fingerprint
 from emberkeep.engine.hf.footprint import peak_bytes
 from emberkeep.engine.hf.model_loader import HfModel, HfSettings
@@ -78,7 +78,7 @@ class HfWholeEngine:
         self._goes_on_by = settings.batch
         """Most tokens that can be added to a state at once."""
         self._empty, size = self._probe()
-        self.experts = ExpertCounter.of(
+        self.experts = HookExpertCounter.of(
             model.network, self._device, lambda: self._run(np.arange(3, dtype=np.int32), None), self._states.clear
         )
         cells = settings.cells or settings.context

@@ -33,22 +33,17 @@ from emberkeep.errors import EngineError
 
 Handle = int
 """The address of something that belongs to the library."""
-
 VERSIONS = ("0.5.", "0.6.")
 """Releases of llama.cpp whose structs are known here."""
-
 TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER_DEFINED, TOKEN_BYTE, TOKEN_LSTRIP, TOKEN_RSTRIP = 1, 8, 16, 32, 128, 256
 """Bits of a token's attributes."""
-
 VOCAB_NONE, VOCAB_SPM, VOCAB_BPE, VOCAB_WPM, VOCAB_UGM, VOCAB_RWKV = 0, 1, 2, 3, 4, 5
 FLASH_ATTENTION_OFF, FLASH_ATTENTION_ON = 0, 1
 TYPES: Mapping[str, int] = {"f16": 1, "q8_0": 8, "q4_0": 2}
 """ggml's numbers for the types that live KV may have."""
-
 LogCallback = CFUNCTYPE(None, c_int, c_char_p, c_void_p)
 NodeCallback = CFUNCTYPE(c_bool, c_void_p, c_bool, c_void_p)
 ProgressCallback = CFUNCTYPE(c_bool, c_float, c_void_p)
-
 _PADDING = ("padding", c_uint8 * 64)
 """Zeros behind a struct that is passed by value: what a later release appends to it is off then."""
 
@@ -134,7 +129,7 @@ class ContextParams06(ctypes.Structure):
     _fields_ = (*_CONTEXT_HEAD, ("since_0_6", c_void_p), *_CONTEXT_TAIL)
 
 
-class Batch(ctypes.Structure):
+class LlamaBatch(ctypes.Structure):
     _fields_ = (
         ("n_tokens", c_int32),
         ("token", POINTER(c_int32)),
@@ -257,7 +252,7 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_n_ctx": (c_uint32, (c_void_p,)),
     "llama_n_ctx_seq": (c_uint32, (c_void_p,)),
     "llama_n_ubatch": (c_uint32, (c_void_p,)),
-    "llama_decode": (c_int32, (c_void_p, Batch)),
+    "llama_decode": (c_int32, (c_void_p, LlamaBatch)),
     "llama_get_logits_ith": (c_void_p, (c_void_p, c_int32)),
     "llama_get_embeddings_seq": (c_void_p, (c_void_p, c_int32)),
     "llama_attach_threadpool": (None, (c_void_p, c_void_p, c_void_p)),

@@ -1,9 +1,9 @@
-"""Opening a llama.cpp context: one unified KV cache for all sequences, and threads that stay.
+"""Opening a llama.cpp context, with one unified KV cache for all sequences: what it is opened with, the
+fingerprint of its state, what it needs of memory, and the batches that extend it.
 
-OpenMP's threads wait for each other by spinning. Two of them on one core, put there by the kernel because another
-process or a waking thread was on the other one, spin through each other's time slices: beside one busy process a
-decode step takes three times as long as it needs to, beside a second server ten times. Bound to a core each, they
-share it fairly with whatever else runs there (`one_core_each`).
+With a context nearly all memory is allocated: weights, cells and buffers for the largest step. In RAM, pages
+count when they are touched: those of weights and cells when the engine is open, those of buffers in a step. On
+a GPU all of it counts at once, and only scratch of the kernels comes later.
 """
 
 from __future__ import annotations
@@ -12,43 +12,27 @@ import ctypes
 import hashlib
 import os
 import platform
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from ctypes import CFUNCTYPE, POINTER, byref, c_void_p
-from dataclasses import field
-from pathlib import Path
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from emberkeep.engine.base import DRAFT_ROWS, Rows
-from emberkeep.engine.former_names import Stored, known_as
+from emberkeep.config.machine import resident_ram, total_ram
+from emberkeep.engine.base import DRAFT_ROWS, Footprint, Rows
+from emberkeep.engine.facts import Stored, known_as
 from emberkeep.engine.llamacpp.c_api import (
     FLASH_ATTENTION_OFF,
     FLASH_ATTENTION_ON,
     TYPES,
     Handle,
-    ThreadPoolParams,
+    LlamaBatch,
     defaults,
 )
-from emberkeep.engine.llamacpp.kv_state import (
-    EMPTY,
-    HEAD_BYTES,
-    PARTIAL,
-    PROBE,
-    UNKNOWN,
-    VARIANTS,
-    Attention,
-    BatchBuffer,
-    Bytes,
-    Layout,
-    Recurrent,
-    read_state,
-)
-from emberkeep.engine.llamacpp.model import LlamaModel
+from emberkeep.engine.llamacpp.kv_state import Layout
+from emberkeep.engine.llamacpp.model import Gpu, LlamaModel, gpus
 from emberkeep.engine.llamacpp.shared_library import (
+    Allocation,
     llama,
     loaded_digest,
     loader_variables,
@@ -56,7 +40,7 @@ from emberkeep.engine.llamacpp.shared_library import (
     take_errors,
     version,
 )
-from emberkeep.engine.step_table import StepTable
+from emberkeep.engine.llamacpp.threads import available_cores
 from emberkeep.errors import EngineError
 from emberkeep.values import dataclass
 
@@ -82,26 +66,6 @@ class LlamaSettings:
     """Tokens of the payloads that there will be most of: for a GPU their memory is prepared."""
     stored: Stored | None = None
     """None: nothing is, or not by a fingerprint of before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """What was measured of a model on this machine, and what follows from it."""
-
-    reason: str
-    """Why flash attention is on or off, in a few words."""
-    tables: Mapping[bool, StepTable] = field(default_factory=dict)
-    """What steps take with flash attention and without: of the one way there is, or of both."""
-    wide_rows: int | None = None
-    """See `Capabilities.wide_rows`."""
-    has_choice: bool = False
-    """Whether the engine may change between both ways."""
-    measure: Callable[[Callable[[], bool]], Tuning | None] | None = None
-    """What measures all of it anew, unless the function that it is given says that something waits: None then.
-    None where there is nothing to measure."""
-
-
-NOT_TUNED = Tuning("nothing was measured")
 
 
 def open_context(model: LlamaModel, settings: LlamaSettings, on_node: Any) -> Handle:
@@ -216,219 +180,156 @@ def _original_context(model: LlamaModel) -> int:
     return int(given) if given else model.train_context
 
 
-# ── the layout of its state ──
-
-_FIRST = 0
-"""llama.cpp's sequence."""
-
-
-@dataclass(frozen=True, slots=True)
-class Exports:
-    """Two exports of one sequence: all of it, and what llama.cpp cannot take apart by range."""
-
-    whole: Bytes
-    partial: Bytes
-
-    @classmethod
-    def read(cls, context: Handle) -> Exports:
-        return cls(read_state(context, _FIRST), read_state(context, _FIRST, PARTIAL))
-
-
-def learn_layout(empty: Exports, probe: Exports, window: int) -> Layout:
-    """The layout of a context, from exports of a sequence without tokens and of one with `PROBE` of them.
-
-    Raises EngineError when it is none that this version knows.
-    """
-    attention, recurrent = _inventory(empty.whole)
-    windows, partial_recurrent = _inventory(empty.partial)
-    if recurrent != partial_recurrent:
-        raise EngineError(UNKNOWN)
-    if len(empty.whole) == len(empty.partial) and not recurrent:
-        windows = 0  # what has only ranges is never partial
-    has_rest = windows or recurrent
-    rest = probe.partial[HEAD_BYTES:] if has_rest else probe.partial[:0]
-    layout = Layout(
-        head=bytes(empty.whole[:HEAD_BYTES]),
-        ranges=_read_parts(probe.whole[HEAD_BYTES : len(probe.whole) - len(rest)], attention - windows),
-        windows=_read_parts(rest[: len(rest) - (recurrent.size if recurrent else 0)], windows),
-        window=window,
-        recurrent=recurrent,
-        nothing=bytes(empty.partial[HEAD_BYTES:]) if has_rest else b"",
-    )
-    _check_layout(layout, probe)
-    return layout
-
-
-def probe_layout(context: Handle, model: LlamaModel) -> Layout | None:
-    """Evaluate a few tokens in an empty context, and read the layout off what llama.cpp exports for them.
-
-    None for one that this version does not know. Raises EngineError.
-    """
-    memory = llama().llama_get_memory(context)
-    buffer = BatchBuffer(PROBE)
-    empty = Exports.read(context)
-    probe = model.vocab.bos if model.vocab.bos is not None else 0
-    buffer.decode(context, Rows(_FIRST - 1, 0, np.full(PROBE, probe, np.int32), outputs=0))
-    exports = Exports.read(context)
-    # A step with logits touches what the first real one would otherwise have to wait for.
-    buffer.decode(context, Rows(_FIRST - 1, PROBE, np.full(1, probe, np.int32), outputs=1))
-    llama().llama_memory_clear(memory, True)
-    try:
-        return learn_layout(empty, exports, llama().llama_model_n_swa(model.handle))
-    except EngineError:
-        return None
-
-
-def _check_layout(layout: Layout, probe: Exports) -> None:
-    if not layout.ranges and not layout.unit.has_snapshots:
-        raise EngineError(UNKNOWN)
-    for payload in layout.split(probe.whole, (0, PROBE)) if layout.ranges else ():
-        layout.check_range(payload, 0)
-    if layout.unit.has_snapshots:
-        layout.check_snapshot(memoryview(probe.partial), PROBE)
-
-
-def _inventory(empty: Bytes) -> tuple[int, Recurrent | None]:
-    """How many attention parts a state without cells has, and its recurrent part."""
-    count, rest = 0, empty[HEAD_BYTES:]
-    while bytes(rest[: len(EMPTY)]) == EMPTY:
-        count, rest = count + 1, rest[len(EMPTY) :]
-    return count, Recurrent.read(rest) if len(rest) else None
-
-
-def _read_parts(state: Bytes, count: int) -> tuple[Attention, ...]:
-    """The `count` parts that `state` consists of, from first to last byte."""
-    if count == 0 and len(state) == 0:
-        return ()
-    for has_values, extra in VARIANTS if count else ():
-        part = Attention.read(state, PROBE, has_values=has_values, extra=extra)
-        if part is not None and part.size(PROBE) <= len(state):
-            with suppress(EngineError):
-                return part, *_read_parts(state[part.size(PROBE) :], count - 1)
-    raise EngineError(UNKNOWN)
-
-
 # ── threads and memory ──
 
 _F32 = 4
-_CPU = 0
-"""ggml's number for devices of this type."""
-_TASKS = Path("/proc/self/task")
-
-
-class ThreadPool:
-    """Compute threads that stay. Must outlive the contexts it is attached to.
-
-    A library with OpenMP keeps its threads, and then this does nothing. One without starts them anew for every
-    step, unless it is given a pool.
-    """
-
-    def __init__(self) -> None:
-        self._handle: Handle | None = None
-
-    def start(self, threads: int) -> None:
-        """Raises EngineError."""
-        if threads > 1 and "OPENMP = 1" not in system_info():
-            params = defaults(llama().ggml_threadpool_params_default, threads)
-            self._handle = _cpu_function("ggml_threadpool_new", c_void_p, POINTER(ThreadPoolParams))(byref(params))
-            if not self._handle:
-                raise EngineError(f"llama.cpp could not start {threads} threads: try fewer --threads.")
-
-    def attach(self, context: Handle) -> None:
-        if self._handle:
-            llama().llama_attach_threadpool(context, self._handle, None)
-
-    def close(self) -> None:
-        if self._handle:
-            _cpu_function("ggml_threadpool_free", None, c_void_p)(self._handle)
-            self._handle = None
-
-
-def _cpu_function(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of the CPU backend, which may be in a file that the library has opened by itself."""
-    device = llama().ggml_backend_dev_by_type(_CPU)
-    address = llama().ggml_backend_reg_get_proc_address(
-        llama().ggml_backend_dev_backend_reg(device), name.encode()
-    )
-    return CFUNCTYPE(result, *arguments)(address)
-
-
-_own = threading.local()
-"""`cores`: those that this thread could use before it was bound to one of them."""
-
-
-def available_cores() -> int:
-    """Cores that this process may use, also where this thread is bound to one."""
-    return len(own_cores()) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def own_cores() -> set[int]:
-    """Those of `available_cores`; none where they cannot be told apart."""
-    cores: set[int] | None = getattr(_own, "cores", None)
-    return cores or (os.sched_getaffinity(0) if sys.platform == "linux" else set())
-
-
-def name_workers() -> str:
-    """Give this thread a name of its own, which the workers that it starts inherit: how they are found again."""
-    name = f"engine-{threading.get_native_id()}"
-    with suppress(OSError):
-        (_TASKS / str(threading.get_native_id()) / "comm").write_text(name)
-    return name
-
-
-@contextmanager
-def one_core_each() -> Iterator[None]:
-    """Take an engine's first step inside of it: afterwards this thread and its workers have a core each.
-
-    Nothing changes where there are fewer workers than cores: the kernel knows better which ones are free. What
-    this thread starts from now on stays on its core, so it should be a thread of the engine's own. Another engine
-    that is opened on it has workers of its own, which get a core each as well.
-    """
-    if sys.platform != "linux":
-        yield
-        return
-    own, name, cores = threading.get_native_id(), name_workers(), own_cores()
-    with suppress(OSError):
-        os.sched_setaffinity(own, cores)
-    before = _threads_named(name)
-    yield
-    with suppress(OSError):
-        new = [task for task in _threads_named(name) if task not in before]
-        # None that are new: OpenMP has one team for all engines of a thread.
-        _bind([own, *(new or (task for task in before if task != own))], cores)
-
-
-@contextmanager
-def cores_kept() -> Iterator[None]:
-    """Afterwards this thread may use the cores that it may use now."""
-    cores = os.sched_getaffinity(0) if sys.platform == "linux" else set()
-    try:
-        yield
-    finally:
-        if sys.platform == "linux":
-            os.sched_setaffinity(0, cores)
-
-
-def _threads_named(name: str) -> list[int]:
-    return sorted(int(task.name) for task in _TASKS.iterdir() if _name_of(task) == name)
-
-
-def _name_of(task: Path) -> str:
-    try:
-        return (task / "comm").read_text().strip()
-    except OSError:  # it has ended meanwhile
-        return ""
-
-
-def _bind(threads: list[int], cores: set[int]) -> None:
-    """The first is this one."""
-    if sys.platform == "linux" and len(threads) == len(cores) > 1:
-        _own.cores = cores
-        for thread, core in zip(threads, sorted(cores), strict=True):
-            os.sched_setaffinity(thread, {core})
 
 
 def score_bytes(model: LlamaModel, settings: LlamaSettings) -> int:
     """What a step takes without flash attention at most: a number for each row, cell and head."""
     heads = max(int(llama().llama_model_n_head(model.handle)), 1)
     return settings.batch * settings.cells * heads * _F32
+
+
+class BatchBuffer:
+    """Owns the memory that its `llama_batch` points to."""
+
+    def __init__(self, capacity: int) -> None:
+        self._tokens = np.zeros(capacity, np.int32)
+        self._positions = np.zeros(capacity, np.int32)
+        self._sequences = np.zeros(capacity, np.int32)
+        self._sequence_counts = np.ones(capacity, np.int32)
+        self._sequence_pointers = self._sequences.ctypes.data + 4 * np.arange(capacity, dtype=np.uint64)
+        self._wanted = np.zeros(capacity, np.int8)
+        self._batch = LlamaBatch(
+            n_tokens=0,
+            token=_pointer(self._tokens, ctypes.c_int32),
+            embd=None,
+            pos=_pointer(self._positions, ctypes.c_int32),
+            n_seq_id=_pointer(self._sequence_counts, ctypes.c_int32),
+            seq_id=_pointer(self._sequence_pointers, ctypes.POINTER(ctypes.c_int32)),
+            logits=_pointer(self._wanted, ctypes.c_int8),
+        )
+
+    def fill(self, batch: Sequence[Rows]) -> tuple[LlamaBatch, list[int]]:
+        """The filled batch and, for each of `batch`, its first row that wants logits."""
+        end = 0
+        first_outputs = []
+        for rows in batch:
+            begin, end = end, end + len(rows.tokens)
+            self._tokens[begin:end] = rows.tokens
+            self._positions[begin:end] = np.arange(rows.start, rows.start + end - begin, dtype=np.int32)
+            self._sequences[begin:end] = rows.sequence + 1  # 0 is the engine's scratch sequence
+            self._wanted[begin:end] = 0
+            self._wanted[end - rows.outputs : end] = 1
+            first_outputs.append(end - rows.outputs)
+        self._batch.n_tokens = end
+        return self._batch, first_outputs
+
+    def decode(self, context: Handle, rows: Rows) -> None:
+        """Raises EngineError."""
+        if llama().llama_decode(context, self.fill([rows])[0]):
+            raise EngineError(f"llama.cpp could not evaluate a token: {take_errors()}.")
+
+    def want_any(self) -> None:
+        """Let at least one row of what was filled in want logits."""
+        end = self._batch.n_tokens
+        if not self._wanted[:end].any():
+            self._wanted[end - 1] = 1
+
+    @property
+    def wanted(self) -> int:
+        """The first row that wants logits."""
+        return int(self._wanted[: self._batch.n_tokens].argmax())
+
+
+def _pointer(array: np.ndarray[tuple[int], np.dtype[np.generic]], to: type) -> object:
+    return ctypes.cast(array.ctypes.data, ctypes.POINTER(to))
+
+
+_OF_STEPS = ("compute", "output")
+"""Kinds of buffers that are not touched before a step needs them."""
+_F32 = 4
+_UNPACKED = 4
+"""So many times as large are keys and values as f16, at most."""
+
+
+def footprint_of(
+    model: LlamaModel,
+    settings: LlamaSettings,
+    told: Sequence[Allocation],
+    kv_bytes_per_token: int,
+    has_scores: bool,
+) -> Footprint | None:
+    """Of an engine that is open, idle, and has taken a step. None where it does not say what is on a GPU.
+
+    `told`: what was allocated for it. `has_scores`: it may be opened without flash attention, although it was
+    opened with it or with fewer cells.
+    """
+    if model.offloads:
+        return on_gpu(model, settings, told, kv_bytes_per_token, gpus())
+    later = _sum(told, _OF_STEPS) + (score_bytes(model, settings) if has_scores else 0)
+    least = int(llama().llama_model_size(model.handle)) + settings.cells * kv_bytes_per_token
+    held = max(sum(buffer.size for buffer in told) - _sum(told, _OF_STEPS), least)
+    return Footprint(
+        device="cpu",
+        capacity=total_ram(),
+        # The process has more than the buffers: vocabulary, threads and what they compute with. It may have less:
+        # weights that are mapped come when they are used.
+        fixed=max(resident_ram() or 0, model.resident_before + held) + later,
+        per_step_token=kv_bytes_per_token,  # what a step computed is copied out of the context
+        per_context_token=0,
+        per_pair=0,
+        per_logits_row=0,
+    )
+
+
+def on_gpu(
+    model: LlamaModel,
+    settings: LlamaSettings,
+    told: Sequence[Allocation],
+    kv_bytes_per_token: int,
+    found: Sequence[Gpu],
+) -> Footprint | None:
+    """Of the GPU in use that has least free: what a step adds, it adds on each of them. None where it is not told
+    which has what, or what is free."""
+    used = {gpu.name: sum(buffer.size for buffer in told if _is_on(gpu, buffer)) for gpu in found}
+    tightest = min((gpu for gpu in found if used[gpu.name] and gpu.total), key=lambda gpu: gpu.free, default=None)
+    if tightest is None:
+        return None
+    fixed = used[tightest.name]
+    is_packed = settings.kv_type != "f16"
+    return Footprint(
+        device=tightest.name,
+        # A driver that cannot tell says that everything is free.
+        capacity=min(fixed + tightest.free, tightest.total),
+        fixed=fixed,
+        per_step_token=_scratch(model),
+        # Flash attention unpacks the keys and values of a layer.
+        per_context_token=_UNPACKED * kv_bytes_per_token / _number(model, "block_count", 1) if is_packed else 0,
+        per_pair=0,
+        per_logits_row=0,
+        in_ram=sum(buffer.size for buffer in told) - sum(used.values()),
+    )
+
+
+def _is_on(gpu: Gpu, buffer: Allocation) -> bool:
+    return buffer.place == gpu.name or buffer.place.startswith(f"{gpu.name}_")
+
+
+def _scratch(model: LlamaModel) -> int:
+    """What kernels have in hand for a token: the input and the output of the widest product, which experts have
+    several times."""
+    width, wide = _number(model, "embedding_length", 0), _number(model, "feed_forward_length", 0)
+    experts, of_one = _number(model, "expert_used_count", 0), _number(model, "expert_feed_forward_length", wide)
+    return _F32 * max(width + (wide or 4 * width), experts * (width + of_one))
+
+
+def _number(model: LlamaModel, key: str, otherwise: int) -> int:
+    """The largest, where each layer has its own."""
+    said = model.metadata(f"{model.metadata('general.architecture')}.{key}") or ""
+    return max(map(int, re.findall(r"\d+", said)), default=otherwise)
+
+
+def _sum(told: Iterable[Allocation], kinds: Sequence[str]) -> int:
+    return sum(buffer.size for buffer in told if buffer.kind in kinds)

@@ -1,7 +1,7 @@
 """Weights that llama.cpp loads while the rest of the program is imported, which takes about as long.
 
-The `LlamaModel` of the same file takes them, if it is still the file of which the load began. Whatever fails here
-is met again, and said, by who loads them then.
+The `LlamaModel` of the same file takes them, if it is still the file of which the load began. Whatever fails
+here is met again, and said, by who loads them then.
 """
 
 from __future__ import annotations

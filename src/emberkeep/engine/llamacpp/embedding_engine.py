@@ -1,8 +1,8 @@
 """Embedding models in llama.cpp: encoders such as BERT, and decoders whose states are pooled.
 
-llama.cpp pools the tokens of one step, so an input has to be in one as a whole. The last token of a causal model,
-however, has the same state wherever the input was cut. There steps stay short, because each token in a step of
-llama.cpp takes a row of logits, as wide as the vocabulary, whether they are wanted or not.
+llama.cpp pools the tokens of one step, so an input has to be in one as a whole. The last token of a causal
+model, however, has the same state wherever the input was cut. There steps stay short, because each token in a
+step of llama.cpp takes a row of logits, as wide as the vocabulary, whether they are wanted or not.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import numpy as np
 from emberkeep.engine.base import Rows
 from emberkeep.engine.embedding import EmbeddingCapabilities, Framing, TokenInput, Vectors
 from emberkeep.engine.llamacpp.c_api import Handle, defaults
-from emberkeep.engine.llamacpp.context import ThreadPool, available_cores
-from emberkeep.engine.llamacpp.kv_state import BatchBuffer
+from emberkeep.engine.llamacpp.context import BatchBuffer
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import (
     llama,
@@ -28,6 +27,7 @@ from emberkeep.engine.llamacpp.shared_library import (
     take_errors,
     version,
 )
+from emberkeep.engine.llamacpp.threads import ThreadPool, available_cores
 from emberkeep.errors import EngineError, ModelBroken
 from emberkeep.types.embedding import Pooling
 from emberkeep.values import dataclass
@@ -36,7 +36,6 @@ SEQUENCES = 63
 """Inputs of one step."""
 _NUMBERED = SEQUENCES + 1
 """llama.cpp plans its buffers for a multiple of so many tokens, and ends the process where a step is none."""
-
 _POOLING = {1: Pooling.MEAN, 2: Pooling.CLS, 3: Pooling.LAST, 4: Pooling.RANK}
 _NUMBERS = {pooling: number for number, pooling in _POOLING.items()}
 _YES_AND_NO = ((2, "qwen3"), (2, "qwen3vl"))

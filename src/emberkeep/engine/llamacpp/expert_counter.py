@@ -1,8 +1,8 @@
 """Which experts of a mixture are chosen, seen through llama.cpp's evaluation callback.
 
-llama.cpp asks the callback about every node of a graph, some thousand per step, and computes the graph in one go
-where there is none. It takes a callback only when a context is opened. So a context that is not watched has none,
-and watching begins with opening another one.
+llama.cpp asks the callback about every node of a graph, some thousand per step, and computes the graph in one
+go where there is none. It takes a callback only when a context is opened. So a context that is not watched has
+none, and watching begins with opening another one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.types.models import ExpertStats, LayerExperts
 
 log = logging.getLogger("emberkeep.engine")
-
 _CHOSEN = b"ffn_moe_topk-"
 """How llama.cpp names the node that holds the chosen experts, before the number of the layer."""
-
 _Totals = npt.NDArray[np.int64]
 """Per expert how many tokens chose it, and after that the number of tokens."""
 
@@ -31,7 +29,7 @@ _Totals = npt.NDArray[np.int64]
 _NAME = Tensor.name.offset
 
 
-class ExpertCounter:
+class GraphExpertCounter:
     """See `ExpertTracking` for the contracts. `reopen` opens the engine's context anew, with this `callback`."""
 
     def __init__(self, experts: int, used: int | None, reopen: Callable[[], None]) -> None:
@@ -44,7 +42,7 @@ class ExpertCounter:
         self.enabled = False
 
     @classmethod
-    def of(cls, model: LlamaModel, reopen: Callable[[], None]) -> ExpertCounter | None:
+    def of(cls, model: LlamaModel, reopen: Callable[[], None]) -> GraphExpertCounter | None:
         """None for a model without experts to choose from."""
         architecture = model.metadata("general.architecture")
         experts = int(model.metadata(f"{architecture}.expert_count") or 0)

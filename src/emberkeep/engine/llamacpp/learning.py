@@ -1,5 +1,6 @@
-"""What an engine has to know of its model's state before it can take a step: how the state lies, with either kind
-of attention, and whether it can be moved to other positions.
+"""What an engine has to know of its model's state before it can take a step: how the state lies, with either
+kind of attention, and whether it can be moved to other positions. llama.cpp says that it can move the keys of
+all models, also of those whose keys it then rotates or scales wrongly.
 
 It is tried out in small contexts, and remembered. A memory that is wrong all the same is noticed when the first
 state is exported, whose every skeleton byte is compared with the layout (`LlamaEngine.export_kv`).
@@ -7,17 +8,25 @@ state is exported, whose every skeleton byte is compared with the layout (`Llama
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from emberkeep.engine.base import KvUnit, Rows
 from emberkeep.engine.facts import Facts
-from emberkeep.engine.llamacpp.context import LlamaSettings, open_context, probe_layout
-from emberkeep.engine.llamacpp.kv_state import Attention, LayerTensor, Layout, Recurrent
+from emberkeep.engine.llamacpp.c_api import TYPES, Handle
+from emberkeep.engine.llamacpp.context import BatchBuffer, LlamaSettings, open_context
+from emberkeep.engine.llamacpp.kv_forms import counterpart
+from emberkeep.engine.llamacpp.kv_parts import EMPTY, UNKNOWN, VARIANTS, Attention, Bytes, LayerTensor, Recurrent
+from emberkeep.engine.llamacpp.kv_state import HEAD_BYTES, PARTIAL, PROBE, Layout, read_state
 from emberkeep.engine.llamacpp.model import LlamaModel
-from emberkeep.engine.llamacpp.reposition import can_reposition
 from emberkeep.engine.llamacpp.shared_library import buffers_that_go, llama
-from emberkeep.engine.llamacpp.transpose import counterpart
+from emberkeep.errors import EngineError
 from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
@@ -147,3 +156,197 @@ def _part(data: Sequence[Any]) -> Attention:
     return Attention(
         cell_bytes, layers, tuple(LayerTensor(*tensor) for tensor in tensors), is_transposed, bytes.fromhex(extra)
     )
+
+
+# ── the layout of its state ──
+
+_FIRST = 0
+"""llama.cpp's sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exports:
+    """Two exports of one sequence: all of it, and what llama.cpp cannot take apart by range."""
+
+    whole: Bytes
+    partial: Bytes
+
+    @classmethod
+    def read(cls, context: Handle) -> Exports:
+        return cls(read_state(context, _FIRST), read_state(context, _FIRST, PARTIAL))
+
+
+def learn_layout(empty: Exports, probe: Exports, window: int) -> Layout:
+    """The layout of a context, from exports of a sequence without tokens and of one with `PROBE` of them.
+
+    Raises EngineError when it is none that this version knows.
+    """
+    attention, recurrent = _inventory(empty.whole)
+    windows, partial_recurrent = _inventory(empty.partial)
+    if recurrent != partial_recurrent:
+        raise EngineError(UNKNOWN)
+    if len(empty.whole) == len(empty.partial) and not recurrent:
+        windows = 0  # what has only ranges is never partial
+    has_rest = windows or recurrent
+    rest = probe.partial[HEAD_BYTES:] if has_rest else probe.partial[:0]
+    layout = Layout(
+        head=bytes(empty.whole[:HEAD_BYTES]),
+        ranges=_read_parts(probe.whole[HEAD_BYTES : len(probe.whole) - len(rest)], attention - windows),
+        windows=_read_parts(rest[: len(rest) - (recurrent.size if recurrent else 0)], windows),
+        window=window,
+        recurrent=recurrent,
+        nothing=bytes(empty.partial[HEAD_BYTES:]) if has_rest else b"",
+    )
+    _check_layout(layout, probe)
+    return layout
+
+
+def probe_layout(context: Handle, model: LlamaModel) -> Layout | None:
+    """Evaluate a few tokens in an empty context, and read the layout off what llama.cpp exports for them.
+
+    None for one that this version does not know. Raises EngineError.
+    """
+    memory = llama().llama_get_memory(context)
+    buffer = BatchBuffer(PROBE)
+    empty = Exports.read(context)
+    probe = model.vocab.bos if model.vocab.bos is not None else 0
+    buffer.decode(context, Rows(_FIRST - 1, 0, np.full(PROBE, probe, np.int32), outputs=0))
+    exports = Exports.read(context)
+    # A step with logits touches what the first real one would otherwise have to wait for.
+    buffer.decode(context, Rows(_FIRST - 1, PROBE, np.full(1, probe, np.int32), outputs=1))
+    llama().llama_memory_clear(memory, True)
+    try:
+        return learn_layout(empty, exports, llama().llama_model_n_swa(model.handle))
+    except EngineError:
+        return None
+
+
+def _check_layout(layout: Layout, probe: Exports) -> None:
+    if not layout.ranges and not layout.unit.has_snapshots:
+        raise EngineError(UNKNOWN)
+    for payload in layout.split(probe.whole, (0, PROBE)) if layout.ranges else ():
+        layout.check_range(payload, 0)
+    if layout.unit.has_snapshots:
+        layout.check_snapshot(memoryview(probe.partial), PROBE)
+
+
+def _inventory(empty: Bytes) -> tuple[int, Recurrent | None]:
+    """How many attention parts a state without cells has, and its recurrent part."""
+    count, rest = 0, empty[HEAD_BYTES:]
+    while bytes(rest[: len(EMPTY)]) == EMPTY:
+        count, rest = count + 1, rest[len(EMPTY) :]
+    return count, Recurrent.read(rest) if len(rest) else None
+
+
+def _read_parts(state: Bytes, count: int) -> tuple[Attention, ...]:
+    """The `count` parts that `state` consists of, from first to last byte."""
+    if count == 0 and len(state) == 0:
+        return ()
+    for has_values, extra in VARIANTS if count else ():
+        part = Attention.read(state, PROBE, has_values=has_values, extra=extra)
+        if part is not None and part.size(PROBE) <= len(state):
+            with suppress(EngineError):
+                return part, *_read_parts(state[part.size(PROBE) :], count - 1)
+    raise EngineError(UNKNOWN)
+
+
+_CELLS = 256
+_MIXED = 64
+"""Heads of multiples of it are mixed."""
+_FRESH, _MOVED, _BYSTANDER = range(3)
+_FROM, _TO = 90, 2
+_TOLERANCE = {"f16": 0.02, "q8_0": 0.05, "q4_0": 0.4}
+"""Of the largest number in a key: rotating in 16 bits costs a tenth of that, quantising three times the rest."""
+_SCALE_TOLERANCE = 0.1
+"""Of all keys together, in which the errors of quantising cancel out."""
+
+
+def can_reposition(model: LlamaModel, layout: Layout, live: LlamaSettings) -> bool:
+    """Tried out in a small context, with a token that stands alone: it sees nothing but itself wherever it is.
+
+    Moved, its keys must be those that the model computes at the new position, and no other sequence's may change.
+    """
+    if layout.unit is not KvUnit.RANGE or not _survives_trial(model, live.kv_type):
+        return False
+    settings = replace(live, context=_CELLS, cells=_CELLS, sequences=2, batch=8)
+    context = open_context(model, settings, None)
+    memory = llama().llama_get_memory(context)
+    try:
+        if not llama().llama_memory_can_shift(memory):
+            return False
+        _evaluate(context, _MOVED, _FROM)
+        _evaluate(context, _BYSTANDER, _TO)
+        before = read_state(context, _BYSTANDER)
+        llama().llama_memory_seq_add(memory, _MOVED, -1, -1, _TO - _FROM)
+        _evaluate(context, _FRESH, _TO)
+        fresh, moved, bystander = (read_state(context, sequence) for sequence in range(3))
+    finally:
+        llama().llama_free(context)
+    return np.array_equal(bystander, before) and _are_close(
+        list(_keys(layout, moved)), list(_keys(layout, fresh)), _TOLERANCE[live.kv_type]
+    )
+
+
+def _survives_trial(model: LlamaModel, kv_type: str) -> bool:
+    """Whether llama.cpp survives it.
+
+    Its graph for quantised keys is right only where whole heads are rotated and where it has mixed the numbers
+    of each head before it quantised them; otherwise it ends the process, and so may a GPU that cannot compute it.
+    """
+    is_mixed = not os.environ.get("LLAMA_ATTN_ROT_DISABLE")
+    return kv_type == "f16" or (is_mixed and not model.offloads and _rotates_whole_heads(model))
+
+
+def _rotates_whole_heads(model: LlamaModel) -> bool:
+    def number(key: str) -> int:
+        text = model.metadata(f"{model.metadata('general.architecture')}.{key}") or ""
+        return int(text) if text.isdigit() else 0
+
+    heads = max(number("attention.head_count"), 1)
+    width = number("attention.key_length") or number("embedding_length") // heads
+    return width % _MIXED == 0 and number("rope.dimension_count") in (0, width)
+
+
+def _evaluate(context: Handle, sequence: int, position: int) -> None:
+    BatchBuffer(1).decode(context, Rows(sequence - 1, position, np.zeros(1, np.int32), outputs=0))
+
+
+def _keys(layout: Layout, state: Bytes) -> Iterator[Numbers]:
+    """Of each layer, in the state of a single token."""
+    for begin, run in layout.runs(1):
+        for offset in range(begin, begin + run.count * run.stride(1), run.stride(1)):
+            if run.is_key:
+                yield dequantize(state[offset : offset + run.tensor.row_bytes], run.tensor.kind)
+
+
+def _are_close(moved: Sequence[Numbers], fresh: Sequence[Numbers], tolerance: float) -> bool:
+    layers = zip(moved, fresh, strict=True)
+    if not all(np.abs(there - here).max() < tolerance * np.abs(here).max() for there, here in layers):
+        return False
+    there, here = np.concatenate(moved), np.concatenate(fresh)
+    return bool(abs(there @ here / (here @ here) - 1) < _SCALE_TOLERANCE)
+
+
+Numbers = npt.NDArray[np.float32]
+BLOCK = 32
+"""Numbers that share a scale in quantised types."""
+
+
+def dequantize(row: Bytes, kind: int) -> Numbers:
+    """Raises EngineError for a type that live state never has."""
+    if kind == TYPES["f16"]:
+        return row.view(np.float16).astype(np.float32)
+    if kind == TYPES["q8_0"]:
+        scales, rest = _blocks(row, BLOCK)
+        return (rest.view(np.int8) * scales).ravel()
+    if kind == TYPES["q4_0"]:
+        scales, rest = _blocks(row, BLOCK // 2)
+        numbers = np.concatenate([rest & 15, rest >> 4], axis=1).astype(np.float32) - 8
+        return (numbers * scales).ravel()
+    raise EngineError(f"State of ggml's type {kind} cannot be read.")
+
+
+def _blocks(row: Bytes, size: int) -> tuple[Numbers, Bytes]:
+    """The scale of each block, and the `size` bytes behind it."""
+    blocks = row.reshape(-1, 2 + size)
+    return blocks[:, :2].copy().view(np.float16).astype(np.float32), np.ascontiguousarray(blocks[:, 2:])

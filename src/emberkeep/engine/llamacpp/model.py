@@ -1,4 +1,5 @@
-"""A loaded GGUF model, and where its layers are computed: on which GPUs, how many, and what of them stays in RAM.
+"""A loaded GGUF model, and where its layers are computed: on which GPUs, how many, and what of them stays in
+RAM.
 
 The GPUs are handed to llama.cpp as a list of our own, and so is how layers are shared out among them: what is
 planned here is then what happens, and can be said in a fingerprint.
@@ -46,7 +47,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerBytes:
+class LayerSizes:
     weights: int
     """Without experts."""
     experts: int = 0
@@ -56,7 +57,7 @@ class LayerBytes:
 
 @dataclass(frozen=True, slots=True)
 class ModelBytes:
-    layers: tuple[LayerBytes, ...]
+    layers: tuple[LayerSizes, ...]
     output: int
     """What is computed after the last layer."""
     buffers: int

@@ -23,13 +23,15 @@ from typing import Any
 
 import platformdirs
 
+from emberkeep.config.machine import cpu_facts
+from emberkeep.engine import facts
+from emberkeep.engine.facts import Facts, facts_folder
 from emberkeep.engine.llamacpp import c_api
 from emberkeep.errors import EngineError
 from emberkeep.file_digests import Changed, remembered_digest
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.llamacpp")
-
 AUTO = "auto"
 NATIVE, READY_MADE = "native", "ready-made"
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
@@ -163,7 +165,7 @@ _BUFFER = re.compile(r"(\S+)\s+(\S+) buffer size =\s*([\d.]+) MiB")
 
 
 @dataclass(frozen=True, slots=True)
-class Buffer:
+class Allocation:
     place: str
     """As `CPU`, `CPU_REPACK`, `CUDA0`, `CUDA_Host`."""
     kind: str
@@ -171,7 +173,7 @@ class Buffer:
     size: int
 
 
-_buffers: list[Buffer] = []
+_buffers: list[Allocation] = []
 
 
 @c_api.LogCallback  # type: ignore[untyped-decorator]
@@ -181,7 +183,7 @@ def _on_log(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
         _recent_errors.append(line)
         del _recent_errors[:-8]
     if found := _BUFFER.search(line):
-        _buffers.append(Buffer(found[1], found[2], int(float(found[3]) * (1 << 20))))
+        _buffers.append(Allocation(found[1], found[2], int(float(found[3]) * (1 << 20))))
     # llama.cpp tells the caller the same through return codes: its own words are for debugging.
     if level in _LEVELS and line and log.isEnabledFor(logging.DEBUG):
         log.debug("%s", line)
@@ -224,7 +226,7 @@ def take_errors() -> str:
     return re.sub(r"^\w+: ", "", first).rstrip(".")
 
 
-def take_buffers() -> list[Buffer]:
+def take_buffers() -> list[Allocation]:
     """What llama.cpp said it allocated since the last call: only its log says so."""
     taken = list(_buffers)
     _buffers.clear()
@@ -308,3 +310,17 @@ _PACKAGES = {
 def prebuilt() -> Prebuilt | None:
     """The one for this machine; None where there is none of a known release."""
     return _PACKAGES.get((sys.platform, platform.machine()))
+
+
+def file_name(library: LibraryFile, *more: str) -> str:
+    """Of what was found out about a library on this kind of CPU, and `more` beside it. Raises EngineError."""
+    return facts.file_name(*_about(library), *more)
+
+
+def facts_about(*about: object, folder: Path | None = None) -> Facts:
+    """With the library in use, and what they depend on besides. Raises EngineError where there is none."""
+    return Facts(folder or facts_folder("llamacpp"), *_about(library_in_use()), *about)
+
+
+def _about(library: LibraryFile) -> tuple[str, ...]:
+    return (digest(library), *cpu_facts(instructions=True), *loader_variables())

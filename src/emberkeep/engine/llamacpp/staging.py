@@ -1,8 +1,9 @@
-"""State between a GPU and the store's memory: the chunks of a long range at once, through pinned memory.
+"""State between a context and the store's memory: checked, packed and unpacked.
 
-llama.cpp copies the rows of one layer after the other, and waits for each copy. For a chunk alone that is
-thousands of small copies; so a range of many chunks leaves and enters the library as one state. What has to be cut
-out of it, or put together, other threads do while the next one is on its way, and while the engine goes on:
+From and to a GPU the chunks of a long range go at once, through pinned memory: llama.cpp copies the rows of one
+layer after the other, and waits for each copy. For a chunk alone that is thousands of small copies; so a range
+of many chunks leaves and enters the library as one state. What has to be cut out of it, or put together, other
+threads do while the next one is on its way, and while the engine goes on:
 
     GPU      | range 0 | range 1 | range 2 | the next step
     threads            | cut 0   | cut 1   | cut 2 |
@@ -16,7 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import field
 from functools import partial
 from itertools import cycle, pairwise
@@ -26,23 +27,152 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from emberkeep.engine.base import Payload
+from emberkeep.engine.base import Exported, KvExport, KvUnit, Payload
 from emberkeep.engine.llamacpp.c_api import Handle
-from emberkeep.engine.llamacpp.context import own_cores
-from emberkeep.engine.llamacpp.kv_packing import pack_range
-from emberkeep.engine.llamacpp.kv_state import Bytes, Layout
+from emberkeep.engine.llamacpp.kv_forms import pack_range, unpack_range
+from emberkeep.engine.llamacpp.kv_parts import Bytes
+from emberkeep.engine.llamacpp.kv_state import PARTIAL, Layout, read_state, share_range, write_state
+from emberkeep.engine.llamacpp.learning import StateFacts
+from emberkeep.engine.llamacpp.live_context import SCRATCH, LiveContext
 from emberkeep.engine.llamacpp.shared_library import llama
+from emberkeep.engine.llamacpp.threads import own_cores
+from emberkeep.engine.packing import is_packed
 from emberkeep.engine.payload_memory import PayloadMemory
+from emberkeep.errors import EngineError
 from emberkeep.values import dataclass
 
 T = TypeVar("T")
-
 _STAGE = 128 << 20
 """Bytes that are on their way at once: a copy of a layer's rows is then large enough for the full speed."""
 _FIRST_PART = 4
 """What is loaded first is one part of a stage of so many."""
 _STAGES = 4
 _MOST_THREADS = 8
+
+
+class StateTransfer:
+    """Belongs to the engine's thread. What was remembered of the layout is compared with the first state that
+    leaves: where they differ it is forgotten, and an EngineError says so."""
+
+    def __init__(self, context: LiveContext, facts: StateFacts) -> None:
+        self._context = context
+        self._facts = facts
+        self._staging: Staging | None = None
+        self._is_layout_seen = False
+
+    def stage(self, staging: Staging) -> None:
+        """From now on long ranges go through `staging`, which is closed with this."""
+        self._staging = staging
+
+    def close(self) -> None:
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
+
+    @property
+    def _layout(self) -> Layout:
+        layout = self._context.layout
+        assert layout is not None
+        return layout
+
+    # ── ranges: for an engine whose state has any ──
+
+    def export(self, sequence: int, borders: Sequence[int], bits: int) -> KvExport:
+        """Copies of the ranges between `borders`. Raises EngineError."""
+        layout, context = self._layout, self._context
+
+        def read(start: int, end: int, into: Bytes | None = None) -> Bytes:
+            with share_range(context.memory, sequence + 1, SCRATCH, start, end):
+                if layout.recurrent:
+                    # Takes the recurrent state, which may be large, out of the copy.
+                    write_state(context.handle, SCRATCH, layout.empty_snapshot, PARTIAL)
+                return read_state(context.handle, SCRATCH, into=into)
+
+        if not self._is_layout_seen:
+            self._check_layout(layout, read(borders[0], borders[1]), borders[0], borders[1])
+        if self._staging is not None and len(borders) > 2:
+            return self._staging.export(layout, borders, read, bits)
+        # Cut outside of the library where an export brings the windows with it: once is enough.
+        spans = pairwise(borders) if context.unit is KvUnit.RANGE else [borders]
+        payloads = [payload for span in spans for payload in layout.split(read(span[0], span[-1]), span)]
+        if bits == 16:
+            return Exported(payloads)
+        ranges = zip(payloads, pairwise(borders), strict=True)
+        return Exported([pack_range(layout, payload, end - start, bits) for payload, (start, end) in ranges])
+
+    def _check_layout(self, layout: Layout, state: Bytes, start: int, end: int) -> None:
+        with self._remembered_rightly():
+            (payload,) = layout.split(state, (start, end))
+            if layout.check_range(payload, start) != end:
+                raise EngineError("it holds another number of tokens")
+        self._is_layout_seen = True
+
+    @contextmanager
+    def _remembered_rightly(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineError as error:
+            self._facts.forget()
+            raise EngineError(
+                f"llama.cpp's state is not as it was remembered ({error}): nothing is stored until a restart."
+            ) from error
+
+    def check(self, payloads: Sequence[Payload], start: int) -> tuple[list[Bytes], list[int]]:
+        """The states in `payloads`, which must follow each other from `start` on, and where each ends. Raises
+        EngineError."""
+        layouts, states, ends = self._context.layouts, [], [start]
+        for payload in payloads:
+            if not layouts.own.begins(payload) and is_packed(payload):
+                payload = unpack_range(layouts, payload)
+            states.append(np.frombuffer(payload, np.uint8))
+            ends.append(layouts.of(states[-1]).check_range(payload, ends[-1]))
+        return states, ends[1:]
+
+    def load(self, sequence: int, start: int, end: int, states: Sequence[Bytes], ends: Sequence[int]) -> bool:
+        """Append what was checked to `sequence`, as far as `end`. False: there is no room for all of it."""
+
+        def write(until: int, state: Bytes) -> bool:
+            nonlocal start
+            begin, start = start, min(until, end)
+            return begin >= start or self._context.append(sequence, begin, start, state)
+
+        if self._staging is not None and len(states) > 1:
+            layouts = self._context.layouts
+            return self._staging.load(layouts.own, [layouts.rearrange(state) for state in states], ends, write)
+        return all(write(until, state) for until, state in zip(ends, states, strict=True))
+
+    # ── snapshots ──
+
+    def snapshot_layout(self) -> Layout:
+        """Raises EngineError where there are no snapshots."""
+        if self._context.layout is None or not self._context.unit.has_snapshots:
+            raise EngineError("This model's state has nothing that could be kept as a snapshot.")
+        return self._context.layout
+
+    def snapshot_bytes(self, cells: int) -> int:
+        """What a snapshot takes at most in a context of so many cells; 0 where there are none."""
+        layout = self._context.layout
+        if layout is None or not layout.unit.has_snapshots:
+            return 0
+        return layout.snapshot_bytes(min(layout.window, cells))
+
+    def export_snapshot(self, layout: Layout, sequence: int, end: int) -> Payload:
+        payload = memoryview(self._context.read(sequence, 0, end, PARTIAL))
+        with self._remembered_rightly():
+            layout.check_snapshot(payload, end)
+        return payload
+
+    def check_snapshot(self, layout: Layout, payload: Payload, position: int) -> Bytes:
+        """The state in it, as this context would have written it. Raises EngineError."""
+        layouts, state = self._context.layouts, np.frombuffer(payload, np.uint8)
+        if not layout.windows:
+            layout.check_snapshot(payload, position)
+            return state
+        layouts.of(state).check_snapshot(payload, position)
+        return layouts.rearrange_snapshot(state)
+
+
+# ── long ranges, from and to a GPU ──
 
 
 @dataclass(slots=True)

@@ -12,21 +12,15 @@ from time import perf_counter, process_time
 import numpy as np
 
 from emberkeep.engine.base import KvUnit, Rows
-from emberkeep.engine.idle_steps import Interrupted
 from emberkeep.engine.llamacpp.c_api import Handle
-from emberkeep.engine.llamacpp.context import (
-    LlamaSettings,
-    ThreadPool,
-    available_cores,
-    cores_kept,
-    one_core_each,
-    open_context,
-    probe_layout,
-)
-from emberkeep.engine.llamacpp.kv_state import BatchBuffer, Bytes, Layout, read_state, write_state
+from emberkeep.engine.llamacpp.context import BatchBuffer, LlamaSettings, open_context
+from emberkeep.engine.llamacpp.kv_parts import Bytes
+from emberkeep.engine.llamacpp.kv_state import Layout, read_state, write_state
+from emberkeep.engine.llamacpp.learning import probe_layout
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import buffers_that_go, llama
-from emberkeep.engine.step_table import StepTable
+from emberkeep.engine.llamacpp.threads import ThreadPool, available_cores, cores_kept, one_core_each
+from emberkeep.engine.step_table import Interrupted, StepTable
 from emberkeep.errors import EngineError
 from emberkeep.types.request import Json
 from emberkeep.values import dataclass
@@ -60,7 +54,6 @@ _CUTS_S = 0.5
 _SCRATCH = 0
 _BASE, _STEP = 0, 1
 """What stands before the rows, and what is taken back: sequences as `Rows` counts them, llama.cpp one higher."""
-
 _Times = dict[int, float]
 """Seconds, by rows."""
 

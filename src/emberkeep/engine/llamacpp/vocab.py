@@ -1,8 +1,8 @@
 """A llama.cpp vocabulary as an immutable value: pieces, specials, and tokenization.
 
-Most of llama.cpp's pre-tokenizers are a `std::regex`, which matches by recursion: libstdc++ takes some 320 bytes
-of stack for every character of a match, and 25,000 letters in a row are more than a thread has. So long texts are
-split first, and tokenized on a thread with a large stack.
+Most of llama.cpp's pre-tokenizers are a `std::regex`, which matches by recursion: libstdc++ takes some 320
+bytes of stack for every character of a match, and 25,000 letters in a row are more than a thread has. So long
+texts are split first, and tokenized on a thread with a large stack.
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config
 from emberkeep.engine.fake import FakeVocab
 from emberkeep.engine.hf.attention import NAME
 from emberkeep.engine.hf.device import choose_device, synchronize
-from emberkeep.engine.hf.int4 import Int4Linear
 from emberkeep.engine.hf.model_loader import HfModel, HfSource, load_model
-from emberkeep.engine.hf.quantize import rounded_count, weights_bytes
+from emberkeep.engine.hf.quantize import Int4Linear, rounded_count, weights_bytes
 from emberkeep.engine.hf.residency import Placing
 from emberkeep.engine.hf.streaming import LayerStream, place_layers
 from emberkeep.engine.hf.vocab import HfVocab

@@ -1,26 +1,25 @@
-"""State that was computed with flash attention for a context without it, and the other way round.
+"""State in other forms than the one that a context writes: as it lies with the other kind of attention, and
+packed.
 
-Both have the same parts in the same sizes, and differ in how V lies in them (see `kv_state`): it is moved about,
-and no number changes.
+With flash attention and without, a state has the same parts in the same sizes; they differ in how V lies in
+them (see `kv_parts`): it is moved about, and no number changes. A packed payload has its rows in fewer bits,
+and everything else as llama.cpp wrote it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.engine.llamacpp.kv_state import (
-    EMPTY,
-    HEAD_BYTES,
-    Attention,
-    Bytes,
-    LayerTensor,
-    Layout,
-    cell_count,
-)
+from emberkeep.engine.base import Payload
+from emberkeep.engine.llamacpp.kv_parts import EMPTY, Attention, Bytes, LayerTensor, cell_count
+from emberkeep.engine.llamacpp.kv_state import HEAD_BYTES, Layout
+from emberkeep.engine.packing import BITS, Floats, Group, Packed, Streams, pack
+from emberkeep.errors import EngineError
 from emberkeep.values import dataclass
 
 _NUMBER_BYTES = {0: 4, 1: 2, 30: 2}
@@ -113,3 +112,51 @@ def _values(part: Attention, state: Bytes, cells: int) -> Iterator[npt.NDArray[n
 def _numbers(tensor: LayerTensor, data: Bytes, cells: int) -> npt.NDArray[np.unsignedinteger]:
     numbers = data.view(f"<u{_NUMBER_BYTES[tensor.kind]}")
     return numbers.reshape(cells, -1) if tensor.number_bytes is None else numbers.reshape(-1, cells).T
+
+
+def packs(layout: Layout | None) -> frozenset[int]:
+    """Bits in which the rows of this layout can be packed; 16 is as they are."""
+    streams = list(_streams(layout)) if layout and layout.has_half_rows else []
+    return frozenset({16, *(bits for bits in BITS if streams and all(each.packs(bits) for each in streams))})
+
+
+def pack_range(layout: Layout, payload: Payload, cells: int, bits: int) -> Payload:
+    """`payload` was exported just now, with `cells` cells. Raises EngineError."""
+    state = np.frombuffer(payload, np.uint8)
+    rows = zip(_streams(layout), _rows(layout, state, cells), strict=True)
+    return pack([Group(streams, array) for streams, array in rows], bits, state[_beside_rows(layout, cells)])
+
+
+def unpack_range(layouts: Layouts, payload: Payload) -> Payload:
+    """As llama.cpp wrote it; only the rows' sizes have been checked. Raises EngineError."""
+    layout = layouts.own
+    packed = Packed(payload, tuple(_streams(layout)))
+    beside = _beside_rows(layout, packed.tokens)
+    if len(beside) != len(packed.rest):
+        raise EngineError("A stored KV payload has another size than its cell count says.")
+    state = np.empty(layout.range_bytes(packed.tokens), np.uint8)
+    state[beside] = packed.rest
+    packed.unpack(list(_rows(layouts.of(state), state, packed.tokens)))
+    return memoryview(state)
+
+
+def _streams(layout: Layout) -> Iterator[Streams]:
+    for _, run in layout.runs(0):
+        yield Streams(run.is_key, run.tensor.row_bytes // 2, run.count)
+
+
+def _rows(layout: Layout, state: Bytes, cells: int) -> Iterator[Floats]:
+    """Views into `state`, one for each of `_streams`."""
+    for offset, run in layout.runs(cells):
+        shape = (run.count, cells, run.tensor.row_bytes // 2)
+        strides = (2, 2 * cells) if run.tensor.number_bytes else (run.tensor.row_bytes, 2)
+        yield np.ndarray(shape, "<f2", state, offset, (run.stride(cells), *strides))
+
+
+@lru_cache(maxsize=16)
+def _beside_rows(layout: Layout, cells: int) -> npt.NDArray[np.intp]:
+    """Where the bytes are that belong to no row."""
+    mask = np.ones(layout.range_bytes(cells), np.uint8)
+    for rows in _rows(layout, mask, cells):
+        rows[:] = 0
+    return np.flatnonzero(mask)
