@@ -96,8 +96,8 @@ def open_hf(hf_model):
         family: str = "llama", *, cells: int = 1024, sequences: int = 8, batch: int = 256, digest: str = "digest"
     ):
         # Here: most tests that could have one are about other engines, and torch takes seconds to import.
-        from emberkeep.engine.hf.engine import open_engine as open_
         from emberkeep.engine.hf.model_loader import HfSettings
+        from emberkeep.engine.hf.whole_engine import open_engine as open_
 
         settings = HfSettings(context=cells, cells=cells, sequences=sequences, batch=batch, threads=1)
         engines.append(open_(hf_model(family), settings, digest))

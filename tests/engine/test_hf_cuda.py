@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from emberkeep.engine.base import Piece, Rows
-from emberkeep.engine.hf.engine import HfEngine, open_engine
+from emberkeep.engine.hf.engine import HfEngine
 from emberkeep.engine.hf.model_loader import HfSettings, HfSource, load_model
 from emberkeep.engine.hf.network import Network
 from emberkeep.engine.hf.residency import Placing
+from emberkeep.engine.hf.whole_engine import open_engine
 from emberkeep.errors import EngineError
 from emberkeep.types.models import AttentionTier, Residency
 from helpers import tiny_hf

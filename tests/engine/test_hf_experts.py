@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from emberkeep.engine.base import Outcome, Piece, Rows
-from emberkeep.engine.hf.engine import open_engine as open_hf_engine
 from emberkeep.engine.hf.model_loader import HfSettings, HfSource, load_model
 from emberkeep.engine.hf.residency import Placing
+from emberkeep.engine.hf.whole_engine import open_engine as open_hf_engine
 from emberkeep.errors import EngineError
 from emberkeep.types.models import LayerExperts, Residency
 from helpers import tiny_hf

@@ -11,6 +11,7 @@ import pytest
 from emberkeep.engine.base import Rows
 from emberkeep.engine.hf import engine as engines
 from emberkeep.engine.hf.engine import HfEngine
+from emberkeep.engine.hf.footprint import StepBytes
 from emberkeep.engine.hf.model_loader import HfSettings
 from emberkeep.engine.hf.network import Network
 from emberkeep.engine.hf.own_steps import Reference
@@ -81,7 +82,7 @@ def test_the_next_start_knows_what_was_measured(opened: Open) -> None:
 def test_what_a_step_adds_is_estimated_until_it_is_measured(opened: Open, monkeypatch) -> None:
     engine = opened()
     estimate = engine.footprint
-    monkeypatch.setattr(engines, "measure_step", lambda *_: engines.StepBytes(1e6, 7.0))
+    monkeypatch.setattr(engines, "measure_step", lambda *_: StepBytes(1e6, 7.0))
     engine.improve(never)
     assert (engine.footprint.per_step_token, engine.footprint.per_pair) == (1e6, 7.0)
     assert engine.footprint.fixed == estimate.fixed
@@ -133,7 +134,7 @@ def test_what_fails_is_left_out(opened: Open, monkeypatch, caplog) -> None:
     def fail(steps: object) -> None:
         raise EngineError("the device is gone")
 
-    monkeypatch.setattr(engines, "measure_steps", fail)
+    monkeypatch.setattr("emberkeep.engine.hf.own_steps.measure_steps", fail)
     engine = opened()
     assert engine.improve(never)
     assert "the device is gone" in caplog.text

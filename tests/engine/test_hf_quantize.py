@@ -12,10 +12,11 @@ from torch.nn.functional import linear
 
 from emberkeep.engine.base import Outcome, Rows
 from emberkeep.engine.hf.checkpoint import Checkpoint
-from emberkeep.engine.hf.engine import HfEngine, open_engine
+from emberkeep.engine.hf.engine import HfEngine
 from emberkeep.engine.hf.model_loader import HfModel, HfSettings, HfSource, load_model
 from emberkeep.engine.hf.quantize import Int4Linear, Int8Linear, round_linear
 from emberkeep.engine.hf.residency import Placing, is_rounded, rounded_bytes
+from emberkeep.engine.hf.whole_engine import open_engine
 from emberkeep.errors import EngineError
 from emberkeep.models.layer_sizes import layer_sizes
 from emberkeep.types.models import Quantization, Residency

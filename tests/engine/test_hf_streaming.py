@@ -14,9 +14,10 @@ import torch
 from emberkeep.engine.base import Outcome, Rows
 from emberkeep.engine.hf.checkpoint import Checkpoint
 from emberkeep.engine.hf.device import is_unified
-from emberkeep.engine.hf.engine import HfEngine, open_engine
+from emberkeep.engine.hf.engine import HfEngine
 from emberkeep.engine.hf.model_loader import HfSettings, HfSource, load_model
 from emberkeep.engine.hf.residency import LayerBytes, Placing, plan_host, plan_residency
+from emberkeep.engine.hf.whole_engine import open_engine
 from emberkeep.errors import EngineError, ModelBroken
 from emberkeep.types.models import AttentionTier, Residency
 from helpers import tiny_hf

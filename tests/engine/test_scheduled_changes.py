@@ -166,7 +166,7 @@ def test_requests_are_told_when_no_context_can_be_opened(
         raise EngineError("out of memory")
 
     with Rig(tmp_path, open_changing("dense"), parallel=3, prefill_slice=64) as rig:
-        monkeypatch.setattr("emberkeep.engine.llamacpp.engine.open_context", fail)
+        monkeypatch.setattr("emberkeep.engine.llamacpp.live_context.open_context", fail)
         assert isinstance(rig.start(prompt_of(0), max_new=12, closing=()).wait().error, EngineError)
         with pytest.raises(EngineError, match="answers no more: start again"):
             for _ in range(100):  # some may come while it ends

@@ -46,8 +46,8 @@ def open_hf(
     # Beside it: reading all of a large model takes as long as importing and loading.
     digest, compute_digest = promised(lambda: model_digest(model.path, digests))
     threading.Thread(target=compute_digest, name="emberkeep-digest", daemon=True).start()
-    from emberkeep.engine.hf.engine import open_engine
     from emberkeep.engine.hf.model_loader import load_model
+    from emberkeep.engine.hf.whole_engine import open_engine
 
     loaded = load_model(
         _source(model),

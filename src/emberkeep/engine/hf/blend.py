@@ -16,16 +16,22 @@ nothing was known. The rest keep what they came with.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import field
 from itertools import product
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from emberkeep.engine.base import Blended, Outcome, Rows
 from emberkeep.engine.hf.attention import PoolStep, Span
 from emberkeep.engine.hf.network import Network, probe
+from emberkeep.engine.hf.pool import BlockTable, KvMemory
+from emberkeep.types.models import AttentionTier
 from emberkeep.values import dataclass
 
 FULL_LAYERS = 2
@@ -118,6 +124,41 @@ def evaluate_some(
     step.cells = step.cells[chosen]
     wanted = torch.tensor([len(chosen) - 1] if wants_logits else [], dtype=torch.long, device=tokens.device)
     return network.run(step, tokens[chosen], positions, wanted)
+
+
+def evaluate_blended(
+    network: Network,
+    memory: KvMemory,
+    tier: AttentionTier,
+    rows: Rows,
+    table: BlockTable,
+    known: npt.NDArray[np.bool_],
+    ratio: float,
+) -> tuple[torch.Tensor | None, Blended]:
+    """Evaluate those of `rows` of which nothing is `known`, and the share `ratio` of the others that differs most.
+
+    Logits are None where nothing was evaluated. What is known lies in the pool.
+    """
+
+    def tensor(array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(network.device, non_blocking=True)
+
+    count, fresh = len(known), np.flatnonzero(~known)
+    repaired = math.ceil(ratio * (count - len(fresh)))
+    kept = len(fresh) + repaired
+    if not kept:
+        return None, Blended(Outcome.DONE)
+    tokens, cells = tensor(rows.tokens.astype(np.int64)), tensor(table.cells(rows.start, table.length))
+    whole, layers = [Span(0, count, table, rows.start)], len(memory.keys)
+    if repaired:
+        step = BlendStep(memory, whole, cells, tier=tier, known=tensor(known), kept=kept)
+        logits = evaluate_deviating(network, step, tokens, bool(rows.outputs))
+        token_layers = count * FULL_LAYERS + kept * (layers - FULL_LAYERS)
+    else:
+        plain = PoolStep(memory, whole, cells, tier=tier)
+        logits = evaluate_some(network, plain, tokens, tensor(fresh), bool(rows.outputs))
+        token_layers = kept * layers
+    return logits, Blended(Outcome.DONE, repaired, token_layers)
 
 
 def evaluate_deviating(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +30,7 @@ from emberkeep.engine.base import (
 )
 from emberkeep.engine.facts import Facts
 from emberkeep.engine.hf.attention import PoolStep, Span, Tiers
-from emberkeep.engine.hf.blend import FULL_LAYERS, BlendStep, evaluate_deviating, evaluate_some, learn_rotations
+from emberkeep.engine.hf.blend import FULL_LAYERS, evaluate_blended, learn_rotations
 from emberkeep.engine.hf.expert_counter import HookExpertCounter
 from emberkeep.engine.hf.fingerprint import fingerprint
 from emberkeep.engine.hf.footprint import (
@@ -44,27 +43,19 @@ from emberkeep.engine.hf.footprint import (
 )
 from emberkeep.engine.hf.host_memory import HostLogits
 from emberkeep.engine.hf.model_loader import HfModel, HfSettings
-from emberkeep.engine.hf.network import Network, has_choice, learn
-from emberkeep.engine.hf.own_steps import Reference, measure_steps, open_graphs
+from emberkeep.engine.hf.network import Network, learn
+from emberkeep.engine.hf.own_steps import OwnSteps
 from emberkeep.engine.hf.pool import BLOCK, BlockPool, BlockTable, KvMemory
-from emberkeep.engine.hf.staging import Mark
+from emberkeep.engine.hf.staging import DeviceExport, Mark, translate_errors
 from emberkeep.engine.hf.transfer import Transfer
-from emberkeep.engine.hf.whole_engine import HfWholeEngine
-from emberkeep.engine.step_table import IdleSteps, Interrupted, StepTable
-from emberkeep.errors import EngineError, StepFailed
+from emberkeep.engine.step_table import IdleSteps
+from emberkeep.errors import EngineError
 from emberkeep.types.models import AttentionTier
 from emberkeep.types.request import Json
-from emberkeep.values import dataclass
-
-if TYPE_CHECKING:
-    from emberkeep.engine.hf.cuda_graphs import StepGraphs
 
 log = logging.getLogger("emberkeep.engine")
-_CHOSEN, _TIMES, _MEMORY = "code of steps", "times of steps", "memory of a step"
+_MEMORY = "memory of a step"
 """What is remembered."""
-_OF_MODEL = "model"
-"""The model's own code computes its steps."""
-_Chore = Callable[[IdleSteps], None]
 
 
 class HfEngine:
@@ -93,9 +84,6 @@ class HfEngine:
         self._pool = BlockPool(cells + settings.sequences * BLOCK)
         self._memory = KvMemory(layers, self._pool.total_cells, learned.dtype, self._network.device)
         self._transfer = Transfer(self._memory, settings.chunk)
-        self._graphs: StepGraphs | None = None
-        self._refusal = ""
-        """Why no step is taken any more."""
         self._tables: defaultdict[int, BlockTable] = defaultdict(BlockTable)
         self._loading: dict[int, Mark] = {}
         """When the state of a sequence is there that the device was told to load."""
@@ -118,28 +106,26 @@ class HfEngine:
             packs=self._transfer.packs,
         )
         self._settings, self._stream, self._learned = settings, model.stream, learned
+        self._steps = OwnSteps(self, self._network, self._memory, learned, model.stream)
         shapes = [(len(g.streams), g.shape.heads, g.shape.width) for g in self._memory.groups]
         self._identify = partial(
             fingerprint, model, [str(learned.dtype), shapes], weights_digest, stored=settings.stored
         )
         self._facts = self._open_facts()
-        is_known = self._choose_steps()
-        computed = self._graphs.layers if self._graphs else None
+        self._steps.choose(self._facts, [self._measure_memory, self._prepare])
+        graphs = self._steps.graphs
+        computed = graphs.layers if graphs else None
         self._fingerprints = {tier: self._identify(tier, layers=computed) for tier in self.attention.available}
-        self._step_table = self._facts.read_json(_TIMES, StepTable.from_json)
-        self._estimate = estimate_step(model, self._memory, has_masks=self._graphs is None)
+        self._estimate = estimate_step(model, self._memory, has_masks=graphs is None)
         adds = self._facts.read_json(_MEMORY, StepBytes.from_json) or self._estimate
         self.footprint: Footprint | None = footprint(model, self._memory, layers, adds, settings)
-        self._chores: deque[_Chore] = deque([self._record, self._time_steps, self._measure_memory, self._prepare])
-        if is_known:
-            self._chores.append(self._verify)
 
     # ── evaluating ──
 
     @torch.no_grad()
     def evaluate(self, batch: Sequence[Rows]) -> Outcome:
-        if self._refusal:
-            raise EngineError(self._refusal)
+        if self._steps.refusal:
+            raise EngineError(self._steps.refusal)
         tables = [self._tables[rows.sequence] for rows in batch]
         for rows, table in zip(batch, tables, strict=True):
             if table.length != rows.start:
@@ -149,8 +135,9 @@ class HfEngine:
             if not has_room:
                 return Outcome.NO_ROOM
             self._first_outputs = []
-            if self._graphs is not None and self.attention.tier is AttentionTier.OWN:
-                logits, likeliest = self._graphs.run(batch, tables)
+            graphs = self._steps.graphs
+            if graphs is not None and self.attention.tier is AttentionTier.OWN:
+                logits, likeliest = graphs.run(batch, tables)
             else:
                 logits = self._run(batch, tables)
                 likeliest = self._find_likeliest(logits)
@@ -260,7 +247,11 @@ class HfEngine:
             for piece, parts in moved:
                 self._transfer.write(table, piece.start, piece.end, parts)
                 known[piece.start - rows.start : piece.end - rows.start] = True
-            return self._evaluate_blended(rows, table, known, ratio)
+            tier = self.attention.tier
+            logits, blended = evaluate_blended(self._network, self._memory, tier, rows, table, known, ratio)
+            if logits is not None:
+                self._take_logits(logits, self._find_likeliest(logits), [rows.outputs])
+            return blended
 
     def _reposition(self, piece: Piece) -> list[torch.Tensor]:
         """The rows of a piece as they are at its new position. Raises EngineError."""
@@ -273,32 +264,6 @@ class HfEngine:
             raise EngineError("A stored KV payload does not hold the positions asked for.")
         # A copy: the payload is read-only, and turning writes.
         return self._rotate([part[:, begin : begin + count].clone() for part in rows], piece.start - piece.source)
-
-    def _evaluate_blended(
-        self, rows: Rows, table: BlockTable, known: npt.NDArray[np.bool_], ratio: float
-    ) -> Blended:
-        count, fresh = len(known), np.flatnonzero(~known)
-        repaired = math.ceil(ratio * (count - len(fresh)))
-        kept = len(fresh) + repaired
-        tokens, cells = (
-            self._tensor(rows.tokens.astype(np.int64)),
-            self._tensor(table.cells(rows.start, table.length)),
-        )
-        whole, layers = [Span(0, count, table, rows.start)], self.capabilities.layers
-        if repaired:
-            step = BlendStep(
-                self._memory, whole, cells, tier=self.attention.tier, known=self._tensor(known), kept=kept
-            )
-            logits = evaluate_deviating(self._network, step, tokens, bool(rows.outputs))
-            token_layers = count * FULL_LAYERS + kept * (layers - FULL_LAYERS)
-        elif kept:
-            plain = PoolStep(self._memory, whole, cells, tier=self.attention.tier)
-            logits = evaluate_some(self._network, plain, tokens, self._tensor(fresh), bool(rows.outputs))
-            token_layers = kept * layers
-        else:
-            return Blended(Outcome.DONE)
-        self._take_logits(logits, self._find_likeliest(logits), [rows.outputs])
-        return Blended(Outcome.DONE, repaired, token_layers)
 
     def copy_kv(self, source: int, target: int, end: int) -> None:
         assert not self._tables[target].length
@@ -371,14 +336,16 @@ class HfEngine:
         pass
 
     def step_seconds(self, rows: int, depth: int, outputs: int) -> float | None:
-        return self._step_table.seconds(rows, depth, outputs) if self._step_table else None
+        table = self._steps.table
+        return table.seconds(rows, depth, outputs) if table else None
 
     def peak_bytes(self) -> int | None:
         return peak_bytes(self._network.device)
 
     def stats(self) -> dict[str, Json]:
         streaming: dict[str, Json] = {"streaming": self._stream.stats()} if self._stream else {}
-        recorded: dict[str, Json] = {"recorded_steps": self._graphs.stats()} if self._graphs else {}
+        graphs = self._steps.graphs
+        recorded: dict[str, Json] = {"recorded_steps": graphs.stats()} if graphs else {}
         return {"pool": self._pool.stats(), **recorded, **streaming}
 
     def close(self) -> None:
@@ -386,8 +353,7 @@ class HfEngine:
             self._transfer.close()
         self._tables.clear()
         self._loading.clear()
-        self._graphs = None
-        self._chores.clear()
+        self._steps.close()
         if self._stream is not None:
             self._stream.close()
         if self.experts is not None:
@@ -445,82 +411,27 @@ class HfEngine:
             [stream.plan.streamed, stream.can_record] if stream else None,
         )
 
-    def _choose_steps(self) -> bool:
-        """Whether it is remembered what computes them. Raises EngineError for a model that cannot run so."""
-        given = (self._network, self._memory, self.capabilities, self._learned, self._stream)
-        if (layers := self._facts.read_json(_CHOSEN, str)) is not None:
-            self._graphs = None if layers == _OF_MODEL else open_graphs(*given, layers=layers)
-            return True
-        reference = self._reference()
-        reference.check(self)
-        self._graphs = open_graphs(*given)
-        if self._graphs is not None and not self._passes(reference):
-            self._graphs = None
-        # What failed may have done so by chance: only success is remembered.
-        if self._graphs is not None or self._network.device.type != "cuda":
-            self._facts.remember_json(_CHOSEN, self._graphs.layers if self._graphs else _OF_MODEL)
-        return False
-
-    def _reference(self) -> Reference:
-        return Reference(self._network, self._memory.dtype, self.capabilities, self.vocab.size)
-
-    def _passes(self, reference: Reference) -> bool:
-        try:
-            reference.check(self)
-        except EngineError as error:
-            log.warning("steps are not recorded, and will be slower: %s", error)
-            self._empty()
-            return False
-        return True
-
-    def _empty(self) -> None:
+    def empty(self) -> None:
+        """Forget every sequence."""
         for sequence in list(self._tables):
             self.trim(sequence, 0)
 
     @torch.no_grad()
     def _record_anew(self) -> None:
-        self._empty()
-        if self._graphs is not None:
-            self._graphs.record_anew()
+        self.empty()
+        if self._steps.graphs is not None:
+            self._steps.graphs.record_anew()
 
     # ── in gaps ──
 
     @property
     def can_improve(self) -> bool:
-        return bool(self._chores)
+        return bool(self._steps.chores)
 
     @torch.no_grad()
     def improve(self, is_wanted: Callable[[], bool]) -> bool:
-        steps = IdleSteps(self, is_wanted)
-        try:
-            with self.experts.pausing() if self.experts is not None else nullcontext():
-                while self._chores:
-                    self._do(self._chores[0], steps)
-                    self._chores.popleft()
-        except Interrupted:
-            return False
-        return True
-
-    def _do(self, chore: _Chore, steps: IdleSteps) -> None:
-        """Raises Interrupted, and nothing else: steps are as they were then, and it begins anew."""
-        try:
-            steps.give_way()
-            chore(steps)
-        except EngineError as error:
-            log.warning("what would make steps quicker has failed: %s", error)
-        finally:
-            self._empty()
-
-    def _record(self, steps: IdleSteps) -> None:
-        while self._graphs is not None and not self._graphs.is_recorded:
-            steps.give_way()
-            self._graphs.record_next()
-
-    def _time_steps(self, steps: IdleSteps) -> None:
-        # At every start: one that was busy is not remembered for ever.
-        if (table := measure_steps(steps)) is not None:
-            self._step_table = table
-            self._facts.remember_json(_TIMES, table.json())
+        with self.experts.pausing() if self.experts is not None else nullcontext():
+            return self._steps.improve(is_wanted)
 
     def _measure_memory(self, steps: IdleSteps) -> None:
         layers = [self._learned.shapes[index] for index in range(len(self._learned.shapes))]
@@ -532,72 +443,3 @@ class HfEngine:
 
     def _prepare(self, _: IdleSteps) -> None:
         self._transfer.prepare()
-
-    def _verify(self, steps: IdleSteps) -> None:
-        """What was remembered of the code of steps still holds: a library may have changed beneath it. Else no
-        step is taken any more."""
-        reference, graphs = self._reference(), self._graphs
-        try:
-            reference.check(steps)
-            self._graphs = None
-            reference.check(steps)
-        except EngineError as error:
-            self._facts.forget(_CHOSEN)
-            self._refusal = f"What computed steps rightly before no longer does, so restart: {error}"
-            log.error("%s", self._refusal)
-        finally:
-            self._graphs = graphs
-
-
-@contextmanager
-def translate_errors() -> Iterator[None]:
-    """What torch and transformers raise becomes an EngineError."""
-    try:
-        yield
-    except EngineError:
-        raise
-    except torch.OutOfMemoryError as error:
-        raise StepFailed("The device ran out of memory: lower parallel or ctx.") from error
-    except Exception as error:
-        raise StepFailed(f"The model failed: {error}") from error
-
-
-def open_engine(model: HfModel, settings: HfSettings, weights_digest: str) -> HfEngine | HfWholeEngine:
-    """Paged and batched where the model's code allows it; else one sequence at a time, with state as a whole.
-
-    Raises EngineError for a model that neither can run.
-    """
-    try:
-        return HfEngine(model, settings, weights_digest)
-    except EngineError as reason:
-        log.info("sequences are evaluated one by one: %s", reason)
-    try:
-        return _open_whole("sdpa", model, settings, weights_digest)
-    except (EngineError, ValueError):  # it cannot, or says so
-        return _open_whole("eager", model, settings, weights_digest)
-
-
-def _open_whole(attention: str, model: HfModel, settings: HfSettings, weights_digest: str) -> HfWholeEngine:
-    if has_choice(model.network):
-        model.network.set_attn_implementation(attention)
-    return HfWholeEngine(model, settings, weights_digest)
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceExport:
-    """Payloads that the device fills beside its steps. See `KvExport`."""
-
-    copies: list[Payload]
-    mark: Mark
-
-    @property
-    def is_done(self) -> bool:
-        try:
-            return self.mark.has_passed
-        except Exception:  # the device has failed, as `payloads` will say
-            return True
-
-    def payloads(self) -> list[Payload]:
-        with translate_errors():
-            self.mark.wait()
-        return self.copies

@@ -8,21 +8,24 @@ model's own. What was chosen is remembered: the start after it compares nothing.
 from __future__ import annotations
 
 import logging
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from math import inf
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 from emberkeep.engine.base import Capabilities, Logits, Rows
+from emberkeep.engine.facts import Facts
 from emberkeep.engine.hf.attention import PoolStep, Span
 from emberkeep.engine.hf.network import LearningStep, Network
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
-from emberkeep.engine.step_table import Stepper, StepTable
+from emberkeep.engine.step_table import IdleSteps, Interrupted, Stepper, StepTable
 from emberkeep.errors import EngineError
-from emberkeep.types.models import AttentionTier
+from emberkeep.types.models import AttentionTier, Vocab
 
 if TYPE_CHECKING:
     from emberkeep.engine.hf.cuda_graphs import StepGraphs
@@ -30,11 +33,143 @@ if TYPE_CHECKING:
     from emberkeep.engine.hf.streaming import LayerStream
 
 log = logging.getLogger("emberkeep.engine")
+_CHOSEN, _MEASURED = "code of steps", "times of steps"
+"""What is remembered."""
+_OF_MODEL = "model"
+"""The model's own code computes its steps."""
 _COMPARED = 16
 """Tokens of which layers are computed in two ways."""
 _PROMPT = 24
 _FIRST_TOKENS = (3, 5)
 """Of the prompts of a comparison."""
+
+
+Chore = Callable[[IdleSteps], None]
+
+
+class SteppedEngine(Stepper, Protocol):
+    @property
+    def vocab(self) -> Vocab: ...
+
+    def empty(self) -> None:
+        """Forget every sequence."""
+
+
+class OwnSteps:
+    """What computes an engine's steps, and what is done for them while nothing waits. Belongs to its thread."""
+
+    def __init__(
+        self,
+        engine: SteppedEngine,
+        network: Network,
+        memory: KvMemory,
+        learned: LearningStep,
+        stream: LayerStream | None,
+    ) -> None:
+        self._engine = engine
+        self._network, self._memory, self._learned, self._stream = network, memory, learned, stream
+        self.graphs: StepGraphs | None = None
+        """None: the model's own code computes them."""
+        self.refusal = ""
+        """Why no step is taken any more."""
+        self.table: StepTable | None = None
+        """How long they take, as far as it is known."""
+        self.chores: deque[Chore] = deque()
+        """What is still to be done in gaps."""
+
+    def choose(self, facts: Facts, more: Sequence[Chore]) -> None:
+        """Take what is remembered of them, or find out; `more` is also to be done in gaps.
+
+        Raises EngineError for a model that cannot run so.
+        """
+        self._facts = facts
+        self.table = facts.read_json(_MEASURED, StepTable.from_json)
+        layers = facts.read_json(_CHOSEN, str)
+        if layers is None:
+            self._find_out()
+        elif layers != _OF_MODEL:
+            self.graphs = self._open_graphs(layers)
+        self.chores.extend([self._record, self._time, *more])
+        if layers is not None:
+            self.chores.append(self._verify)
+
+    def _find_out(self) -> None:
+        reference = self._reference()
+        reference.check(self._engine)
+        self.graphs = self._open_graphs()
+        if self.graphs is not None and not self._passes(reference):
+            self.graphs = None
+        # What failed may have done so by chance: only success is remembered.
+        if self.graphs is not None or self._network.device.type != "cuda":
+            self._facts.remember_json(_CHOSEN, self.graphs.layers if self.graphs else _OF_MODEL)
+
+    def _open_graphs(self, layers: str | None = None) -> StepGraphs | None:
+        able = self._engine.capabilities
+        return open_graphs(self._network, self._memory, able, self._learned, self._stream, layers=layers)
+
+    def _reference(self) -> Reference:
+        engine = self._engine
+        return Reference(self._network, self._memory.dtype, engine.capabilities, engine.vocab.size)
+
+    def _passes(self, reference: Reference) -> bool:
+        try:
+            reference.check(self._engine)
+        except EngineError as error:
+            log.warning("steps are not recorded, and will be slower: %s", error)
+            self._engine.empty()
+            return False
+        return True
+
+    def improve(self, is_wanted: Callable[[], bool]) -> bool:
+        """See `Engine.improve`."""
+        steps = IdleSteps(self._engine, is_wanted)
+        try:
+            while self.chores:
+                self._do(self.chores[0], steps)
+                self.chores.popleft()
+        except Interrupted:
+            return False
+        return True
+
+    def _do(self, chore: Chore, steps: IdleSteps) -> None:
+        """Raises Interrupted, and nothing else: steps are as they were then, and it begins anew."""
+        try:
+            steps.give_way()
+            chore(steps)
+        except EngineError as error:
+            log.warning("what would make steps quicker has failed: %s", error)
+        finally:
+            self._engine.empty()
+
+    def _record(self, steps: IdleSteps) -> None:
+        while self.graphs is not None and not self.graphs.is_recorded:
+            steps.give_way()
+            self.graphs.record_next()
+
+    def _time(self, steps: IdleSteps) -> None:
+        # At every start: one that was busy is not remembered for ever.
+        if (table := measure_steps(steps)) is not None:
+            self.table = table
+            self._facts.remember_json(_MEASURED, table.json())
+
+    def _verify(self, steps: IdleSteps) -> None:
+        """What was remembered of the code of steps still holds: a library may have changed beneath it. Else no
+        step is taken any more."""
+        reference, graphs = self._reference(), self.graphs
+        try:
+            reference.check(steps)
+            self.graphs = None
+            reference.check(steps)
+        except EngineError as error:
+            self._facts.forget(_CHOSEN)
+            self.refusal = f"What computed steps rightly before no longer does, so restart: {error}"
+            log.error("%s", self.refusal)
+        finally:
+            self.graphs = graphs
+
+    def close(self) -> None:
+        self.graphs = None
+        self.chores.clear()
 
 
 class Reference:

@@ -16,7 +16,9 @@ from itertools import cycle
 
 import torch
 
+from emberkeep.engine.base import Payload
 from emberkeep.engine.hf.pool import KvMemory
+from emberkeep.errors import EngineError, StepFailed
 from emberkeep.values import dataclass
 
 
@@ -176,3 +178,36 @@ class SideStream:
         mark = Mark(stream.record_event(), self._device)
         self._held.append((mark, held))
         return mark
+
+
+@contextmanager
+def translate_errors() -> Iterator[None]:
+    """What torch and transformers raise becomes an EngineError."""
+    try:
+        yield
+    except EngineError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise StepFailed("The device ran out of memory: lower parallel or ctx.") from error
+    except Exception as error:
+        raise StepFailed(f"The model failed: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceExport:
+    """Payloads that the device fills beside its steps. See `KvExport`."""
+
+    copies: list[Payload]
+    mark: Mark
+
+    @property
+    def is_done(self) -> bool:
+        try:
+            return self.mark.has_passed
+        except Exception:  # the device has failed, as `payloads` will say
+            return True
+
+    def payloads(self) -> list[Payload]:
+        with translate_errors():
+            self.mark.wait()
+        return self.copies

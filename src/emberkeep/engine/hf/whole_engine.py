@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import logging
 import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -38,14 +39,18 @@ from emberkeep.engine.base import (
     Piece,
     Rows,
 )
+from emberkeep.engine.hf.engine import HfEngine
 from emberkeep.engine.hf.expert_counter import HookExpertCounter
 from emberkeep.engine.hf.fingerprint import fingerprint
 from emberkeep.engine.hf.footprint import peak_bytes
 from emberkeep.engine.hf.model_loader import HfModel, HfSettings
+from emberkeep.engine.hf.network import has_choice
 from emberkeep.engine.hf.transfer import as_tensor
 from emberkeep.errors import EngineError
 from emberkeep.types.request import Json
 from emberkeep.values import dataclass
+
+log = logging.getLogger("emberkeep.engine")
 
 _PROBED = 12
 
@@ -373,3 +378,24 @@ def _inside(holder: Any, path: str) -> Iterator[_Leaf]:
 
 def _pad(size: int) -> int:
     return size + -size % _ALIGN
+
+
+def open_engine(model: HfModel, settings: HfSettings, weights_digest: str) -> HfEngine | HfWholeEngine:
+    """Paged and batched where the model's code allows it; else one sequence at a time, with state as a whole.
+
+    Raises EngineError for a model that neither can run.
+    """
+    try:
+        return HfEngine(model, settings, weights_digest)
+    except EngineError as reason:
+        log.info("sequences are evaluated one by one: %s", reason)
+    try:
+        return _open_whole("sdpa", model, settings, weights_digest)
+    except (EngineError, ValueError):  # it cannot, or says so
+        return _open_whole("eager", model, settings, weights_digest)
+
+
+def _open_whole(attention: str, model: HfModel, settings: HfSettings, weights_digest: str) -> HfWholeEngine:
+    if has_choice(model.network):
+        model.network.set_attn_implementation(attention)
+    return HfWholeEngine(model, settings, weights_digest)
