@@ -16,7 +16,7 @@ from emberkeep.engine.llamacpp import early_load as module
 from emberkeep.engine.llamacpp.context import LlamaSettings
 from emberkeep.engine.llamacpp.early_load import EarlyLoad, Tell, begin, begun
 from emberkeep.engine.llamacpp.engine import LlamaEngine
-from emberkeep.engine.llamacpp.model import LlamaModel
+from emberkeep.engine.llamacpp.model import LlamaModel, WeightsLoading
 from emberkeep.file_digests import FileVersion
 from helpers import tiny_gguf
 
@@ -53,7 +53,7 @@ def scores(model: LlamaModel) -> bytes:
 
 def test_they_compute_what_weights_compute_that_are_loaded_when_asked_for(path: Path) -> None:
     early = begin_with(path)
-    model = LlamaModel(path, early=early)
+    model = LlamaModel(path, loading=WeightsLoading(early=early))
     assert early._handle is None  # taken
     assert scores(model) == scores(LlamaModel(path))
 
@@ -63,7 +63,7 @@ def test_of_a_file_that_was_replaced_since_the_new_one_is_loaded(path: Path, tmp
     early._thread.join()
     os.utime(tiny_gguf.dense(tmp_path / "other.gguf", seed=1), ns=(0, path.stat().st_mtime_ns))
     (tmp_path / "other.gguf").replace(path)
-    replaced = scores(LlamaModel(path, early=early))
+    replaced = scores(LlamaModel(path, loading=WeightsLoading(early=early)))
     assert replaced == scores(LlamaModel(path))
     assert replaced != scores(LlamaModel(tiny_gguf.dense(tmp_path / "first.gguf")))
 
@@ -74,7 +74,9 @@ def test_weights_that_cannot_be_loaded_are_loaded_again_and_then_it_is_said(path
     broken = EarlyLoad(path.parent / "absent.gguf", [], works)
     broken._thread.join()
     assert broken.take(lambda fraction: None) is None
-    assert scores(LlamaModel(path, early=broken)) == scores(LlamaModel(path, early=early))
+    assert scores(LlamaModel(path, loading=WeightsLoading(early=broken))) == scores(
+        LlamaModel(path, loading=WeightsLoading(early=early))
+    )
 
 
 def test_they_are_handed_out_once_and_for_their_file_only(path: Path) -> None:

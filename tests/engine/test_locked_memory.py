@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from emberkeep.engine import locked_memory
-from emberkeep.engine.llamacpp.model import LlamaModel
+from emberkeep.engine.llamacpp.model import LlamaModel, WeightsLoading
 from emberkeep.engine.locked_memory import Range, added, lock_weights, lockable, private_memory
 
 MIB = 1 << 20
@@ -25,12 +25,12 @@ only_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tell
 _LOADS_LOCKED = """
 import sys
 from pathlib import Path
-from emberkeep.engine.llamacpp.model import LlamaModel
+from emberkeep.engine.llamacpp.model import LlamaModel, WeightsLoading
 
 def locked():
     return int(Path("/proc/self/status").read_text().partition("VmLck:")[2].split()[0]) << 10
 
-model = LlamaModel(Path(sys.argv[1]), locks=True)
+model = LlamaModel(Path(sys.argv[1]), loading=WeightsLoading(locks=True))
 print(locked())
 model.close()
 print(locked())
@@ -122,7 +122,7 @@ def test_a_model_whose_weights_cannot_be_locked_is_loaded(
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(locked_memory, "_call", refuse)
-    model = LlamaModel(smollm2, locks=True)
+    model = LlamaModel(smollm2, loading=WeightsLoading(locks=True))
     assert model.handle
     model.close()
     if sys.platform == "linux":

@@ -10,9 +10,9 @@ from emberkeep.engine.llamacpp.c_api import defaults
 from emberkeep.engine.llamacpp.model import (
     ON_CPU,
     Gpu,
-    LayerSizes,
     LlamaModel,
     ModelBytes,
+    PlacedLayer,
     Placement,
     PlacementParams,
     gpus,
@@ -22,8 +22,8 @@ from emberkeep.engine.llamacpp.model import (
 from emberkeep.engine.llamacpp.shared_library import llama
 
 GIB = 1 << 30
-MODEL = ModelBytes((LayerSizes(weights=GIB, state=GIB // 4),) * 8, output=GIB // 2, buffers=GIB // 2)
-EXPERTS = ModelBytes((LayerSizes(weights=GIB // 4, experts=4 * GIB),) * 8, output=GIB // 2, buffers=GIB // 2)
+MODEL = ModelBytes((PlacedLayer(weights=GIB, state=GIB // 4),) * 8, output=GIB // 2, buffers=GIB // 2)
+EXPERTS = ModelBytes((PlacedLayer(weights=GIB // 4, experts=4 * GIB),) * 8, output=GIB // 2, buffers=GIB // 2)
 
 
 def gpu(free: float, total: float = 64, name: str = "GPU0") -> Gpu:

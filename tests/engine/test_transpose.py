@@ -221,7 +221,7 @@ def test_anything_at_all_is_of_one_way_or_the_other(open_engine: Open, source_fl
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_other_way_of_the_other_way_is_the_same_one(open_engine: Open, kind: str) -> None:
-    layouts = [open_engine(kind, flash=flash)._layout for flash in (True, False)]
+    layouts = [open_engine(kind, flash=flash)._context.layout for flash in (True, False)]
     assert [counterpart(layout) for layout in layouts] == layouts[::-1]
 
 
@@ -259,7 +259,7 @@ def test_a_layout_that_is_not_as_it_should_be_is_no_choice(
 
 
 def test_a_layout_without_another_takes_everything_for_its_own(open_engine: Open) -> None:
-    layouts = Layouts(open_engine()._layout)
+    layouts = Layouts(open_engine()._context.layout)
     state = np.full(1000, 1, np.uint8)
     assert layouts.of(state) is layouts.own
     assert layouts.rearrange(state) is state

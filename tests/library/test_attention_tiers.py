@@ -24,7 +24,9 @@ def opened(folder: Path, engine: FakeEngine) -> Emberkeep:
 
 @pytest.fixture
 def llm(tmp_path: Path) -> Iterator[Emberkeep]:
-    with opened(tmp_path, FakeEngine(attention=FakeTiers())) as llm:
+    engine = FakeEngine()
+    engine.attention = FakeTiers()
+    with opened(tmp_path, engine) as llm:
         yield llm
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,8 @@ def test_slices_beside_an_answer_are_narrow(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_rounds_in_every_shape_differently_has_no_wide_steps(tmp_path: Path) -> None:
-    engine = FakeEngine(cells=1 << 15, wide_rows=None)
+    engine = FakeEngine(cells=1 << 15)
+    engine.capabilities = replace(engine.capabilities, wide_rows=None)
     with Rig(tmp_path, engine) as rig:
         rig.run(PROMPT)
         assert {made for _, _, made in kinds(rig)} == {NARROW}

@@ -31,7 +31,7 @@ def file_name(*about: object) -> str:
 
 
 def facts_folder(engine: str) -> Path:
-    """Of this user, whatever the data folder."""
+    """The folder of this user, whatever the data folder."""
     return platformdirs.user_cache_path("emberkeep", appauthor=False) / engine / "facts"
 
 

@@ -105,7 +105,7 @@ class _Cell:
 
 @dataclass(slots=True)
 class _FakeState:
-    """Of one sequence. There are cells only for what is by range."""
+    """The state of one sequence. There are cells only for what is by range."""
 
     rest: int
     """What is not by range."""
@@ -145,8 +145,6 @@ class FakeEngine:
         batch: int = 512,
         weights: str = "fake",
         kv_unit: KvUnit = KvUnit.RANGE,
-        wide_rows: int | None = 64,
-        attention: FakeTiers | None = None,
         on_evaluate: Callable[[Sequence[Rows]], None] | None = None,
     ) -> None:
         self.vocab = FakeVocab()
@@ -162,11 +160,12 @@ class FakeEngine:
             snapshot_bytes=_SNAPSHOT.size if kv_unit.has_snapshots else 0,
             can_blend=kv_unit is KvUnit.RANGE,
             packs=frozenset({16, *_PACKED_VALUES} if kv_unit.has_ranges else {16}),
-            wide_rows=wide_rows,
+            wide_rows=64,
         )
         self._name = f"fake engine, weights {weights}, by {kv_unit}"
         self.experts = None
-        self.attention = attention
+        self.attention: FakeTiers | None = None
+        """Set it before the first step."""
         self.footprint: Footprint | None = None
         self.on_evaluate = on_evaluate
         self.evaluated_tokens = 0

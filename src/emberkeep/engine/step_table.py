@@ -39,8 +39,8 @@ class StepTable:
     """What logits after one row more take."""
 
     def seconds(self, rows: int, depth: int, outputs: int = 1) -> float:
-        """Of a step of so many rows, with logits after `outputs` of them, filled up where that is quicker. Any
-        thread, a microsecond."""
+        """What a step of so many rows takes, with logits after `outputs` of them, filled up where that is
+        quicker. Any thread, a microsecond."""
         times = self._times(depth)
         logits = self.logits_ms * max(outputs - 1, 0)
         return (min([self._at(times, rows), *times[bisect_left(self.rows, rows) :]]) + logits) / 1e3
@@ -97,7 +97,7 @@ class StepTable:
         return times[right] + rise * (rows - y) / (y - x)
 
     def _times(self, depth: int) -> tuple[float, ...]:
-        """Of `self.rows` at a depth, from the shallowest measured one on."""
+        """The times of `self.rows` at a depth, from the shallowest measured one on."""
         near = max(depth, self.depths[0]) // _NEAR
         if near not in self._known:
             columns = zip(*self.milliseconds, strict=True)

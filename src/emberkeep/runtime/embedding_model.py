@@ -93,7 +93,7 @@ Opened = tuple[EmbeddingEngine, Mapping[str, Json]]
 def _open_llamacpp(config: Config, model: ModelFile, shape: EmbeddingProfile, digests: Path) -> Opened:
     from emberkeep.engine.llamacpp.context import LlamaSettings
     from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingEngine
-    from emberkeep.engine.llamacpp.model import LlamaModel
+    from emberkeep.engine.llamacpp.model import LlamaModel, WeightsLoading
     from emberkeep.engine.llamacpp.threads import one_core_each
     from emberkeep.engine.llamacpp.trial import choose_library, prove_embedding
 
@@ -114,7 +114,8 @@ def _open_llamacpp(config: Config, model: ModelFile, shape: EmbeddingProfile, di
             return LlamaEmbeddingEngine(loaded, settings, digest)
 
     def load(where: Placement) -> LlamaModel:
-        return LlamaModel(model.path, placement=where, adapters=adapters, locks=config.mlock, may_rewrite=True)
+        loading = WeightsLoading(locks=config.mlock)
+        return LlamaModel(model.path, placement=where, adapters=adapters, loading=loading, may_rewrite=True)
 
     engine, _, placement = open_placed(load, placement, open_engine, is_planned=config.gpu_layers is None)
     return engine, gguf_details(about, placement, digest)

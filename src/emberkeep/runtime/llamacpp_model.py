@@ -37,7 +37,7 @@ def open_llamacpp(model: ModelFile, config: Config, digests: Path, *, report: Re
     """Blocks while the model is tried out and loaded. Raises ConfigError, ModelError, EngineError."""
     from emberkeep.engine.llamacpp.early_load import begun
     from emberkeep.engine.llamacpp.engine import LlamaEngine
-    from emberkeep.engine.llamacpp.model import LlamaModel
+    from emberkeep.engine.llamacpp.model import LlamaModel, WeightsLoading
     from emberkeep.engine.llamacpp.shared_library import facts_about
     from emberkeep.engine.llamacpp.threads import name_workers
     from emberkeep.engine.llamacpp.trial import choose_library, prove_model
@@ -68,10 +68,9 @@ def open_llamacpp(model: ModelFile, config: Config, digests: Path, *, report: Re
             model.path,
             placement=where,
             adapters=adapters,
-            locks=config.mlock,
+            loading=WeightsLoading(locks=config.mlock, early=early),
             report=lambda fraction: report(f"Loading {model.id}", int(fraction * size), size),
             facts=facts,
-            early=early,
         )
 
     is_planned = config.gpu_layers is None

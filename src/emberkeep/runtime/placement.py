@@ -164,7 +164,7 @@ def bytes_on_gpus(
 
     Every layer with keys and values is counted as if it saw the whole context.
     """
-    from emberkeep.engine.llamacpp.model import LayerSizes, ModelBytes
+    from emberkeep.engine.llamacpp.model import ModelBytes, PlacedLayer
 
     tensors = [tensor for header in headers for tensor in header.tensors]
     # They stay in RAM, unless they are the output as well.
@@ -179,7 +179,7 @@ def bytes_on_gpus(
             width = max(width, *tensor.shape[:2], 0)
     heads = max(sum(shape.kv_heads), 1)
     layers = (
-        LayerSizes(size, routed, settings.cells * kv_bytes * own // heads)
+        PlacedLayer(size, routed, settings.cells * kv_bytes * own // heads)
         for size, routed, own in zip(weights, experts, shape.kv_heads, strict=True)
     )
     mask = settings.batch * settings.cells * _F32

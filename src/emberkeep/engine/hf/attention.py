@@ -167,7 +167,7 @@ def attend(
     attention_mask: Any,
     **given: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Of `[1, heads, tokens, width]` queries, as `[1, tokens, heads, width]`. Raises EngineError."""
+    """Compute it for `[1, heads, tokens, width]` queries, as `[1, tokens, heads, width]`. Raises EngineError."""
     options = AttentionOptions.read({"attention_mask": attention_mask, **given}, query.shape[-1])
     step = _running.step
     step.write(step.layer, key, value)

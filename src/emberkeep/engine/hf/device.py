@@ -83,7 +83,7 @@ def shares_ram(device: torch.device) -> bool:
 
 
 def is_unified(kind: str, *, is_integrated: bool) -> bool:
-    """Of a device of torch. Pure."""
+    """Whether a device of torch computes from RAM. Pure."""
     return kind == "mps" or (kind == "cuda" and is_integrated)
 
 

@@ -173,7 +173,7 @@ class HfEngine:
         self._count_experts()
 
     def _count_experts(self) -> None:
-        """Of a step that is over."""
+        """Count the experts of a step that is over."""
         if self.experts is not None:
             self.experts.step_done()
 

@@ -82,7 +82,7 @@ def _device(device: torch.device) -> Json:
 
 
 def _switches() -> Json:
-    """Of the whole process: they may have been changed before the model was opened."""
+    """What is set for the whole process: it may have been changed before the model was opened."""
     cuda = torch.backends.cuda
     return {
         "float32": torch.get_float32_matmul_precision(),

@@ -88,7 +88,7 @@ def cells_of_share(model: HfModel, share: float) -> int:
 def footprint(
     model: HfModel, memory: KvMemory, layers: Sequence[LayerShape], adds: StepBytes, settings: HfSettings
 ) -> Footprint:
-    """Of an engine that was just opened."""
+    """What an engine needs that was just opened."""
     device = memory.device
     if device.type == "cuda":
         capacity = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)

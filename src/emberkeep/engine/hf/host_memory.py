@@ -86,7 +86,7 @@ class HostLogits:
         self._wait()
 
     def rows(self) -> Logits:
-        """Of the latest step, as float32. Blocks until they are there."""
+        """The logits of the latest step, as float32. Blocks until they are there."""
         if self._rows is None:
             assert self._logits is not None
             if self._buffer is None:

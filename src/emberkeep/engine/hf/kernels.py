@@ -355,7 +355,7 @@ def choose_splits(programs: int, processors: int) -> int:
 def paged_attention(
     query: torch.Tensor, paged: PagedKv, options: AttentionOptions, shape: TileShape, splits: int
 ) -> torch.Tensor:
-    """Of `[rows, heads, width]` queries."""
+    """Compute attention of `[rows, heads, width]` queries."""
     keys, values, sinks = paged.keys, paged.values, options.sinks
     rows, queries, width = query.shape
     heads, value_width = values.shape[1], values.shape[2]

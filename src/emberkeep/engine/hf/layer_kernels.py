@@ -27,7 +27,7 @@ def _norm_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Of `[rows, width]`, contiguous."""
+    """Norm `[rows, width]`, contiguous."""
     rows, width = x.shape
     out = torch.empty_like(x)
     padded = triton.next_power_of_2(width)
@@ -116,7 +116,7 @@ def _gate_kernel(
 
 
 def silu_gate(gate_and_up: ProductParts, dtype: torch.dtype) -> torch.Tensor:
-    """Of a product of `2 * width` outputs: SiLU of the first half times the second."""
+    """Take from a product of `2 * width` outputs SiLU of the first half times the second."""
     rows, width = gate_and_up.rows, gate_and_up.outputs // 2
     out = gate_and_up.parts.new_empty((rows, width), dtype=dtype)
     _gate_kernel[(rows, triton.cdiv(width, _ELEMENTS))](
@@ -207,7 +207,7 @@ def _rotate_kernel(
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Of queries and keys, head by head."""
+    """The norms of queries and keys, head by head."""
 
     queries: torch.Tensor
     keys: torch.Tensor
@@ -222,7 +222,7 @@ def rotate_and_store(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> torch.Tensor:
-    """Of a product of `(queries + 2 * heads) * width` outputs: the rotated queries, as `[rows, queries, width]`.
+    """Take a product of `(queries + 2 * heads) * width` outputs: the rotated queries, as `[rows, queries, width]`.
     Keys, rotated, and values go into their cells. `rotation`: cosines and sines, `[rows, rotated]` with one
     stride."""
     rows, (_, heads, width) = product.rows, keys.shape

@@ -74,7 +74,7 @@ def uninstall(model: PreTrainedModel) -> None:
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:
-    """Of the model and of every model in it whose attention can be chosen; each once."""
+    """The model and every model in it whose attention can be chosen; each once."""
     models = (part for part in model.modules() if isinstance(part, PreTrainedModel) and has_choice(part))
     return list({id(part.config): part.config for part in models}.values())
 
@@ -108,7 +108,7 @@ def _layout_of(mask: torch.Tensor) -> _Layout | None:
 
 
 def read_layout(seen: torch.Tensor, window: int | None) -> _Layout | None:
-    """Of a mask `[sequences, 1, queries, keys]`; None for one that is of another kind. Blocks."""
+    """Read a mask `[sequences, 1, queries, keys]`; None for one that is of another kind. Blocks."""
     if seen.ndim != 4 or seen.shape[1] != 1:
         return None
     _, _, queries, keys = seen.shape
@@ -253,7 +253,7 @@ def _attend_own(
 def _attend_sequence(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
 ) -> torch.Tensor:
-    """Of `[heads, tokens, width]`, the last of whose keys belongs to the last query; heads after tokens out."""
+    """Attend with `[heads, tokens, width]`, whose last key belongs to the last query; heads after tokens out."""
     # Needs Triton, which comes with torch for CUDA only.
     from emberkeep.engine.hf.kernels import PagedKv, choose_splits, choose_tiles, paged_attention
 

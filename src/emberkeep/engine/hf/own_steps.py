@@ -168,8 +168,13 @@ class OwnSteps:
             self.graphs = graphs
 
     def close(self) -> None:
+        """Let go of the model and its state."""
         self.graphs = None
         self.chores.clear()
+        self._network = None  # type: ignore[assignment]
+        self._memory = None  # type: ignore[assignment]
+        self._learned = None  # type: ignore[assignment]
+        self._stream = None
 
 
 class Reference:

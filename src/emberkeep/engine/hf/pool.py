@@ -193,7 +193,7 @@ def _indices(blocks: Sequence[int]) -> npt.NDArray[np.intp]:
 
 @dataclass(frozen=True, slots=True)
 class StreamShape:
-    """Of one token: a layer's keys or its values."""
+    """What a layer's keys, or its values, of one token consist of."""
 
     heads: int
     width: int

@@ -212,7 +212,7 @@ def _processors(device: torch.device) -> int:
 
 @triton.jit
 def _numbers(codes, DTYPE: tl.constexpr, IS_ASM: tl.constexpr):
-    """Of the lower and the upper four bits of every byte, plus 128.
+    """The numbers of the lower and the upper four bits of every byte, plus 128.
 
     A number below 16 that is written into the low bits of 128 as bfloat16 has it makes the sum of both: converting
     every one of them would take longer than reading them.

@@ -122,7 +122,7 @@ def _runs_kernels(device: torch.device) -> bool:
 def from_awq(
     tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None, form: AwqFormat, dtype: torch.dtype
 ) -> Int4Linear:
-    """Of one matrix's `qweight`, `qzeros` and `scales`, on the device that these are on. Raises ModelBroken."""
+    """Make it of one matrix's `qweight`, `qzeros` and `scales`, on their device. Raises ModelBroken."""
     codes, zeros, scales = (tensors[name] for name in _TENSORS)
     numbers, zero_points, scales = (
         _of_gemv(codes, zeros, scales, form) if form.is_gemv else _of_gemm(codes, zeros, scales, form)

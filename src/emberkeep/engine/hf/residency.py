@@ -207,17 +207,17 @@ _LEAST = 32
 
 
 def is_rounded(outputs: int, inputs: int) -> bool:
-    """Of a linear part's weight in a layer."""
+    """Whether the weight of a layer's linear part is."""
     return min(outputs, inputs) >= _LEAST and inputs % _LEAST == 0
 
 
 def int4_group(inputs: int) -> int:
-    """Of a row that `is_rounded`."""
+    """How many inputs of a row that `is_rounded` share a scale."""
     return next(group for group in _GROUPS if inputs % group == 0)
 
 
 def rounded_bytes(kind: Quantization, outputs: int, inputs: int, width: int) -> int:
-    """Of codes, scales and zero points, where numbers with a fraction have `width` bytes."""
+    """Bytes of codes, scales and zero points, where numbers with a fraction have `width` bytes."""
     match kind:
         case Quantization.INT8:
             return outputs * (inputs + width)

@@ -164,7 +164,7 @@ class SideStream:
         return self._mark(self._stream, held)
 
     def let_go(self) -> None:
-        """Of what was held for work that is done."""
+        """Let go of what was held for work that is done."""
         while self._held and self._held[0][0].has_passed:
             self._held.popleft()
 

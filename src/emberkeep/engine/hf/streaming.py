@@ -395,7 +395,7 @@ def _module_bytes(module: nn.Module) -> int:
 
 
 def _rest_bytes(network: nn.Module, layers: Sequence[nn.Module]) -> int:
-    """Of what is no layer; what is tied counts once."""
+    """Bytes of what is no layer; what is tied counts once."""
     inside = {id(tensor) for layer in layers for *_, tensor in _tensors(layer)}
     sizes = {id(tensor): _flat_bytes(tensor) for *_, tensor in _tensors(network)}
     return sum(size for tensor, size in sizes.items() if tensor not in inside)

@@ -221,7 +221,7 @@ class Transfer:
         return tokens
 
     def let_go(self) -> None:
-        """Of payloads that have arrived."""
+        """Let go of payloads that have arrived."""
         self._stores.let_go()
         self._loads.let_go()
 

@@ -30,7 +30,7 @@ _BLOCK = 64
 
 @dataclass(frozen=True, slots=True)
 class Layouts:
-    """Of one model's state, in the context as it is and in one with the other kind of attention."""
+    """How one model's state lies, in the context as it is and in one with the other kind of attention."""
 
     own: Layout
     other: Layout | None = None

@@ -173,7 +173,7 @@ class Attention:
         return skeleton + cells * (self.cell_bytes + self.row_bytes)
 
     def value_bytes(self, cells: int) -> int:
-        """Of V, with what is said of it: the end of a part with `cells` cells."""
+        """Bytes of V, with what is said of it: the end of a part with `cells` cells."""
         return sum(_TENSOR.size + cells * tensor.row_bytes for tensor in self.tensors[self.layers :])
 
     def check(self, part: Bytes, cells: int) -> npt.NDArray[np.int32]:
@@ -302,7 +302,7 @@ class Recurrent:
 
 
 def cell_count(part: Bytes) -> int:
-    """Of the part of attention layers that `part` begins with; 0 when that is cut off."""
+    """The cells of the part of attention layers that `part` begins with; 0 when that is cut off."""
     return int(_PAIR.unpack_from(part)[1]) if len(part) >= _PAIR.size else 0
 
 

@@ -112,7 +112,7 @@ class Layout:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Of one token, by range."""
+        """Bytes by range of one token."""
         return sum(part.row_bytes for part in self.ranges)
 
     @property

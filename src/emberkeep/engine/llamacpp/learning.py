@@ -312,7 +312,7 @@ def _evaluate(context: Handle, sequence: int, position: int) -> None:
 
 
 def _keys(layout: Layout, state: Bytes) -> Iterator[Numbers]:
-    """Of each layer, in the state of a single token."""
+    """The keys of each layer, in the state of a single token."""
     for begin, run in layout.runs(1):
         for offset in range(begin, begin + run.count * run.stride(1), run.stride(1)):
             if run.is_key:

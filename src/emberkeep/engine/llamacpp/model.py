@@ -47,7 +47,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSizes:
+class PlacedLayer:
     weights: int
     """Without experts."""
     experts: int = 0
@@ -57,7 +57,7 @@ class LayerSizes:
 
 @dataclass(frozen=True, slots=True)
 class ModelBytes:
-    layers: tuple[LayerSizes, ...]
+    layers: tuple[PlacedLayer, ...]
     output: int
     """What is computed after the last layer."""
     buffers: int
@@ -77,7 +77,7 @@ class Placement:
 
     @property
     def count(self) -> int:
-        """Of the layers that are on GPUs, with the output."""
+        """How many layers are on GPUs, with the output."""
         return min(self.gpu_layers, self.layers + 1)
 
     def assign(self, count: int) -> list[int | None]:
@@ -130,6 +130,18 @@ class EarlyWeights(Protocol):
         """Blocks until they are there. None: they are not to be used."""
 
 
+@dataclass(frozen=True, slots=True)
+class WeightsLoading:
+    """How weights come into memory."""
+
+    repacks: bool = True
+    """They are copied into the layout that the CPU's fastest kernels want."""
+    locks: bool = False
+    """What of them is in RAM is locked there, if the system allows it."""
+    early: EarlyWeights | None = None
+    """Those of the same file that are being loaded already."""
+
+
 def load_weights(
     path: Path, placed: PlacementParams, report: Report | None, *, repacks: bool = True, locks: bool = False
 ) -> Handle | None:
@@ -149,9 +161,7 @@ class LlamaModel:
     """Raises ModelNotFound, ModelBroken or EngineError. `close` frees the handle; contexts must be closed before.
 
     `adapters` apply to every context of it, in an order of their own: what they compute together depends on it.
-    `repacks`: weights are copied into the layout that the CPU's fastest kernels want. `locks`: what of them is in
-    RAM is locked there, if the system allows it. `report` is told meanwhile which part of them is loaded.
-    `may_rewrite` and `facts`: as in `LlamaVocab`. `early`: weights of the file that are being loaded already.
+    `report` is told meanwhile which part of the weights is loaded. `may_rewrite` and `facts`: as in `LlamaVocab`.
     """
 
     def __init__(
@@ -160,14 +170,14 @@ class LlamaModel:
         *,
         placement: Placement = ON_CPU,
         adapters: Sequence[Adapter] = (),
-        repacks: bool = True,
-        locks: bool = False,
+        loading: WeightsLoading | None = None,
         report: Report = lambda fraction: None,
         may_rewrite: bool = False,
         facts: Facts | None = None,
-        early: EarlyWeights | None = None,
     ) -> None:
         self.path = path
+        loading = loading or WeightsLoading()
+        repacks, locks, early = loading.repacks, loading.locks, loading.early
         start_backend()
         if not path.is_file():
             raise ModelNotFound(f"There is no model file at {path}.")

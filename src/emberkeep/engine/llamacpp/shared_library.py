@@ -117,13 +117,13 @@ def files(library: LibraryFile) -> list[Path]:
 
 @functools.cache
 def digest(library: LibraryFile) -> str:
-    """Of all its files. Blocks the first time for as long as reading them takes. Raises EngineError."""
+    """The digest of all its files. Blocks the first time for as long as reading them takes. Raises EngineError."""
     return _digest_of(files(library))
 
 
 @functools.cache
 def loaded_digest() -> str:
-    """Of what is computed with: the files of the library in use that this process has really opened.
+    """The digest of what is computed with: the files of the library in use that this process has really opened.
 
     A variable of the loader can put others in the place of those beside it. Called when the library is up; blocks
     as `digest`. Raises EngineError.
@@ -259,7 +259,7 @@ def version() -> str:
 
 
 def cache_folder() -> Path:
-    """Of what belongs to this user's llama.cpp, whatever the data folder."""
+    """The folder of what belongs to this user's llama.cpp, whatever the data folder."""
     return platformdirs.user_cache_path("emberkeep", appauthor=False) / "llamacpp"
 
 
@@ -313,7 +313,7 @@ def prebuilt() -> Prebuilt | None:
 
 
 def file_name(library: LibraryFile, *more: str) -> str:
-    """Of what was found out about a library on this kind of CPU, and `more` beside it. Raises EngineError."""
+    """The name of what was found out about a library on this CPU, and `more` beside it. Raises EngineError."""
     return facts.file_name(*_about(library), *more)
 
 

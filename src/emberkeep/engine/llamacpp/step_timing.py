@@ -60,7 +60,7 @@ _Times = dict[int, float]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of one model, with flash attention or without."""
+    """What was measured of one model, with flash attention or without."""
 
     table: StepTable
     wide_rows: int | None = None
@@ -124,7 +124,7 @@ def measure(
 
 
 def _time_grids(benches: Sequence[_Bench]) -> tuple[list[_Times], bool]:
-    """Of each, and whether the machine had little else to do."""
+    """The times of each, and whether the machine had little else to do."""
     times: list[_Times] = [{} for _ in benches]
     used = [0.0] * len(benches)
     begin = perf_counter()

@@ -28,7 +28,7 @@ from emberkeep.engine.facts import Facts
 from emberkeep.engine.llamacpp.context import BatchBuffer, LlamaSettings, open_context
 from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingEngine, LlamaEmbeddingSettings
 from emberkeep.engine.llamacpp.learning import StateFacts
-from emberkeep.engine.llamacpp.model import LlamaModel, gpus
+from emberkeep.engine.llamacpp.model import LlamaModel, WeightsLoading, gpus
 from emberkeep.engine.llamacpp.shared_library import (
     NATIVE,
     LibraryFile,
@@ -346,7 +346,7 @@ def _decode(
 
 
 def _load(path: Path, *, may_rewrite: bool = False, facts: Facts | None = None) -> LlamaModel:
-    model = LlamaModel(path, repacks=False, may_rewrite=may_rewrite, facts=facts)
+    model = LlamaModel(path, loading=WeightsLoading(repacks=False), may_rewrite=may_rewrite, facts=facts)
     for text in ("Hello", "a  b\n\n c", "é漢\U0001f600\x00\x7f", "<s></s><|im_end|>"):
         model.vocab.tokenize(text)
     return model
