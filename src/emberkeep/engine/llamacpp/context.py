@@ -291,8 +291,8 @@ def on_gpu(
     kv_bytes_per_token: int,
     found: Sequence[Gpu],
 ) -> Footprint | None:
-    """What is needed of the GPU in use that has least free: what a step adds, it adds on each of them. None where it
-    is not told which has what, or what is free."""
+    """What is needed of the GPU in use that has least free: what a step adds, it adds on each of them. None where
+    it is not told which has what, or what is free."""
     used = {gpu.name: sum(buffer.size for buffer in told if _is_on(gpu, buffer)) for gpu in found}
     tightest = min((gpu for gpu in found if used[gpu.name] and gpu.total), key=lambda gpu: gpu.free, default=None)
     if tightest is None:
