@@ -80,7 +80,8 @@ FLASH, PLAIN = FakeTiers.available
 
 
 def engine_of(tier: AttentionTier = FLASH, kv_unit: KvUnit = KvUnit.RANGE) -> FakeEngine:
-    engine = FakeEngine(cells=1 << 15, attention=FakeTiers(), kv_unit=kv_unit)
+    engine = FakeEngine(cells=1 << 15, kv_unit=kv_unit)
+    engine.attention = FakeTiers()
     assert engine.attention is not None
     engine.attention.switch(tier)
     return engine
