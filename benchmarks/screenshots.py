@@ -3,7 +3,7 @@
     python -m benchmarks.screenshots                       into docs/images/page
     python -m benchmarks.screenshots --model FILE.gguf -o FOLDER
 
-It needs Chromium and Playwright (`make check` installs it).
+It needs Chromium, and Playwright (`make torture` installs it).
 """
 
 from __future__ import annotations
