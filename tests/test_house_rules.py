@@ -20,10 +20,12 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def functions(tree: ast.Module) -> Iterator[Function]:
-    """All but kernels, which are no Python and take what a GPU needs."""
+    """All but kernels, which are no Python, and commands, whose parameters are flags."""
     for node in ast.walk(tree):
-        if isinstance(node, Function) and not any("jit" in ast.unparse(each) for each in node.decorator_list):
-            yield node
+        if isinstance(node, Function):
+            decorators = " ".join(map(ast.unparse, node.decorator_list))
+            if "jit" not in decorators and ".command(" not in decorators:
+                yield node
 
 
 def parameters(function: Function) -> list[str]:

@@ -17,7 +17,7 @@ import pytest
 import emberkeep
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.local import LocalBackend
-from emberkeep.backend.remote.backend import RemoteBackend, RemoteSettings
+from emberkeep.backend.remote.backend import RemoteBackend, RemoteOptions
 from emberkeep.backend.remote.kv_evictions import TurnTracker
 from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
@@ -116,7 +116,7 @@ async def _with_everything(folder: Path) -> LocalBackend:
         ModelCard("far", 0, 100, remote="far"),
         _Evicting(),  # type: ignore[arg-type]
         Sessions(None, Policy(100)),
-        RemoteSettings(),
+        RemoteOptions(),
         holders=backend.holders,
     )
     await remote.start()

@@ -17,7 +17,7 @@ from emberkeep.config.settings import Config
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.remotes import Remotes
 from emberkeep.runtime import served_models
-from emberkeep.runtime.parts import Parts
+from emberkeep.runtime.parts import ModelParts
 from emberkeep.runtime.served_models import open_models
 from emberkeep.types.models import RemoteModel
 from helpers.gguf_builders import tiny_llama
@@ -56,7 +56,7 @@ def several(data_dir: Path, may_load: threading.Event, monkeypatch: pytest.Monke
     load_fake_engines(monkeypatch)
     open_fake = served_models.open_local
 
-    def open_when_it_may(config: Config, parts: Parts, report: Callable[[float], None]) -> LocalBackend:
+    def open_when_it_may(config: Config, parts: ModelParts, report: Callable[[float], None]) -> LocalBackend:
         assert may_load.wait(60)
         return open_fake(config, parts, report)
 

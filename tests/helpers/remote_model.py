@@ -10,7 +10,7 @@ from typing import Any
 
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.choices import Permits
-from emberkeep.backend.remote.backend import RemoteBackend, RemoteSettings
+from emberkeep.backend.remote.backend import RemoteBackend, RemoteOptions
 from emberkeep.backend.remote.base import RemoteAbout
 from emberkeep.errors import EmberkeepError
 from emberkeep.memory.memory import Memory
@@ -82,9 +82,9 @@ def remote(
     permits: Permits | None = None,
     **settings: Any,
 ) -> RemoteBackend:
-    """`settings`: of `RemoteSettings`."""
+    """`settings`: of `RemoteOptions`."""
     memory = Memory(folder / "memory.sqlite3", limit_bytes=10 << 30) if folder else None
     sessions = Sessions(memory, Policy(context, recall=recall, recall_tokens=64))
     card = ModelCard("far-1", 0, context, remote="far")
     ours = HostToolBox(tools, ToolPolicy(), asks=False) if tools is not None else None
-    return RemoteBackend(card, provider, sessions, RemoteSettings(**settings), tools=ours, permits=permits)
+    return RemoteBackend(card, provider, sessions, RemoteOptions(**settings), tools=ours, permits=permits)

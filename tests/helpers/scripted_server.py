@@ -12,6 +12,7 @@ from emberkeep.backend.base import NO_ARGS, ModelCard, ModelTexts
 from emberkeep.backend.models import Models
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
+from emberkeep.kv.holders import Holders
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import Server
 from emberkeep.server.lifecycle import bind
@@ -59,6 +60,7 @@ class ScriptedBackend:
     memory: Memory | None = None
     host_tools: ToolDesk | None = None
     cache = warmer = embedder = experts = attention = None
+    holders = Holders()
 
     @property
     def tokenizer(self) -> ScriptedBackend:

@@ -16,7 +16,7 @@ import pytest
 from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.config.settings import Config
 from emberkeep.errors import RemoteError
-from emberkeep.tools import host_tools, permissions
+from emberkeep.tools import permissions
 from emberkeep.types.events import Event
 from emberkeep.types.request import Json, Request
 from helpers.asking_server import asking_server
@@ -144,7 +144,7 @@ def test_without_the_setting_no_client_gets_them(engine, root):
 
 
 def test_silence_is_a_no(engine, root, monkeypatch):
-    monkeypatch.setattr(host_tools, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(permissions, "PATIENCE_S", 0.2)
     engine.will_say(WRITE, "I may not.")
     with serving(engine, root) as http:
         body = {"messages": HELLO, "stream": True, "ask_permission": True, "max_tokens": 900, "temperature": 0}

@@ -212,9 +212,11 @@ def drop_from_page_cache(files: Iterable[Path]) -> None:
 
 def peer_version(program: Path) -> str:
     """What the program says of itself. Raises EmberkeepError where it cannot be run."""
-    command = with_default_signals([str(program), "--version"])
+    version_command = with_default_signals([str(program), "--version"])
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+        done = subprocess.run(
+            version_command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+        )
     except OSError as error:
         raise EmberkeepError(f"{program} cannot be run: {error.strerror}.") from error
     lines = [line.strip() for line in (done.stdout + done.stderr).splitlines()]

@@ -56,7 +56,7 @@ def _parse_path(value: object) -> Path:
 
 
 def _parts(value: object) -> Sequence[object]:
-    """Of a list, or of a text with commas."""
+    """The items of a list, or of a text with commas."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, (list, tuple)):
         raise ValueError

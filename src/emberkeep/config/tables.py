@@ -63,7 +63,7 @@ class McpServer:
 
 
 def check_name(name: str) -> str:
-    """Of a server or a model: it becomes part of tools' names. Raises ValueError."""
+    """The name of a server or a model, which becomes part of tools' names. Raises ValueError."""
     # With a _ at its end, one server's tools could be called as another's.
     if _NAME.fullmatch(name) is None or "__" in name or name.endswith("_"):
         raise ValueError

@@ -40,19 +40,19 @@ def gently(items: Sequence[T]) -> Iterator[T]:
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class TokenRun:
     """Tokens that only follow each other."""
 
     number: int
     """Runs are numbered so that each comes after the one it goes on from."""
-    parent: Run | None
+    parent: TokenRun | None
     first: Chunk
     offset: int
     """How many tokens of the first chunk are before the run."""
     last: Chunk
     ends_whole: bool = False
     """It ends with a chunk in which nothing else begins."""
-    children: list[Run] = field(default_factory=list)
+    children: list[TokenRun] = field(default_factory=list)
     tokens: int = 0
     hot: int = 0
     warm: int = 0
@@ -92,10 +92,10 @@ class Runs:
         """`chunks` are in the order in which they were stored, so that parents come before their children;
         `resident`: places whose state up to a length is in the engine."""
         self.by_key = {chunk.key: chunk for chunk in chunks}
-        self.runs: list[Run] = []
+        self.runs: list[TokenRun] = []
         self._ends: dict[int, list[int]] = {}
         """The ends of the parts into which a chunk is cut, by its identity."""
-        self._parts: dict[int, list[Run]] = {}
+        self._parts: dict[int, list[TokenRun]] = {}
         """The runs of these."""
         self._cut([chunk for chunk in gently(chunks) if len(chunk.tokens)], _hot_tokens(resident))
         for chunk in gently(chunks):
@@ -115,12 +115,12 @@ class Runs:
     def __len__(self) -> int:
         return len(self.runs)
 
-    def run_at(self, chunk: Chunk, used: int) -> Run | None:
+    def run_at(self, chunk: Chunk, used: int) -> TokenRun | None:
         """The run that has the last of the first `used` tokens of a chunk; None for a chunk that is not there."""
         ends = self._ends.get(id(chunk))
         return self._parts[id(chunk)][bisect_left(ends, used)] if ends else None
 
-    def find(self, key: bytes, offset: int) -> Run | None:
+    def find(self, key: bytes, offset: int) -> TokenRun | None:
         """The run that has the token after the first `offset` of the chunk whose key begins so."""
         chunk = next((chunk for known, chunk in self.by_key.items() if known.startswith(key)), None)
         return self.run_at(chunk, offset + 1) if chunk and offset < len(chunk.tokens) else None
@@ -144,8 +144,8 @@ class Runs:
                 run.add(chunk, begin, end, hot.get(id(chunk), 0))
                 parts.append(run)
 
-    def _new(self, parent: Run | None, chunk: Chunk, offset: int) -> Run:
-        run = Run(len(self.runs), parent, chunk, offset, chunk)
+    def _new(self, parent: TokenRun | None, chunk: Chunk, offset: int) -> TokenRun:
+        run = TokenRun(len(self.runs), parent, chunk, offset, chunk)
         self.runs.append(run)
         if parent is not None:
             parent.children.append(run)
@@ -205,15 +205,15 @@ def outline(runs: Runs, entries: Sequence[Entry], limit: int, at: str = "") -> C
 class _Part:
     """Some of all runs, by number: with each of them everything below it."""
 
-    heads: Sequence[Run]
+    heads: Sequence[TokenRun]
     """Those that go on from none of the part."""
-    runs: Sequence[Run]
+    runs: Sequence[TokenRun]
     above: str = ""
     """The id of the node from which the heads go on, where they are some of its branches."""
     skipped: int = 0
     """How many longer ones it has."""
 
-    def branches(self, run: Run | None) -> Sequence[Run]:
+    def branches(self, run: TokenRun | None) -> Sequence[TokenRun]:
         return run.children if run is not None else self.heads
 
 
@@ -233,25 +233,25 @@ def _find(runs: Runs, at: str) -> _Part | None:
     return _Part(heads, _with_all_below(heads), at.partition("~")[0], int(skipped))
 
 
-def _with_all_below(heads: Sequence[Run]) -> list[Run]:
+def _with_all_below(heads: Sequence[TokenRun]) -> list[TokenRun]:
     found = list(heads)
     for run in found:  # grows
         found += run.children
     return sorted(found, key=lambda run: run.number)
 
 
-def _longest_first(runs: Sequence[Run]) -> list[Run]:
+def _longest_first(runs: Sequence[TokenRun]) -> list[TokenRun]:
     return sorted(runs, key=lambda run: (-run.tokens_below, run.number))
 
 
 # ── which of its runs ──
 
 
-def _choose(part: _Part, limit: int) -> set[Run]:
+def _choose(part: _Part, limit: int) -> set[TokenRun]:
     """Runs that become nodes of their own: none without the one before it, and, with one node for the other
     branches after each, no more than `limit`."""
     order = _by_weight(part)
-    left_out: dict[Run | None, int] = {None: len(part.heads)}
+    left_out: dict[TokenRun | None, int] = {None: len(part.heads)}
     chosen, places = 0, int(bool(order))
     for count, run in enumerate(order[:limit], 1):
         above = run.parent if run.parent in left_out else None
@@ -263,7 +263,7 @@ def _choose(part: _Part, limit: int) -> set[Run]:
     return set(order[:chosen])
 
 
-def _by_weight(part: _Part) -> list[Run]:
+def _by_weight(part: _Part) -> list[TokenRun]:
     """The longest and the latest used first. A run is never after one below it: with everything below, it is as
     long and was used as late."""
     longest = sorted(part.runs, key=lambda run: -run.tokens_below)
@@ -281,10 +281,10 @@ def _by_weight(part: _Part) -> list[Run]:
 class _Node:
     """A run, or the branches together that go on from one and have no room."""
 
-    run: Run
+    run: TokenRun
     """The longest, where there are several branches."""
-    above: Run | None
-    runs: list[Run]
+    above: TokenRun | None
+    runs: list[TokenRun]
     branches: int = 0
     longer: int = 0
     """How many branches from the same place have nodes of their own and come before it by their length."""
@@ -294,7 +294,7 @@ class _Node:
 @dataclass(frozen=True, slots=True)
 class _End:
     entry: Entry
-    run: Run
+    run: TokenRun
     chunk: Chunk
     position: int
     is_latest: bool
@@ -303,11 +303,11 @@ class _End:
         return _entry_end(self.entry, self.position, is_latest=self.is_latest)
 
 
-def _nodes(part: _Part, chosen: set[Run]) -> list[_Node]:
+def _nodes(part: _Part, chosen: set[TokenRun]) -> list[_Node]:
     """The chosen runs by number, and after them, for each place where others go on, all of those together."""
-    inside, beyond = set(part.heads), defaultdict[Run, list[Run]](list)
+    inside, beyond = set(part.heads), defaultdict[TokenRun, list[TokenRun]](list)
     shown = [_Node(run, None if run in inside else run.parent, [run]) for run in part.runs if run in chosen]
-    head_of: dict[Run, Run] = {}
+    head_of: dict[TokenRun, TokenRun] = {}
     for run in part.runs:
         if run not in chosen:
             is_head = run in inside or run.parent in chosen
@@ -321,7 +321,9 @@ def _nodes(part: _Part, chosen: set[Run]) -> list[_Node]:
     return shown
 
 
-def _together(part: _Part, above: Run | None, heads: Sequence[Run], runs: list[Run], chosen: set[Run]) -> _Node:
+def _together(
+    part: _Part, above: TokenRun | None, heads: Sequence[TokenRun], runs: list[TokenRun], chosen: set[TokenRun]
+) -> _Node:
     longest = _longest_first(heads)[0]
     if len(heads) == 1 and not longest.children:
         return _Node(longest, above, runs)
@@ -329,7 +331,7 @@ def _together(part: _Part, above: Run | None, heads: Sequence[Run], runs: list[R
     return _Node(longest, above, runs, len(heads), before.index(longest))
 
 
-def _run_id(run: Run) -> str:
+def _run_id(run: TokenRun) -> str:
     key = run.first.key[:_KEY_BYTES].hex()
     return f"{key}.{run.offset}" if run.offset else key
 

@@ -37,7 +37,7 @@ def open_remote(
 
     `parts`: those that it shares with other models. `retries`: how often a request is sent again that it failed.
     """
-    from emberkeep.backend.remote.backend import RemoteBackend, RemoteSettings
+    from emberkeep.backend.remote.backend import RemoteBackend, RemoteOptions
     from emberkeep.backend.remote.base import Provider, RemoteAbout
     from emberkeep.backend.remote.service import translate_faults
     from emberkeep.backend.remote.vendors import default_context, open_provider, with_defaults
@@ -62,7 +62,7 @@ def open_remote(
         card,
         open_provider(replace(remote, model=model), os.environ),
         open_sessions(config, memory, context),
-        RemoteSettings(
+        RemoteOptions(
             retries=retries,
             max_tokens=remote.max_tokens,
             most_tokens=config.max_tokens,

@@ -135,7 +135,7 @@ def _why_not(error: OSError, host: str, port: int) -> str:
     return f"{host} is not an address of this machine: choose another --host."
 
 
-class ServedModels(Protocol):
+class ModelsOfServer(Protocol):
     """All models, or what stands in for them."""
 
     @property
@@ -153,7 +153,7 @@ class ServedModels(Protocol):
 
 
 def run_until_stopped(
-    server: Server, models: ServedModels, listener: socket.socket, on_ready: Callable[[], None] = lambda: None
+    server: Server, models: ModelsOfServer, listener: socket.socket, on_ready: Callable[[], None] = lambda: None
 ) -> None:
     """Blocks until SIGINT, SIGTERM or SIGHUP, then drains and closes the models. Call it in the main thread.
 
@@ -173,7 +173,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _run(
-    server: Server, models: ServedModels, listener: socket.socket, on_ready: Callable[[], None]
+    server: Server, models: ModelsOfServer, listener: socket.socket, on_ready: Callable[[], None]
 ) -> None:
     def stop() -> None:
         server.stop()
@@ -197,13 +197,13 @@ async def _run(
         raise failure
 
 
-async def _tell_when_ready(server: Server, models: ServedModels, on_ready: Callable[[], None]) -> None:
+async def _tell_when_ready(server: Server, models: ModelsOfServer, on_ready: Callable[[], None]) -> None:
     await server.listening.wait()
     await models.ready()
     on_ready()
 
 
-async def _close(models: ServedModels, hurry: asyncio.Event) -> None:
+async def _close(models: ModelsOfServer, hurry: asyncio.Event) -> None:
     closing = asyncio.ensure_future(models.close())
     hurried = asyncio.ensure_future(hurry.wait())
     await asyncio.wait((closing, hurried), return_when=asyncio.FIRST_COMPLETED)

@@ -165,7 +165,7 @@ _WHOLES = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0,
 
 
 @dataclass(slots=True)
-class Tally:
+class LabelCounts:
     """How often something happened, by a label."""
 
     name: str
@@ -207,9 +207,11 @@ class RequestMetrics:
         # A counter that is there from the beginning has no first increase for a rate to miss.
         outcomes = {str(outcome): 0 for outcome in RequestOutcome}
         misses = {str(reason): 0 for reason in MissReason if reason is not MissReason.NONE}
-        self._requests = Tally("requests_total", "HTTP requests by how they ended.", "outcome", outcomes)
-        self._refused = Tally("requests_refused_total", "Requests that got an error as answer.", "reason")
-        self._misses = Tally("prefix_cache_misses_total", "Prompts not wholly reused, and why.", "reason", misses)
+        self._requests = LabelCounts("requests_total", "HTTP requests by how they ended.", "outcome", outcomes)
+        self._refused = LabelCounts("requests_refused_total", "Requests that got an error as answer.", "reason")
+        self._misses = LabelCounts(
+            "prefix_cache_misses_total", "Prompts not wholly reused, and why.", "reason", misses
+        )
         self._first_token = Distribution("time_to_first_token_seconds", "From arrival to the first token.", _WAITS)
         self._per_token = Distribution("time_per_output_token_seconds", "Between tokens of an answer.", _STEPS)
         self._queue = Distribution("request_queue_time_seconds", "From arrival to a slot in the engine.", _WAITS)
@@ -218,7 +220,7 @@ class RequestMetrics:
         )
 
     @property
-    def tallies(self) -> tuple[Tally, ...]:
+    def tallies(self) -> tuple[LabelCounts, ...]:
         return self._requests, self._refused, self._misses
 
     @property

@@ -12,7 +12,7 @@ import pytest
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.backend.remote import backend as module
-from emberkeep.backend.remote.backend import RemoteBackend, RemoteSettings
+from emberkeep.backend.remote.backend import RemoteBackend, RemoteOptions
 from emberkeep.backend.remote.base import Provider, RemoteAbout
 from emberkeep.errors import EmberkeepError, RemoteDown, RemoteError, RemoteFull, RemoteRefused, RequestError
 from emberkeep.session.sessions import Policy, Sessions
@@ -190,7 +190,7 @@ def backend_at(wire: Wire, url: str, **settings: Any) -> RemoteBackend:
     card = ModelCard(wire.model, 0, 100_000, remote=wire.kind)
     sessions = Sessions(None, Policy(100_000))
     return RemoteBackend(
-        card, provider_at(wire)(url), sessions, RemoteSettings(tool_rounds=4, **settings), tools=tools
+        card, provider_at(wire)(url), sessions, RemoteOptions(tool_rounds=4, **settings), tools=tools
     )
 
 

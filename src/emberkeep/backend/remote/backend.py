@@ -61,7 +61,7 @@ _COUNTS = ("requests", "retries", "failures", "prompt_tokens", "cached_tokens", 
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteSettings:
+class RemoteOptions:
     retries: int = 2
     """How often a request is sent again after the service failed before its first word."""
     max_tokens: int | None = None
@@ -85,7 +85,7 @@ class RemoteBackend(Extras):
         card: ModelCard,
         provider: Provider,
         sessions: Sessions,
-        settings: RemoteSettings,
+        settings: RemoteOptions,
         *,
         tools: HostTools | None = None,
         permits: Permits | None = None,

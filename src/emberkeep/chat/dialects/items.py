@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from emberkeep.chat.dialects.json_calls import call_object
-from emberkeep.chat.dialects.named import STEPS, Steps, mistral_call, python_call, stepped_call
+from emberkeep.chat.dialects.named import STEPS, CallSteps, mistral_call, python_call, stepped_call
 from emberkeep.chat.dialects.reader import Calls, NoCall, Read, Reading, Tape
 from emberkeep.chat.dialects.xml import ELEMENTS, Element, element_call, key_value_call, tag_call
 
@@ -74,7 +74,7 @@ def tag_reader(name: str, behind: str) -> Read:
     return read
 
 
-def steps_reader(steps: Steps) -> Read:
+def steps_reader(steps: CallSteps) -> Read:
     """One call in these steps, the first having been read."""
     return lambda tape, calls, end: stepped_call(tape, calls, steps)
 

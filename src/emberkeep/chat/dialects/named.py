@@ -27,7 +27,7 @@ def arguments_of(tape: Tape, calls: Calls, name: str, end: str) -> Reading[None]
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class CallSteps:
     """`begin`, something or nothing, `name`, the name, `arguments`, the arguments, `end`; again for every call."""
 
     begin: str
@@ -39,14 +39,14 @@ class Steps:
 STEPS = {
     steps.begin: steps
     for steps in (
-        Steps("<｜tool▁call▁begin｜>", "", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),  # DeepSeek R1, V3
-        Steps("<|tool_call_begin|>", "", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),  # Kimi K2
-        Steps("<|tool_call:begin|>", "<|tool_call:name|>", "<|tool_call:args|>", "<|tool_call:end|>"),  # Solar
+        CallSteps("<｜tool▁call▁begin｜>", "", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),  # DeepSeek R1, V3
+        CallSteps("<|tool_call_begin|>", "", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),  # Kimi K2
+        CallSteps("<|tool_call:begin|>", "<|tool_call:name|>", "<|tool_call:args|>", "<|tool_call:end|>"),  # Solar
     )
 }
 
 
-def stepped_call(tape: Tape, calls: Calls, steps: Steps) -> Reading[None]:
+def stepped_call(tape: Tape, calls: Calls, steps: CallSteps) -> Reading[None]:
     """A call whose `begin` has been read."""
     if steps.name:
         yield from tape.until(steps.name)

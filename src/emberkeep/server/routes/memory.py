@@ -66,35 +66,35 @@ class _AnyText(StringConvertor):
 register_url_convertor("any_text", _AnyText())
 
 
-class Whose(UserFields):
+class OwnerParameters(UserFields):
     """In the query, where there is no body or not only there."""
 
     model_config = ConfigDict(strict=False)
 
 
-class SearchParameters(Whose):
+class SearchParameters(OwnerParameters):
     query: Question
     max_results: MaxResults = 5
     conversation_id: Label | None = None
 
 
-class FactParameters(Whose):
+class FactParameters(OwnerParameters):
     name: FactName
 
 
-class FactsParameters(PageParameters, Whose):
+class FactsParameters(PageParameters, OwnerParameters):
     pass
 
 
-class ConversationsParameters(Whose):
+class ConversationsParameters(OwnerParameters):
     limit: MaxConversations = 50
 
 
-class ConversationParameters(Whose):
+class ConversationParameters(OwnerParameters):
     conversation_id: Name
 
 
-class ForgetParameters(Whose):
+class ForgetParameters(OwnerParameters):
     conversation_id: Name | None = None
 
 
@@ -107,7 +107,7 @@ def routes(served: Served) -> Routes:
     _add_whole_memory(routes, ask)
 
     @routes.get("/v1/memory/export", content=LINES)
-    async def export(query: Whose) -> Response:
+    async def export(query: OwnerParameters) -> Response:
         rows = require_memory(backend.memory).export(query.to_namespace())
         # The status goes out with the first lines: what is wrong from the beginning still gets its own.
         first = await side.run(_next_lines, rows)
@@ -137,7 +137,7 @@ def _add_search(routes: Routes, ask: Asker) -> None:
     example = {"question": "Where is the spare key?", "answer": "Under the blue pot."}
 
     @routes.post("/v1/memory/answers", example=example)
-    async def store_answer(query: Whose, body: AnswerBody) -> Json:
+    async def store_answer(query: OwnerParameters, body: AnswerBody) -> Json:
         id_ = await ask(lambda memory: memory.store_answer(one_owner(body, query), body.question, body.answer))
         return {"object": "memory.answer", "id": id_}
 
@@ -176,7 +176,7 @@ def _add_whole_memory(routes: Routes, ask: Asker) -> None:
         return await ask(lambda memory: _conversation(memory, query.to_namespace(), query.conversation_id))
 
     @routes.get("/v1/memory/stats")
-    async def stats(query: Whose) -> Json:
+    async def stats(query: OwnerParameters) -> Json:
         stats = await ask(lambda memory: memory.stats(query.to_namespace()))
         # Without the size of the file, which depends on other users.
         return {key: value for key, value in stats.items() if key not in ("bytes", "limit")}

@@ -32,7 +32,7 @@ from emberkeep.errors import InvalidField, NoSuchEntry, RequestError
 from emberkeep.library.user_memory import require_memory
 from emberkeep.memory.memory import Memory
 from emberkeep.server.routes.base import STREAMS, Routes, Served, passed_on, respond
-from emberkeep.server.routes.memory import Whose, one_owner
+from emberkeep.server.routes.memory import OwnerParameters, one_owner
 from emberkeep.server.routes.response_exchange import Background, Context, Exchange, is_stored, load_context
 from emberkeep.server.stream import make_of_body
 from emberkeep.types.request import Json
@@ -51,7 +51,7 @@ _ANSWERED = (
 )
 
 
-class ResponseParameters(Whose):
+class ResponseParameters(OwnerParameters):
     response_id: Name
 
 
@@ -59,7 +59,7 @@ class RetrieveParameters(ResponseParameters):
     stream: SkipJsonSchema[bool] = False
 
 
-class ItemsPage(Whose):
+class ItemsPage(OwnerParameters):
     limit: Annotated[int, Field(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"
     after: Name | None = None
@@ -69,7 +69,7 @@ class InputParameters(ItemsPage, ResponseParameters):
     pass
 
 
-class OneConversation(Whose):
+class OneConversation(OwnerParameters):
     conversation_id: Name
 
 
@@ -94,7 +94,7 @@ def _add_create(routes: Routes, served: Served, background: Background) -> None:
     models, example = served.models, {"input": "Why is the sky blue?"}
 
     @routes.post("/responses", content=STREAMS, example=example)
-    async def create(http: HttpRequest, query: Whose, body: ResponseBody) -> Json:
+    async def create(http: HttpRequest, query: OwnerParameters, body: ResponseBody) -> Json:
         body.check()
         backend, owner = models.find(body.model), one_owner(body, query)
         memory = models.default.memory if body.store is not False else None
@@ -113,7 +113,7 @@ def _add_create(routes: Routes, served: Served, background: Background) -> None:
         return await respond(http, exchange, [request], frames, lambda _: exchange.response)
 
     @routes.post("/responses/input_tokens", example=example)
-    async def input_tokens(http: HttpRequest, query: Whose, body: PromptBody) -> Json:
+    async def input_tokens(http: HttpRequest, query: OwnerParameters, body: PromptBody) -> Json:
         backend = models.find(body.model)
         context = await _context(http, served, body, one_owner(body, query))
         request = await make_of_body(http, lambda: body.to_prompt(context.items))
@@ -167,7 +167,7 @@ def _add_conversations(routes: Routes, served: Served) -> None:
     run, memory = served.side.run, partial(_memory, served)
 
     @routes.post("/conversations")
-    async def create(http: HttpRequest, query: Whose, body: ConversationBody) -> Json:
+    async def create(http: HttpRequest, query: OwnerParameters, body: ConversationBody) -> Json:
         items = await make_of_body(http, lambda: to_items(body.items or []))
         owner, name, metadata = one_owner(body, query), new_conversation_id(), body.metadata or {}
         return conversation_json(await run(memory().responses.create_conversation, owner, name, metadata, items))
