@@ -12,5 +12,5 @@ def test_the_page_opens_and_a_question_is_answered(server: ServerProcess) -> Non
         page.goto(server.url)
         page.fill("textarea[aria-label='Your message']", "What is the sea?")
         page.keyboard.press("Enter")
-        page.locator(".cost").wait_for()
-        assert page.inner_text("[data-testid=assistant] .markdown")
+        # Not for its end: a small model may go on for minutes.
+        page.wait_for_function("() => document.querySelector('[data-testid=assistant] .markdown')?.innerText")
