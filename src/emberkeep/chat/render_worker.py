@@ -10,8 +10,10 @@ from __future__ import annotations
 import marshal
 import math
 import resource
+import signal
 import socket
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import IntEnum
 from functools import lru_cache
@@ -43,6 +45,8 @@ _MEMORY_PER_BYTE = 32
 _MOST_MEMORY = 2 << 30
 """What it may need: beyond what the program itself does, and by the size of what it is given."""
 _TEMPLATES = 16
+_TRIAL_SHARE = 0.75
+"""The part of its time that a trial may take: what was found out until then is an answer, too."""
 
 
 class AnswerKind(IntEnum):
@@ -57,6 +61,7 @@ def serve() -> None:
     """Says that it is ready with an empty text, then answers until its input ends."""
     _allow(resource.RLIMIT_CORE, 0)
     _allow(resource.RLIMIT_FSIZE, 0)
+    signal.signal(signal.SIGALRM, _interrupt)
     from emberkeep.chat import sandbox  # noqa: F401  before the first question, which has a time limit
 
     own = _address_space()
@@ -72,7 +77,7 @@ def serve() -> None:
             del data, text  # not to be held while it waits
             seconds, size = QUESTION_HEADER.unpack(_read(stream, QUESTION_HEADER.size))
             _limit(seconds, own + min(_MEMORY + _MEMORY_PER_BYTE * size, _MOST_MEMORY))
-            kind, text = _answer(stream, size)
+            kind, text = _answer(stream, size, seconds)
 
 
 def _read(stream: BufferedIOBase, size: int) -> bytes:
@@ -83,9 +88,9 @@ def _read(stream: BufferedIOBase, size: int) -> bytes:
     return data
 
 
-def _answer(stream: BufferedIOBase, size: int) -> tuple[AnswerKind, str]:
+def _answer(stream: BufferedIOBase, size: int, seconds: float) -> tuple[AnswerKind, str]:
     try:
-        text = _text(marshal.loads(_read(stream, size)))
+        text = _text(marshal.loads(_read(stream, size)), seconds)
         if len(text) > min(_OWN_CHARS + _CHARS_PER_BYTE * size, MAX_OUTPUT):
             raise stop_error("it builds more text than is allowed")
         return AnswerKind.TEXT, text
@@ -95,13 +100,37 @@ def _answer(stream: BufferedIOBase, size: int) -> tuple[AnswerKind, str]:
         return AnswerKind.SPENT, str(stop_error("it needs too much memory"))
 
 
-def _text(question: Question) -> str:
+def _text(question: Question, seconds: float) -> str:
     """Raises TemplateFailed, MemoryError."""
     from emberkeep.chat.traits import find_traits
 
     wanted, source, values = question
     template = _template(source)
-    return template.render(values) if wanted == "render" else find_traits(template.render, values).to_json()
+    if wanted == "render":
+        return template.render(values)
+    return find_traits(_until(template.render, time.monotonic() + _TRIAL_SHARE * seconds), values).to_json()
+
+
+def _until(render: Callable[[Mapping[str, Any]], str], deadline: float) -> Callable[[Mapping[str, Any]], str]:
+    """`render`, which fails when it has not ended by then. A template that never ends is found to write nothing,
+    and its model still answers what needs no template."""
+
+    def write(values: Mapping[str, Any]) -> str:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise stop_error("it takes too long")
+        signal.setitimer(signal.ITIMER_REAL, left)
+        try:
+            return render(values)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    return write
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """Raises TemplateFailed in the middle of what a template does."""
+    raise stop_error("it takes too long")
 
 
 @lru_cache(_TEMPLATES)
