@@ -36,7 +36,7 @@ class McpServer:
     command: tuple[str, ...] = ()
     """The program and its arguments."""
     url: str | None = None
-    """Of a server that speaks streamable HTTP."""
+    """The address of a server that speaks streamable HTTP."""
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Its environment, besides a few harmless variables of ours. `$NAME` stands for the variable of that name."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)

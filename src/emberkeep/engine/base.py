@@ -61,9 +61,9 @@ class Capabilities:
     outputs: int
     """Most rows after which one `evaluate` gives logits."""
     kv_bytes_per_token: int
-    """Of what is by range."""
+    """Bytes of what is kept by range."""
     snapshot_bytes: int
-    """Of one snapshot, at most; 0 without."""
+    """Bytes of one snapshot at most; 0 where there are none."""
     layers: int = 1
     sees_all: bool = True
     """A row of a step takes as long as if it looked at the tokens of every sequence in the step; else at those of

@@ -36,7 +36,7 @@ class TextVocab(Protocol):
 @dataclass(frozen=True, slots=True)
 class EmbeddingCapabilities:
     dimension: int
-    """Of a vector. A model that ranks has one number instead: a logit."""
+    """Numbers of a vector. A model that ranks has one number instead: a logit."""
     context: int
     """Longest input in tokens, with the special ones around it."""
     pooling: Pooling
@@ -50,7 +50,7 @@ class EmbeddingCapabilities:
 class TokenInput:
     ids: tuple[int, ...]
     second: int | None = None
-    """Of a pair: where the second text begins."""
+    """Where the second text of a pair begins."""
     tail: int = 0
     """How many special tokens end it: they stay when it is cut."""
 
@@ -70,7 +70,7 @@ class Framing:
     tail: tuple[int, ...] = ()
     middle: tuple[int, ...] = ()
     template: tuple[str, str, str] | None = None
-    """Of a pair: texts before the query, between query and document, and after the document."""
+    """Texts of a pair's frame: before the query, between query and document, and after the document."""
 
     def text(self, vocab: TextVocab, text: str) -> TokenInput:
         """Control tokens in a text are text."""

@@ -174,7 +174,7 @@ class FakeEngine:
         self._unit = kv_unit
         self._states: dict[int, _FakeState] = {}
         self._latest: list[tuple[int, int]] = []
-        """Of each of the latest rows, which sequence it extended, and where its first logits are."""
+        """Which sequence each of the latest rows extended, and where its first logits are."""
 
     @property
     def fingerprint(self) -> bytes:

@@ -33,7 +33,7 @@ class Span:
     start: int
     """The first token's position."""
     positions: torch.Tensor | None = None
-    """Of every token, where they do not follow each other."""
+    """Given for every token where they do not follow each other."""
 
     @property
     def last(self) -> int:

@@ -89,7 +89,7 @@ class HfEngine:
         """When the state of a sequence is there that the device was told to load."""
         self._outputs = HostLogits(self._network.device, settings.sequences + DRAFT_ROWS, model.vocab.size)
         self._first_outputs: list[int] = []
-        """Of each of the latest batch's rows: where its outputs begin."""
+        """Where the outputs of each of the latest batch's rows begin."""
         self.capabilities = Capabilities(
             kv_unit=KvUnit.RANGE,
             can_shift=self._rotations is not None,

@@ -73,7 +73,7 @@ class HostLogits:
         self._buffer = torch.empty((rows, width), dtype=torch.float32, pin_memory=True) if is_cuda else None
         self._best = torch.empty(rows, dtype=torch.int64, pin_memory=is_cuda)
         self.likeliest: npt.NDArray[np.int64] | None = None
-        """Of each row, where it was found on the device."""
+        """Where each row was found on the device."""
         self._logits: torch.Tensor | None = None
         self._rows: Logits | None = None
 

@@ -306,7 +306,7 @@ class TileShape:
     """How queries are cut into tiles, and their keys."""
 
     tokens: int
-    """Of one tile, at most."""
+    """The most that one tile has."""
     rows: int
     """Of the matrix products: at least the tokens of a tile times the query heads that share a KV head."""
     keys: int

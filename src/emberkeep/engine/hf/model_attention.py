@@ -87,7 +87,7 @@ class _Layout:
     """A mask in a few numbers."""
 
     first: tuple[int, ...]
-    """Of each sequence, the first key that is seen."""
+    """The first key that each sequence sees."""
     start: int
     """The key that belongs to the first query."""
     window: int | None

@@ -40,9 +40,9 @@ class HfSource:
     gguf: str | None = None
     """The name of a GGUF file in the folder, or of its first part; None: the folder itself is the model."""
     facts: Mapping[str, Json] = field(default_factory=dict)
-    """Of a GGUF file: its `tokenizer.ggml.*` without that prefix, as far as they are single values."""
+    """What a GGUF file says: its `tokenizer.ggml.*` without that prefix, as far as they are single values."""
     rest: tuple[Path, ...] = ()
-    """Of a split GGUF file: the other parts, by number."""
+    """The other parts of a split GGUF file, by number."""
 
     @property
     def name(self) -> str:

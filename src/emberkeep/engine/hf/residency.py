@@ -88,7 +88,7 @@ class ResidencyPlan:
     streamed: tuple[int, ...]
     """Numbers of the layers that pass, or whose feed-forward parts do."""
     resident_bytes: int
-    """Of weights that stay on the device."""
+    """Bytes of weights that stay on the device."""
     units: tuple[int, ...]
     """Bytes of each of those that pass."""
 
@@ -172,7 +172,7 @@ class HostPlan:
     buffers: tuple[int, ...]
     """Bytes of each of those that such units are read into."""
     ram_bytes: int
-    """Of the units in RAM, and the buffers."""
+    """Bytes of the units in RAM, and of the buffers."""
     disk_bytes: int
 
 

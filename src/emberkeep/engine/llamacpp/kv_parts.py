@@ -57,11 +57,11 @@ class LayerTensor:
     """The keys or the values of one layer, in a part of any number of cells."""
 
     kind: int
-    """Of ggml's types."""
+    """One of ggml's types."""
     row_bytes: int
-    """Of one cell, which stand together unless it is transposed."""
+    """Bytes of one cell, which stand together unless it is transposed."""
     number_bytes: int | None = None
-    """Of one number, if it is transposed."""
+    """Bytes of one number, if it is transposed."""
 
     @classmethod
     def read(cls, part: Bytes, offset: int, *, is_transposed: bool) -> LayerTensor:
@@ -113,7 +113,7 @@ class Attention:
     cell_bytes: int
     layers: int
     tensors: tuple[LayerTensor, ...]
-    """Of each K layer, then of each V layer."""
+    """One for each K layer, then one for each V layer."""
     is_transposed: bool
     """Whether V is, or would be if there were any."""
     extra: bytes = b""
@@ -269,7 +269,7 @@ class Recurrent:
     layers: int
     """Of the model, recurrent or not."""
     tensors: tuple[_TensorRow, ...]
-    """Of each R layer, then of each S layer."""
+    """One for each R layer, then one for each S layer."""
 
     @classmethod
     def read(cls, part: Bytes) -> Recurrent:
