@@ -53,7 +53,7 @@ class StepSize:
     """Rows after which there are logits."""
     sequences: int
     blocks: int
-    """Belongs to the longest sequence."""
+    """Blocks of the longest sequence."""
 
 
 class StepBatch:
@@ -156,7 +156,7 @@ class StepGraphs:
         self._left = _recording_order(self._sizes)
         """Sizes that are to be recorded."""
         self._logits: torch.Tensor | None = None
-        """Belongs to the latest step, whatever its size: recorded ones need not keep one each."""
+        """The scores of the latest step, whatever its size: recorded ones need not keep one each."""
         self._likeliest = torch.empty(largest.outputs, dtype=torch.int64, device=memory.device)
         if self.layers == "compiled":
             # How a compiled part adds up may follow the first size that it sees: always the same one.
