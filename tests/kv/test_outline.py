@@ -289,28 +289,28 @@ def test_a_deep_chain_of_branches_is_not_too_deep() -> None:
     """A side branch at every chunk, so that no two chunks are one run."""
     root, chunks = new_root(""), list[Chunk]()
     cursor = Cursor(root, 0, EXACT)
-    for number in range(25_000):
+    for number in range(10_000):
         for tokens in (ids(number, 1, 2), ids(number, 9)):
             chunk = new_chunk(FINGERPRINT, cursor, tokens, 1, 0)
             chunks.append(chunk)
         cursor = Cursor(chunks[-2], 3, EXACT)
     all_runs = Runs(chunks)
-    assert len(all_runs) == 50_000
+    assert len(all_runs) == 20_000
     for limit in (1, 2, 10, 1500):
         tree = outline(all_runs, [], limit)
         assert tree is not None and len(tree.nodes) <= limit
-        assert tree.tokens == sum(node.own_tokens for node in tree.nodes) == 125_000
+        assert tree.tokens == sum(node.own_tokens for node in tree.nodes) == 50_000
 
 
 def test_a_long_conversation_is_one_run() -> None:
     cursor, chunks = Cursor(new_root(""), 0, EXACT), list[Chunk]()
-    for number in range(50_000):
+    for number in range(20_000):
         chunks.append(new_chunk(FINGERPRINT, cursor, ids(number, 1), 1, 0))
         cursor = Cursor(chunks[-1], 2, EXACT)
-    tree = outline(Runs(chunks, [(cursor, 70_001)]), [], 10)
+    tree = outline(Runs(chunks, [(cursor, 30_001)]), [], 10)
     assert tree is not None
     (node,) = tree.nodes
-    assert (node.end, node.chunks, node.hot_tokens) == (100_000, 50_000, 70_001)
+    assert (node.end, node.chunks, node.hot_tokens) == (40_000, 20_000, 30_001)
 
 
 # ── entries ──
