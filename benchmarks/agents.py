@@ -15,9 +15,8 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.recorded_sessions import Session, read_sessions
-from emberkeep.bench.http_client import BenchClient
 from emberkeep.bench.report import BenchResult, Row, Table
-from emberkeep.bench.servers import OURS, PEER, ComparedServer, OwnServer, PeerServer, peer_version
+from emberkeep.bench.servers import OURS, PEER, BenchClient, ComparedServer, OwnServer, PeerServer, peer_version
 from emberkeep.bench.workspace import Workspace
 from emberkeep.types.request import Json
 

@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from emberkeep.bench.http_client import BenchClient
 from emberkeep.bench.report import BenchResult, Row, Table, series
-from emberkeep.bench.servers import OwnServer
+from emberkeep.bench.servers import BenchClient, OwnServer
 from emberkeep.bench.workspace import Workspace
 from emberkeep.errors import EmberkeepError
 from emberkeep.types.request import Json

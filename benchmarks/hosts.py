@@ -12,9 +12,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import field, replace
 from pathlib import Path
 
-from emberkeep.bench.http_client import STATS, BenchClient, Messages, Reply
 from emberkeep.bench.report import BenchResult, Row, Series, Table, series
-from emberkeep.bench.servers import OwnServer, chunk_files, drop_from_page_cache
+from emberkeep.bench.servers import (
+    STATS,
+    BenchClient,
+    Messages,
+    OwnServer,
+    Reply,
+    chunk_files,
+    drop_from_page_cache,
+)
 from emberkeep.bench.workspace import Workspace
 from emberkeep.types.request import Json
 from emberkeep.values import dataclass

@@ -18,8 +18,8 @@ import numpy as np
 from benchmarks.bare import parts_of_engine, prefill
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.local import LocalBackend
-from emberkeep.bench.http_client import is_settled
 from emberkeep.bench.report import BenchResult, Row, Series, Table, ratios, series
+from emberkeep.bench.servers import is_settled
 from emberkeep.bench.workspace import Workspace
 from emberkeep.config.settings import PREFILL_SLICE, Config
 from emberkeep.engine.base import Engine, Outcome, Rows

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 from time import perf_counter
 
 from emberkeep.backend.local import LocalBackend
-from emberkeep.bench.http_client import is_settled
+from emberkeep.bench.servers import is_settled
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.library.results import Collector, Result
-from emberkeep.runtime.chain import open_backend
+from emberkeep.runtime.served_models import open_backend
 from emberkeep.types.events import TextDelta, TokenLogprob
 from emberkeep.types.request import Message, Request
 from emberkeep.values import dataclass

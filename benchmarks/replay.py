@@ -13,9 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.recorded_sessions import Session, read_sessions
-from emberkeep.bench.http_client import BenchClient, Reply, chat_body, parse_stream
 from emberkeep.bench.report import BenchResult, Row, Table, Value, series
-from emberkeep.bench.servers import OwnServer
+from emberkeep.bench.servers import BenchClient, OwnServer, Reply, chat_body, parse_stream
 from emberkeep.bench.workspace import Workspace
 from emberkeep.errors import EmberkeepError
 from emberkeep.types.request import Json

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 
-from emberkeep.bench.http_client import BenchClient, Reply
 from emberkeep.bench.report import BenchResult, Row, Table, series
-from emberkeep.bench.servers import OwnServer
+from emberkeep.bench.servers import BenchClient, OwnServer, Reply
 from emberkeep.bench.workspace import Workspace
 from emberkeep.models.gguf import read_header
 from emberkeep.models.profile import profile

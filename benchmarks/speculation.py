@@ -15,14 +15,17 @@ from math import log
 from pathlib import Path
 
 from benchmarks.tasks import KINDS, Task, make_task, recorded_tasks
-from emberkeep.bench.http_client import Reply, burst, greedy, parse_stream
 from emberkeep.bench.report import BenchResult, Row, Series, Table, Value, ratios, series
 from emberkeep.bench.servers import (
     PEER,
     ComparedServer,
     OwnServer,
     PeerServer,
+    Reply,
     alone,
+    burst,
+    greedy,
+    parse_stream,
     peer_version,
 )
 from emberkeep.bench.workspace import Workspace

@@ -12,9 +12,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from emberkeep.bench.http_client import BenchClient, Reply, chat_body, parse_stream
 from emberkeep.bench.report import BenchResult, Row, Table, ratios, series
-from emberkeep.bench.servers import OURS, PEER, OwnServer, ServerUnderTest, peer_version
+from emberkeep.bench.servers import (
+    OURS,
+    PEER,
+    BenchClient,
+    OwnServer,
+    Reply,
+    ServerUnderTest,
+    chat_body,
+    parse_stream,
+    peer_version,
+)
 from emberkeep.bench.workspace import Workspace
 from emberkeep.engine.llamacpp.threads import available_cores
 

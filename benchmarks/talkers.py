@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlencode
 
-from emberkeep.bench.http_client import BenchClient, Messages, chat_body, is_settled, parse_stream
-from emberkeep.bench.servers import OwnServer
+from emberkeep.bench.servers import BenchClient, Messages, OwnServer, chat_body, is_settled, parse_stream
 from emberkeep.bench.workspace import Workspace
 from emberkeep.config.settings import Config
 from emberkeep.library.emberkeep import Emberkeep

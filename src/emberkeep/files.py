@@ -1,15 +1,21 @@
-"""Files and folders that only their owner can read, written so that a crash leaves the old or the new."""
+"""Files and folders that only their owner can read, written so that a crash leaves the old or the new, and their
+digests, computed once per version of each file and remembered in a folder."""
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
+
+from emberkeep.values import dataclass
 
 
 def private_folder(path: Path) -> Path:
@@ -74,3 +80,89 @@ def link_or_copy(source: Path | str, target: Path | str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
+
+
+# ── digests ──
+
+
+BLOCK = 4 << 20
+
+Progress = Callable[[int, int], None]
+"""Told how many bytes are done, of how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileVersion:
+    """What tells one version of a file from the next without reading it.
+
+    Programs can give a file any time of modification; the time of its last change is the kernel's.
+    """
+
+    path: str
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileVersion:
+        """Raises OSError."""
+        real = path.resolve(strict=True)
+        stat = real.stat()
+        return cls(str(real), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+
+
+class Changed(Exception):
+    """A file was written to while it was read."""
+
+
+def remembered_digest(path: Path, folder: Path, read: Callable[[Path], str] | None = None) -> str:
+    """The SHA-256 of the file in hex, from `folder` where the file has not changed since.
+
+    Blocks for a read of the whole file when it is not remembered. Any number of processes may share `folder`:
+    each file has an entry of its own, replaced atomically. An unwritable or damaged entry only costs time.
+    Raises OSError, Changed.
+    """
+    version = FileVersion.of(path)
+    known = recall(version, folder)
+    if known is not None:
+        return known
+    digest = (read or sha256_of)(path)
+    if FileVersion.of(path) != version:
+        raise Changed(f"{path} changed while it was read; try again when nothing writes to it.")
+    remember(version, digest, folder)
+    return digest
+
+
+def sha256_of(path: Path, progress: Progress | None = None) -> str:
+    """Blocks for a read of the whole file. Raises OSError."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        total = os.fstat(file.fileno()).st_size
+        while block := file.read(BLOCK):
+            digest.update(block)
+            if progress is not None:
+                progress(file.tell(), total)
+    return digest.hexdigest()
+
+
+def recall(version: FileVersion, folder: Path) -> str | None:
+    try:
+        entry = json.loads(_entry(version, folder).read_bytes())
+        digest = entry.pop("sha256")
+        return str(digest) if entry == asdict(version) else None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return None
+
+
+def remember(version: FileVersion, digest: str, folder: Path) -> None:
+    """Best effort."""
+    entry = json.dumps({**asdict(version), "sha256": digest})
+    try:
+        replace_file(_entry(version, private_folder(folder)), entry.encode())
+    except OSError:
+        return
+
+
+def _entry(version: FileVersion, folder: Path) -> Path:
+    return folder / f"{hashlib.sha256(os.fsencode(version.path)).hexdigest()[:32]}.json"

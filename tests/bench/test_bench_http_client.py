@@ -11,7 +11,7 @@ import pytest
 from emberkeep.api.errors import failure_of
 from emberkeep.api.openai.answer import ChatFrames
 from emberkeep.backend.base import ModelCard
-from emberkeep.bench.http_client import BenchClient, TimedExchange, is_settled, parse_stream
+from emberkeep.bench.servers import BenchClient, TimedExchange, is_settled, parse_stream
 from emberkeep.errors import EmberkeepError, EngineError
 from emberkeep.server.routes.openai import new_envelope
 from emberkeep.types.events import (

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.agents import AgentsPlan, Played, Player, rows, sent_back
 from benchmarks.recorded_sessions import Session, read_sessions
-from emberkeep.bench.http_client import BenchClient
+from emberkeep.bench.servers import BenchClient
 from emberkeep.errors import EmberkeepError
 
 SESSION = Session("talk", "You are an agent.", ("Begin.", "result one", "result two"), ({"a": 1}, {"b": 2}))

@@ -12,8 +12,8 @@ import pytest
 from benchmarks import talkers
 from benchmarks.endless import EndlessPlan, Talk, Turn, made_up_facts, run
 from benchmarks.talkers import Left, Said
-from emberkeep.bench.http_client import Messages
 from emberkeep.bench.report import BenchResult
+from emberkeep.bench.servers import Messages
 from emberkeep.bench.workspace import COMMON, Words, Workspace
 from emberkeep.errors import EmberkeepError
 from emberkeep.types.events import Eviction

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import replay
 from benchmarks.replay import RESPONSES, ReplayPlan
-from emberkeep.bench.http_client import BenchClient, TimedExchange
+from emberkeep.bench.servers import BenchClient, TimedExchange
 from helpers import tiny_gguf
 from helpers.benchmarks import ScriptedWorkspace, measure
 

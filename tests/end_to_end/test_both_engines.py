@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from emberkeep.bench.http_client import is_settled
+from emberkeep.bench.servers import is_settled
 from emberkeep.config.settings import Config
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.results import Result

@@ -17,7 +17,7 @@ from emberkeep.engine.llamacpp.context import LlamaSettings
 from emberkeep.engine.llamacpp.early_load import EarlyLoad, Tell, begin, begun
 from emberkeep.engine.llamacpp.engine import LlamaEngine
 from emberkeep.engine.llamacpp.model import LlamaModel, WeightsLoading
-from emberkeep.file_digests import FileVersion
+from emberkeep.files import FileVersion
 from helpers import tiny_gguf
 
 

@@ -18,7 +18,7 @@ from emberkeep.engine.hf.quantize import Int4Linear, Int8Linear, round_linear
 from emberkeep.engine.hf.residency import Placing, is_rounded, rounded_bytes
 from emberkeep.engine.hf.whole_engine import open_engine
 from emberkeep.errors import EngineError
-from emberkeep.models.layer_sizes import layer_sizes
+from emberkeep.runtime.placement import layer_sizes
 from emberkeep.types.models import Quantization, Residency
 from helpers import tiny_hf
 from helpers.awq import quantise

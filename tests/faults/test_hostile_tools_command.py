@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from emberkeep.tools.command_tool import CommandTool
+from emberkeep.tools.command_tool import CommandTool, ProcessMark, ProcessTree
 from emberkeep.tools.function import tools_of
-from emberkeep.tools.process import ProcessMark, ProcessTree
 from emberkeep.tools.toolbox import ToolBox, ToolLimits, ToolPolicy
 from emberkeep.types.events import Caller
 from emberkeep.types.request import ToolCall

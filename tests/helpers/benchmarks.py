@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.__main__ import main
-from emberkeep.bench.http_client import Reply
+from emberkeep.bench.servers import Reply
 from emberkeep.bench.workspace import Words, Workspace
 
 

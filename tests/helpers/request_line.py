@@ -58,7 +58,7 @@ def main(model: str, folder: str) -> dict[str, list[str]]:
     sys.setprofile(calls.note)
     from emberkeep.backend.models import Models
     from emberkeep.config.settings import Config
-    from emberkeep.runtime.chain import open_backend
+    from emberkeep.runtime.served_models import open_backend
     from emberkeep.server.app import create_app
     from emberkeep.server.http_server import Server
     from emberkeep.server.lifecycle import run_until_stopped

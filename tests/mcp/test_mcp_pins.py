@@ -8,8 +8,8 @@ import stat
 
 import pytest
 
+from emberkeep.mcp.answers import Standing
 from emberkeep.mcp.client import McpClients
-from emberkeep.mcp.pins import Standing
 from helpers.mcp_servers import call, connected, hostile, offered
 
 TOOL = {"name": "echo", "description": "Say it again.", "inputSchema": {"type": "object"}}

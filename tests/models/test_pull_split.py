@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from emberkeep.cli.models import app
 from emberkeep.errors import DownloadFailed, ModelBroken, ModelError
 from emberkeep.models import digest
-from emberkeep.models import url as url_source
+from emberkeep.models import hub as url_source
 from emberkeep.models.digest import model_digest
 from emberkeep.models.library import InstalledModel, ModelLibrary
 from emberkeep.models.profile import profile_of

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.errors import DownloadFailed, ModelBroken
-from emberkeep.models import url
+from emberkeep.models import hub
 from emberkeep.models.library import InstalledModel, ModelLibrary
 from emberkeep.models.pull import pull
 from helpers.gguf_builders import tiny_llama
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(url, "PAUSE_S", 0.0)
+    monkeypatch.setattr(hub, "PAUSE_S", 0.0)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_an_interrupted_pull_goes_on_in_the_next_one(served: ServedFile, library
 
 
 def test_bytes_of_two_versions_never_meet(served: ServedFile, library: ModelLibrary, tmp_path: Path) -> None:
-    served.cuts = [1000] + [0] * url.ATTEMPTS
+    served.cuts = [1000] + [0] * hub.ATTEMPTS
     with pytest.raises(DownloadFailed, match="pull again to resume"):
         _pull(served, library)
     served.content = tiny_llama(tmp_path / "new.gguf", weights="F16").read_bytes()
@@ -84,7 +84,7 @@ def test_bytes_of_two_versions_never_meet(served: ServedFile, library: ModelLibr
 def test_a_file_that_became_shorter_is_started_over(
     served: ServedFile, library: ModelLibrary, tmp_path: Path
 ) -> None:
-    served.cuts = [len(served.content) - 10] + [0] * url.ATTEMPTS
+    served.cuts = [len(served.content) - 10] + [0] * hub.ATTEMPTS
     with pytest.raises(DownloadFailed):
         _pull(served, library)
     served.content = tiny_llama(tmp_path / "new.gguf", weights="Q8_0").read_bytes()

@@ -18,7 +18,7 @@ from emberkeep.errors import ModelBroken
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.parts import part_files
 from emberkeep.models.pull import pull
-from emberkeep.runtime.chain import open_backend
+from emberkeep.runtime.served_models import open_backend
 from emberkeep.types.events import Completed
 from emberkeep.types.request import Request
 from emberkeep.types.sampling import Sampling

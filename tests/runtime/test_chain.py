@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from emberkeep.config.settings import Config
-from emberkeep.runtime.chain import open_backend
+from emberkeep.runtime.served_models import open_backend
 from emberkeep.types.events import Completed
 from emberkeep.types.request import Request
 from emberkeep.types.sampling import Sampling

@@ -6,7 +6,7 @@ import pytest
 
 from emberkeep.config.settings import Config
 from emberkeep.errors import ConfigError
-from emberkeep.runtime.chain import open_backend
+from emberkeep.runtime.served_models import open_backend
 
 
 def test_a_draft_model_is_for_a_model_that_runs_here() -> None:

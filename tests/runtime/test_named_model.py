@@ -9,8 +9,7 @@ import pytest
 
 from emberkeep.config.settings import DEFAULT_MODEL, Config
 from emberkeep.config.sources import load_config
-from emberkeep.runtime.chain import open_backend
-from emberkeep.runtime.served_models import serves_others
+from emberkeep.runtime.served_models import open_backend, serves_others
 from helpers.vendors.openai_server import KEY, OpenAIServer
 
 

@@ -14,8 +14,7 @@ import pytest
 from emberkeep.config.settings import Config
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.pull import pull
-from emberkeep.runtime.chain import open_backend
-from emberkeep.runtime.served_models import open_models
+from emberkeep.runtime.served_models import open_backend, open_models
 from emberkeep.types.request import Json
 from helpers import tiny_gguf
 from helpers.scripted_server import running

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from emberkeep.errors import EngineError
-from emberkeep.tools.agent import Agent
 from emberkeep.tools.function import ToolFunction, as_tool, tool
-from emberkeep.tools.permissions import Permissions
+from emberkeep.tools.permissions import Agent, Permissions
 from emberkeep.tools.toolbox import ToolBox, ToolLimits, ToolPolicy
 from emberkeep.types.events import (
     CallEnded,

@@ -10,9 +10,8 @@ from dataclasses import replace
 import pytest
 
 from emberkeep.errors import RequestError
-from emberkeep.tools.agent import Agent
 from emberkeep.tools.function import ToolFunction, as_tool, tool
-from emberkeep.tools.permissions import Permissions
+from emberkeep.tools.permissions import Agent, Permissions
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
 from emberkeep.types.events import (
     CallEnded,

@@ -12,8 +12,7 @@ import pytest
 from emberkeep.errors import ToolFailed
 from emberkeep.signals import Leaving
 from emberkeep.tools.command_tool import CommandTool
-from emberkeep.tools.function import tools_of
-from emberkeep.tools.runner import within
+from emberkeep.tools.function import tools_of, within
 from emberkeep.types.events import Caller
 
 

@@ -21,8 +21,7 @@ from pydantic import BaseModel
 
 from emberkeep.errors import ConfigError, ToolFailed
 from emberkeep.tools import as_tool, tool
-from emberkeep.tools.function import Answered, ToolFunction
-from emberkeep.tools.runner import MOST_LEFT
+from emberkeep.tools.function import MOST_LEFT, Answered, ToolFunction
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
 from emberkeep.types.events import Caller, ToolOutcome
 from emberkeep.types.request import ToolCall
@@ -299,7 +298,7 @@ asyncio.run(main())
 
 
 def test_a_coroutine_that_goes_on_when_it_is_cancelled_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emberkeep.tools.runner._GRACE_S", 0.01)
+    monkeypatch.setattr("emberkeep.tools.function._GRACE_S", 0.01)
     seen: list[str] = []
 
     async def stubborn() -> None:

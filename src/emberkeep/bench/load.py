@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from emberkeep.bench.http_client import burst, completion_body
 from emberkeep.bench.report import BenchResult, Row, Table, percentile, ratios, series
-from emberkeep.bench.servers import OwnServer
+from emberkeep.bench.servers import OwnServer, burst, completion_body
 from emberkeep.bench.workspace import Workspace
 from emberkeep.values import dataclass
 

@@ -12,9 +12,21 @@ from random import Random
 from statistics import median
 from typing import TypeVar
 
-from emberkeep.bench.http_client import BenchClient, Messages, Reply, burst, completion_body
 from emberkeep.bench.report import BenchResult, Row, Table, ratios, series
-from emberkeep.bench.servers import OURS, PEER, ComparedServer, OwnServer, PeerServer, alone, peer_version
+from emberkeep.bench.servers import (
+    OURS,
+    PEER,
+    BenchClient,
+    ComparedServer,
+    Messages,
+    OwnServer,
+    PeerServer,
+    Reply,
+    alone,
+    burst,
+    completion_body,
+    peer_version,
+)
 from emberkeep.bench.workspace import Workspace
 from emberkeep.values import dataclass
 

@@ -12,9 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from emberkeep.bench.http_client import Messages, Reply
 from emberkeep.bench.report import BenchResult, Row, Series, Table, series
-from emberkeep.bench.servers import OwnServer, chunk_files, drop_from_page_cache
+from emberkeep.bench.servers import Messages, OwnServer, Reply, chunk_files, drop_from_page_cache
 from emberkeep.bench.workspace import Workspace
 from emberkeep.values import dataclass
 

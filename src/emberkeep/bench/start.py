@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from emberkeep.bench.http_client import chat_body
 from emberkeep.bench.report import BenchResult, Row, Table, ratios, series
-from emberkeep.bench.servers import OURS, PEER, OwnServer, ServerUnderTest
+from emberkeep.bench.servers import OURS, PEER, OwnServer, ServerUnderTest, chat_body
 from emberkeep.bench.workspace import Workspace
 from emberkeep.engine.llamacpp.shared_library import cache_folder
 from emberkeep.values import dataclass

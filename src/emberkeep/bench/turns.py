@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from emberkeep.bench.http_client import STATS, BenchClient, Reply
 from emberkeep.bench.report import BenchResult, Row, Series, Table, ratios, series
-from emberkeep.bench.servers import OwnServer
+from emberkeep.bench.servers import STATS, BenchClient, OwnServer, Reply
 from emberkeep.bench.workspace import Workspace
 from emberkeep.values import dataclass
 

@@ -157,7 +157,7 @@ class Journal:
 
 def open_journal(llm: Emberkeep, config: Config, *, is_saving: bool) -> Journal:
     """In the memory of a loaded model. Without one a chat goes on; that it could not be opened has been said."""
-    from emberkeep.runtime.chain import needs_local
+    from emberkeep.runtime.served_models import needs_local
 
     try:
         memory = llm.memory
@@ -203,7 +203,7 @@ def export_saved(config: Config, wanted: str, path: Path) -> None:
 def with_its_model(config: Config, saved: SavedConversation) -> Config:
     """With the model of a conversation, which is pulled if it can be; as it is where that model is gone, or
     what answers runs elsewhere."""
-    from emberkeep.runtime.chain import needs_local
+    from emberkeep.runtime.served_models import needs_local
 
     if not needs_local(config):
         return config

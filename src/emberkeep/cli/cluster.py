@@ -104,6 +104,6 @@ def _prepare_ray(config: Config) -> None:
     """Call it before anything imports Ray. Raises EmberkeepError."""
     if importlib.util.find_spec("ray") is None:
         raise EmberkeepError('Clusters need Ray: pip install "emberkeep[cluster]".')
-    from emberkeep.cluster.environment import prepare_join
+    from emberkeep.cluster.slots import prepare_join
 
     prepare_join(config)

@@ -301,7 +301,7 @@ def _backends(config: Config) -> Finding:
     """Who answers, in which order; no request is sent."""
     from emberkeep.backend.remote.vendors import has_key, with_defaults
     from emberkeep.models.remotes import Remotes
-    from emberkeep.runtime.chain import backend_names
+    from emberkeep.runtime.served_models import backend_names
 
     try:
         names, remotes = backend_names(config), Remotes(config).list()

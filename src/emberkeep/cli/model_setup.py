@@ -40,7 +40,7 @@ def ensure(config: Config, reporter: Reporter) -> None:
 def open_model(config: Config) -> Emberkeep:
     """Load a model that is here, with a word about it where a person waits. Raises ModelError, EngineError."""
     from emberkeep.library.emberkeep import Emberkeep
-    from emberkeep.runtime.chain import backend_names
+    from emberkeep.runtime.served_models import backend_names
 
     first = backend_names(config)[0]
     with console(stderr=True).status(f"Loading {config.local_model if first == 'local' else first} ..."):

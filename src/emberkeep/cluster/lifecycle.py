@@ -29,8 +29,8 @@ from emberkeep.cluster.deployment import (
     version_of_gateway,
     version_of_replicas,
 )
-from emberkeep.cluster.environment import alone_on, forget_address, note_address, noted_address, prepare_start
 from emberkeep.cluster.replica import Opening
+from emberkeep.cluster.slots import alone_on, forget_address, note_address, noted_address, prepare_start
 from emberkeep.config.exposure import check_exposure
 from emberkeep.config.settings import Config, show_value
 from emberkeep.errors import EmberkeepError

@@ -96,7 +96,7 @@ class Emberkeep:
     @classmethod
     def open(cls, config: Config) -> Emberkeep:
         """Load a model that is here, with settings that are settled. Raises ModelError, EngineError."""
-        from emberkeep.runtime.chain import open_backend
+        from emberkeep.runtime.served_models import open_backend
 
         prefixes = declared_prefixes(config)
         backend = open_backend(config)

@@ -22,7 +22,7 @@ def ensure_model(config: Config, reporter: Reporter | None = None) -> None:
     The default model is pulled, and so is a repository of the hub for the Hugging Face engine; any other must be
     here. Blocks while it downloads. Raises ModelError, and EngineError where the engine is not installed.
     """
-    from emberkeep.runtime.chain import may_do_without_local, needs_local
+    from emberkeep.runtime.served_models import may_do_without_local, needs_local
 
     if not needs_local(config):
         return

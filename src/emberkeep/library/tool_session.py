@@ -30,8 +30,7 @@ class ToolSession:
         self, bridge: Bridge, backend: Backend, tools: ToolBox, *, asks: bool, turns: int = TURNS
     ) -> None:
         """Connects to what the tools need. `asks`: dangerous ones wait for `decide`."""
-        from emberkeep.tools.agent import Agent
-        from emberkeep.tools.permissions import Permissions
+        from emberkeep.tools.permissions import Agent, Permissions
 
         self._bridge = bridge
         self._tools = tools

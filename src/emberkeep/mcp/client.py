@@ -17,9 +17,16 @@ from pydantic import Field
 from emberkeep.config.settings import Config
 from emberkeep.config.tables import McpServer
 from emberkeep.errors import NoSuchEntry, ToolFailed
-from emberkeep.mcp.answers import ListedTool, McpPrompt, prompt_message, read_resources, resource_text
+from emberkeep.mcp.answers import (
+    ListedTool,
+    McpPrompt,
+    Pins,
+    Standing,
+    prompt_message,
+    read_resources,
+    resource_text,
+)
 from emberkeep.mcp.link import McpLink
-from emberkeep.mcp.pins import Pins, Standing
 from emberkeep.tools.function import ToolFunction, tool, tools_of
 from emberkeep.tools.toolbox import ALL, ToolPolicy
 from emberkeep.types.events import Caller

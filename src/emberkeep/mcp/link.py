@@ -21,8 +21,7 @@ from mcp.types.version import MODERN_PROTOCOL_VERSIONS
 
 from emberkeep.config.tables import McpServer
 from emberkeep.errors import EmberkeepError, ToolFailed
-from emberkeep.mcp.answers import ListedTool, Listing, read_listing, result_text, unlisted_tool
-from emberkeep.mcp.pins import Pins, Standing
+from emberkeep.mcp.answers import ListedTool, Listing, Pins, Standing, read_listing, result_text, unlisted_tool
 from emberkeep.mcp.transport import expand_variables, http_transport, mask_secrets, stdio_transport
 from emberkeep.text import did_you_mean, shorten, strip_hidden
 from emberkeep.types.request import Json

@@ -26,8 +26,7 @@ from emberkeep.errors import MemoryFailed, NoSuchEntry
 from emberkeep.memory.memory import Memory
 from emberkeep.memory.records import message_json
 from emberkeep.signals import ending_signals
-from emberkeep.tools.function import ToolFunction
-from emberkeep.tools.runner import in_thread
+from emberkeep.tools.function import ToolFunction, in_thread
 from emberkeep.tools.toolbox import ToolBox
 from emberkeep.types.events import Caller
 from emberkeep.types.memory import SavedConversation

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from emberkeep import file_digests
+from emberkeep import files
 from emberkeep.errors import ModelBroken, ModelNotFound
-from emberkeep.file_digests import Changed, FileVersion, Progress, recall, remembered_digest
+from emberkeep.files import Changed, FileVersion, Progress, recall, remembered_digest
 from emberkeep.models.parts import part_files
 from emberkeep.models.profile import SHAPING, folder_files
 
@@ -20,12 +21,8 @@ def weights_digest(path: Path, cache_dir: Path, progress: Progress | None = None
     Blocks as `remembered_digest`. Raises ModelNotFound when the file cannot be read, ModelBroken when it changes
     while it is read.
     """
-    try:
+    with _explained(path):
         return remembered_digest(path, cache_dir, lambda file: sha256_of(file, progress))
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    except Changed as error:
-        raise ModelBroken(str(error)) from error
 
 
 def model_digest(path: Path, cache_dir: Path, progress: Progress | None = None) -> str:
@@ -34,11 +31,11 @@ def model_digest(path: Path, cache_dir: Path, progress: Progress | None = None) 
 
     Blocks and raises as `weights_digest`, and as `part_files`.
     """
-    files = _shaping_files(path)
-    told = split_progress(files, progress) if progress is not None else [None] * len(files)
-    digests = [weights_digest(file, cache_dir, tell) for file, tell in zip(files, told, strict=True)]
+    shaping = _shaping_files(path)
+    reports = split_progress(shaping, progress) if progress is not None else [None] * len(shaping)
+    digests = [weights_digest(file, cache_dir, report) for file, report in zip(shaping, reports, strict=True)]
     if path.is_dir():
-        names = (file.relative_to(path).as_posix() for file in files)
+        names = (file.relative_to(path).as_posix() for file in shaping)
         return folder_digest(dict(zip(names, digests, strict=True)))
     return parts_digest(digests)
 
@@ -66,14 +63,14 @@ def parts_digest(digests: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(["split GGUF", *lines]).encode()).hexdigest()
 
 
-def split_progress(files: Sequence[Path], progress: Progress) -> list[Progress]:
-    """For each of the files what tells `progress` how much of all of them is done when it is told of that one."""
-    sizes = [_version(file).size for file in files]
-    return [_shift_progress(progress, sum(sizes[:before]), sum(sizes)) for before in range(len(files))]
+def split_progress(parts: Sequence[Path], progress: Progress) -> list[Progress]:
+    """For each file a report that tells `progress` how much of all of them is done."""
+    sizes = [_version(file).size for file in parts]
 
+    def report_after(before: int) -> Progress:
+        return lambda done, _: progress(sum(sizes[:before]) + done, sum(sizes))
 
-def _shift_progress(progress: Progress, before: int, total: int) -> Progress:
-    return lambda done, _: progress(before + done, total)
+    return [report_after(number) for number in range(len(parts))]
 
 
 def folder_digest(digests: Mapping[str, str]) -> str:
@@ -84,23 +81,26 @@ def folder_digest(digests: Mapping[str, str]) -> str:
 
 def remember(path: Path, digest: str, cache_dir: Path) -> None:
     """Store a digest that is already known. Best effort."""
-    file_digests.remember(_version(path), digest, cache_dir)
+    files.remember(_version(path), digest, cache_dir)
 
 
 def sha256_of(path: Path, progress: Progress | None = None) -> str:
     """Blocks for a read of the whole file. Raises ModelNotFound when it cannot be read."""
-    try:
-        return file_digests.sha256_of(path, progress)
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    with _explained(path):
+        return files.sha256_of(path, progress)
 
 
 def _version(path: Path) -> FileVersion:
-    try:
+    with _explained(path):
         return FileVersion.of(path)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Raises ModelNotFound, ModelBroken."""
+    try:
+        yield
     except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: OSError) -> ModelNotFound:
-    return ModelNotFound(f"Cannot read {path}: {error.strerror}.")
+        raise ModelNotFound(f"Cannot read {path}: {error.strerror}.") from error
+    except Changed as error:
+        raise ModelBroken(str(error)) from error

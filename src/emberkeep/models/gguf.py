@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from emberkeep.errors import ModelBroken, ModelNotFound
-from emberkeep.file_digests import FileVersion
+from emberkeep.files import FileVersion
 from emberkeep.models.parts import name_parts, part_files
 from emberkeep.values import dataclass
 

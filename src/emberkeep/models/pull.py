@@ -21,7 +21,7 @@ from emberkeep.errors import DownloadFailed, EngineError, ModelBroken, ModelErro
 from emberkeep.files import link_or_copy, private_folder, sync
 from emberkeep.models.digest import folder_digest, parts_digest, remember, sha256_of, split_progress
 from emberkeep.models.gguf import read_header
-from emberkeep.models.hub import fetch_hub, fetch_hub_repo
+from emberkeep.models.hub import fetch_hub, fetch_hub_repo, fetch_url
 from emberkeep.models.library import InstalledModel, ModelLibrary, ModelRecord, check_id
 from emberkeep.models.parts import PartName, part_files
 from emberkeep.models.profile import BESIDE_WEIGHTS, SHAPING, WEIGHTS, folder_files, profile_of
@@ -42,7 +42,6 @@ from emberkeep.models.spec import (
     UrlFile,
     parse,
 )
-from emberkeep.models.url import fetch_url
 from emberkeep.signals import with_default_signals
 
 SLOW_FORMATS = frozenset({"Q4_1", "Q5_0", "Q5_1"})

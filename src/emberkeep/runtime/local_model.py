@@ -24,8 +24,7 @@ from emberkeep.models.digest import file_versions
 from emberkeep.models.embedding import embedding_profile
 from emberkeep.models.library import ModelFile, ModelLibrary
 from emberkeep.runtime.embedding_model import AUTO, make_embedder, open_embedding
-from emberkeep.runtime.hf_model import open_hf
-from emberkeep.runtime.llamacpp_model import open_llamacpp
+from emberkeep.runtime.engines import open_hf, open_llamacpp
 from emberkeep.runtime.memory import open_sessions
 from emberkeep.runtime.parts import ModelParts, OwnParts
 from emberkeep.runtime.tools import server_tools

@@ -7,6 +7,7 @@ import logging
 import math
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from emberkeep.backend.model_pool import Fits, Need
 from emberkeep.config.machine import total_ram
 from emberkeep.config.settings import PREFILL_SLICE, Config
+from emberkeep.engine.hf.residency import FEED_FORWARD, LayerBytes, is_rounded, rounded_bytes
 from emberkeep.errors import EngineError, ModelBroken
 from emberkeep.models.checks import check_adapter
 from emberkeep.models.digest import weights_digest
@@ -22,9 +24,20 @@ from emberkeep.models.embedding import embedding_profile
 from emberkeep.models.gguf import GgufHeader
 from emberkeep.models.library import ModelFile
 from emberkeep.models.parts import part_files
-from emberkeep.models.profile import F16_BYTES, ModelProfile, profile_of, wide_step
+from emberkeep.models.profile import (
+    CONFIG,
+    F16_BYTES,
+    WEIGHTS,
+    ModelProfile,
+    folder_files,
+    profile_of,
+    read_json,
+    read_tensor_shapes,
+    wide_step,
+)
 from emberkeep.types.models import Quantization
 from emberkeep.types.request import Json
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from emberkeep.engine.llamacpp.context import LlamaSettings
@@ -270,8 +283,6 @@ def model_bytes(config: Config, model: ModelFile) -> int:
     per_token = live_kv_bytes(shape, config.kv_type) * widened
     cells = engine_cells(config, per_token, context_length(config, shape.context_length))
     if model.is_folder and config.quantization != Quantization.NONE:
-        from emberkeep.models.layer_sizes import layer_sizes
-
         dtype = "float32" if config.dtype == "auto" else config.dtype
         weights = layer_sizes(model.path, dtype, Quantization(config.quantization)).all
     else:
@@ -314,3 +325,71 @@ def _gpus() -> list[tuple[int, int]]:
     if torch is not None and torch.cuda.is_available():
         return [torch.cuda.mem_get_info(device) for device in range(torch.cuda.device_count())]
     return [(gpu.free, gpu.total) for gpu in gpus()]
+
+
+# ── how large the layers of a folder's model are, read from headers alone ──
+
+
+_NUMBERED = re.compile(r"(?P<above>.+?)\.(?P<number>\d+)\.(?P<part>[^.]+)\.")
+_WITH_FRACTION = ("F64", "F32", "F16", "BF16")
+_BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
+"""Bytes of numbers that stay as they are; others have one."""
+_BY_NAME = {"float32": 4, "bfloat16": 2, "float16": 2}
+_PACKED_ZEROS, _PER_WORD = ".qzeros", 8
+"""AWQ's zero points, eight in a word, become numbers with a fraction."""
+_EXPERTS = ".experts."
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    layers: tuple[LayerBytes, ...]
+    rest: int
+    """Bytes of what is no layer."""
+    context: int
+    """Tokens that the model was trained for."""
+    kv_bytes_per_token: int
+
+    @property
+    def all(self) -> int:
+        return self.rest + sum(layer.all for layer in self.layers)
+
+
+def layer_sizes(folder: Path, dtype: str, rounding: Quantization = Quantization.NONE) -> LayerSizes:
+    """In bytes, where numbers with a fraction become `dtype` (`auto`: the model's own), and matrices of layers are
+    rounded. Raises ModelNotFound, ModelBroken."""
+    width = _BY_NAME.get(_own_dtype(folder) if dtype == "auto" else dtype, 2)
+    profile = profile_of(folder)
+    count = profile.layers
+    sizes: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
+    rest = 0
+    for file in folder_files(folder, (WEIGHTS,)):
+        for name, (kind, shape) in read_tensor_shapes(file).items():
+            found, size = _NUMBERED.match(name), _bytes(name, kind, math.prod(shape), width)
+            if found is not None and kind in _WITH_FRACTION and _is_linear(name, shape):
+                outputs, inputs = shape
+                size = rounded_bytes(rounding, outputs, inputs, width)
+            if found is None:
+                rest += size
+            elif int(found["number"]) < count:  # some models have more, which only train them
+                sizes[int(found["number"])][found["part"] in FEED_FORWARD] += size
+    layers = tuple(LayerBytes(*sizes[number]) for number in range(count))
+    return LayerSizes(layers, rest, profile.context_length, profile.kv_bytes_per_token)
+
+
+def _own_dtype(folder: Path) -> str:
+    config = read_json(folder / CONFIG)
+    inner = config.get("text_config")
+    both = (config, inner if isinstance(inner, dict) else {})
+    said = (each.get(key) for each in both for key in ("dtype", "torch_dtype"))
+    return next((name for name in said if isinstance(name, str)), "bfloat16")
+
+
+def _is_linear(name: str, shape: Sequence[int]) -> bool:
+    """Experts are put together into one tensor, which keeps its bits."""
+    return len(shape) == 2 and name.endswith(".weight") and _EXPERTS not in name and is_rounded(*shape)
+
+
+def _bytes(name: str, kind: str, numbers: int, width: int) -> int:
+    if name.endswith(_PACKED_ZEROS):
+        return numbers * _PER_WORD * width
+    return numbers * (width if kind in _WITH_FRACTION else _BYTES.get(kind, 1))

@@ -12,8 +12,7 @@ from pydantic import Field
 from emberkeep.errors import ToolFailed
 from emberkeep.memory.memory import Memory
 from emberkeep.session.recall import SEARCH, search
-from emberkeep.tools.function import ToolFunction, tool, tools_of
-from emberkeep.tools.runner import in_thread
+from emberkeep.tools.function import ToolFunction, in_thread, tool, tools_of
 from emberkeep.types.events import Caller
 from emberkeep.types.request import Json
 

@@ -17,8 +17,7 @@ from pydantic_core import to_json
 from emberkeep.errors import ConfigError, EmberkeepError, ToolFailed
 from emberkeep.signals import Leaving
 from emberkeep.text import did_you_mean, encodable
-from emberkeep.tools.function import Answered, ToolFunction, ToolSource
-from emberkeep.tools.runner import TookTooLong, within
+from emberkeep.tools.function import Answered, TookTooLong, ToolFunction, ToolSource, within
 from emberkeep.types.events import Caller, ToolOutcome
 from emberkeep.types.request import Json, Tool, ToolCall
 from emberkeep.values import dataclass

@@ -14,7 +14,7 @@ from emberkeep.config.machine import resident_ram
 from emberkeep.engine.llamacpp.c_api import Handle
 from emberkeep.engine.llamacpp.model import ON_CPU, PlacementParams, Report, gpus, load_weights
 from emberkeep.engine.llamacpp.shared_library import llama, silent, start_backend
-from emberkeep.file_digests import FileVersion
+from emberkeep.files import FileVersion
 
 Tell = Callable[[str, int, int | None], None]
 """Told of the step that is done now how much is done, of how much."""

@@ -28,7 +28,7 @@ from emberkeep.engine import facts
 from emberkeep.engine.facts import Facts, facts_folder
 from emberkeep.engine.llamacpp import c_api
 from emberkeep.errors import EngineError
-from emberkeep.file_digests import Changed, remembered_digest
+from emberkeep.files import Changed, remembered_digest
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.llamacpp")

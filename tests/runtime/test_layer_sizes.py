@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from emberkeep.models.layer_sizes import layer_sizes
+from emberkeep.runtime.placement import layer_sizes
 
 
 @pytest.mark.slow
