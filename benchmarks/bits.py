@@ -29,7 +29,7 @@ from emberkeep.engine.llamacpp.threads import one_core_each
 from emberkeep.kv.policy import CHUNK_TOKENS
 from emberkeep.runtime.parts import open_store
 from emberkeep.sched.engine_thread import EngineThread
-from emberkeep.sched.parts import SchedulerSettings
+from emberkeep.sched.lifetimes import SchedulerSettings
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence as Sequence_

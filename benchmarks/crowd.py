@@ -22,7 +22,7 @@ from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.policy import Keeping, Rate, Worth, worth
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import Chunk
-from emberkeep.sched.parts import SchedulerSettings
+from emberkeep.sched.lifetimes import SchedulerSettings
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence as Sequence_

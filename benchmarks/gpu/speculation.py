@@ -16,7 +16,7 @@ from emberkeep.engine.hf.model_loader import HfSettings
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.sched.draft_model import LoadedDraft
 from emberkeep.sched.engine_thread import EngineThread
-from emberkeep.sched.parts import SchedulerSettings
+from emberkeep.sched.lifetimes import SchedulerSettings
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence

@@ -25,7 +25,7 @@ from emberkeep.engine.hf.residency import Placing
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.sched.draft_model import LoadedDraft
 from emberkeep.sched.engine_thread import EngineThread
-from emberkeep.sched.parts import SchedulerSettings
+from emberkeep.sched.lifetimes import SchedulerSettings
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.models import Residency

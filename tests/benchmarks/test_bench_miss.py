@@ -10,7 +10,7 @@ from benchmarks.miss import largest_slices, leading
 from emberkeep.chat.prompt import prompt_of_ids
 from emberkeep.errors import EmberkeepError
 from emberkeep.kv.store import Budgets, KvStore
-from emberkeep.sched.parts import SchedulerSettings
+from emberkeep.sched.lifetimes import SchedulerSettings
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence

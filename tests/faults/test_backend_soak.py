@@ -29,7 +29,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberkeep.kv.entries.MOST_ENTRIES", REMEMBERED)
     monkeypatch.setattr("emberkeep.kv.entries.CHANGES_LIMIT", REMEMBERED)
     monkeypatch.setattr("emberkeep.kv.ghosts.Ghosts", lambda: Ghosts(REMEMBERED))
-    monkeypatch.setattr("emberkeep.sched.records.REMEMBERED", REMEMBERED)
+    monkeypatch.setattr("emberkeep.sched.slots.REMEMBERED", REMEMBERED)
     monkeypatch.setattr("emberkeep.session.sessions._REMEMBERED", REMEMBERED)
     monkeypatch.setattr("emberkeep.session.volatility._REMEMBERED", REMEMBERED)
     monkeypatch.setattr("emberkeep.chat.prompt._REMEMBERED_CHARS", 2000)

@@ -18,11 +18,11 @@ from emberkeep.engine.base import Engine, Rows
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError
 from emberkeep.kv.disk.chunk_files import ChunkFiles
+from emberkeep.kv.drafts.corpus import TokenCorpus
 from emberkeep.kv.policy import CHUNK_TOKENS, Keeping, Rate
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.sched.draft_model import LoadedDraft
-from emberkeep.sched.drafts import Corpus
-from emberkeep.sched.parts import SchedulerSettings
+from emberkeep.sched.lifetimes import SchedulerSettings
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence as Sequence_
@@ -130,7 +130,7 @@ class Rig:
         cold: int = 1 << 30,
         memory: int | None = None,
         drain_s: float = 0.0,
-        corpus: Corpus | None = None,
+        corpus: TokenCorpus | None = None,
         draft: Engine | None = None,
         chunk_tokens: int = CHUNK_TOKENS,
     ) -> None:

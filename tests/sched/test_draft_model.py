@@ -13,8 +13,8 @@ from emberkeep.chat.prompt import Splice
 from emberkeep.engine.base import Engine
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.kv.disk.forgotten import of_user
-from emberkeep.sched.draft_length import ModelDrafts, _Plan
 from emberkeep.sched.sampling import Sampler
+from emberkeep.sched.speculation import ModelDrafts, _Plan
 from emberkeep.types.lineage import Lineage, private_namespace
 from emberkeep.types.sampling import Sampling
 from helpers.chance import examples

@@ -10,7 +10,7 @@ from emberkeep.chat.seams import SeamedTemplate, SeamedText
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.engine.fake import FakeVocab
 from emberkeep.kv.tree import Made
-from emberkeep.sched.stored_text import RecentAnswers, StoredText
+from emberkeep.sched.commits import RecentAnswers, StoredText
 from emberkeep.types.lineage import EXACT, Lineage
 from helpers.chance import examples
 from helpers.kv_building import exported, new_store, prompt, put

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from emberkeep.sched.sampler_chain import Chain, find_breakers
+from emberkeep.sched.sampler_chain import Chain, ChainedSampler, find_breakers
 from emberkeep.sched.sampling import Sampler
 from emberkeep.types.sampling import DEFAULT_SAMPLERS, Sampling
 from helpers.chance import seed, times
@@ -87,7 +87,7 @@ def test_what_few_requests_ask_for_needs_a_chain(settings: Sampling) -> None:
 
 def test_a_chain_of_the_usual_samplers_draws_what_the_short_way_draws() -> None:
     settings = Sampling(seed=5, top_k=4, top_p=0.9, min_p=0.1, temperature=0.7)
-    short, long = Sampler(settings), Sampler(settings, chain=chain(settings))
+    short, long = Sampler(settings), ChainedSampler(chain(settings), settings)
     pieces = Words.pieces
     assert [short.sample(LOGITS, pieces)[0] for _ in range(50)] == [
         long.sample(LOGITS, pieces)[0] for _ in range(50)
@@ -142,7 +142,7 @@ def test_xtc_does_nothing_most_of_the_time_or_where_too_few_would_be_left() -> N
 
 def test_xtc_happens_as_often_as_it_should() -> None:
     settings = replace(OFF, xtc_probability=0.3, xtc_threshold=0.12)
-    sampler = Sampler(settings, chain=chain(settings))
+    sampler = ChainedSampler(chain(settings), settings)
     counts = Counter(sampler.sample(LOGITS, Words.pieces)[0] for _ in range(4000))
     assert counts[0] / 4000 == pytest.approx(0.7 * 0.4, abs=0.03)
 
@@ -275,7 +275,7 @@ def test_mirostat_goes_on_however_long_a_model_is_sure(version: int) -> None:
 @pytest.mark.parametrize("version", [1, 2])
 def test_mirostat_learns_from_what_was_sampled_and_from_nothing_else(version: int) -> None:
     settings = replace(OFF, mirostat=version, mirostat_tau=2.0, mirostat_eta=0.1)
-    plain, watched = (Sampler(settings, chain=chain(settings)) for _ in range(2))
+    plain, watched = (ChainedSampler(chain(settings), settings) for _ in range(2))
     expected = []
     for _ in range(100):
         expected.append(plain.sample(LOGITS, Words.pieces)[0])
@@ -370,7 +370,7 @@ def test_infill_of_a_large_vocabulary_compares_the_likeliest_only(seed: int) -> 
 
 def test_logprobs_as_drawn_are_those_of_the_candidates() -> None:
     settings = replace(OFF, top_k=3, temperature=0.5)
-    sampler = Sampler(settings, None, 5, chain=chain(settings), as_drawn=True)
+    sampler = ChainedSampler(chain(settings), settings, None, 5, as_drawn=True)
     token, logprob = sampler.sample(LOGITS, Words.pieces)
     squares = [p**2 / sum(p**2 for p in PROBABILITIES[:3]) for p in PROBABILITIES[:3]]
     assert logprob is not None
@@ -380,7 +380,7 @@ def test_logprobs_as_drawn_are_those_of_the_candidates() -> None:
 
 def test_a_look_ahead_with_a_chain_sees_what_sampling_will_draw() -> None:
     settings = replace(OFF, xtc_probability=0.5, frequency_penalty=0.5, repeat_last_n=8, seed=3)
-    sampler = Sampler(settings, chain=chain(settings, [0, 1]))
+    sampler = ChainedSampler(chain(settings, [0, 1]), settings)
     for _ in range(50):
         first, _ = sampler.look_ahead(LOGITS, [])
         second, _ = sampler.look_ahead(LOGITS, [first])

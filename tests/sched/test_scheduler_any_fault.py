@@ -18,7 +18,8 @@ from emberkeep.sched.moved_state import CacheBlend, ContextShift
 from emberkeep.sched.prefix_cache import PrefixCache
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.sequence_state import SequenceOutput
-from emberkeep.sched.slots import Planner, SlotAffinity
+from emberkeep.sched.slots import SlotAffinity
+from emberkeep.sched.steps import Planner
 from emberkeep.types.sampling import Sampling
 from helpers.chance import times
 from helpers.faulty_crowd import (
@@ -45,7 +46,7 @@ PARTS: dict[type, Callable[[Rig], object]] = {
     PrefixCache: lambda rig: rig.scheduler._parts.cache,
     CacheBlend: lambda rig: rig.scheduler._parts.cache.blend,
     ContextShift: lambda rig: rig.scheduler._parts.cache.shift,
-    Planner: lambda rig: rig.scheduler._parts.planner,
+    Planner: lambda rig: rig.scheduler._steps._planner,
     SlotAffinity: lambda rig: rig.scheduler._slots._affinity,
     PeakWatch: lambda rig: rig.scheduler._parts.watch,
 }

@@ -10,9 +10,10 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.kv.policy import Rate
 from emberkeep.kv.tree import Cursor, new_root
 from emberkeep.sched.sampling import Sampler
-from emberkeep.sched.sequence import Sequence
+from emberkeep.sched.sequence import Sequence, slice_within
 from emberkeep.sched.sequence_state import Phase
-from emberkeep.sched.slots import Planner, WaitingQueue
+from emberkeep.sched.slots import WaitingQueue
+from emberkeep.sched.steps import Planner
 from emberkeep.types.lineage import EXACT
 from emberkeep.types.request import Request
 from helpers.scheduling import GREEDY, Gate, Recorder, Rig, prompt_of, text
@@ -70,7 +71,7 @@ def test_slices_follow_the_measured_speed():
     planner = Planner(batch=512, largest_slice=512, speed=Rate(150.0))
     assert planned(planner, sequence(0, 2000)) == {0: 256}
     assert planned(planner, sequence(0, 50, computed=49), sequence(1, 2000)) == {0: 1, 1: 32}
-    assert [planner.slice_within(seconds, least=128) for seconds in (0.1, 2.0, 60.0)] == [128, 256, 512]
+    assert [slice_within(seconds, Rate(150.0), 128, 512) for seconds in (0.1, 2.0, 60.0)] == [128, 256, 512]
 
 
 def test_steps_with_few_tokens_say_nothing_about_the_speed():

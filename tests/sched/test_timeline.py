@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.sched import records
+from emberkeep.sched import slots
 from emberkeep.types.timeline import RequestState, TimelineRecord
 from helpers.scheduling import PATIENCE, Gate, Recorder, Rig, text
 
@@ -113,10 +113,10 @@ def test_one_that_is_cancelled_twice_is_told_once(rig, engine):
 
 
 def test_it_remembers_so_many(rig):
-    for seed in range(records.REMEMBERED + 3):
+    for seed in range(slots.REMEMBERED + 3):
         rig.run(text(8, seed=seed), max_new=1)
     numbers = [record.number for record in rig.scheduler.timeline()]
-    assert numbers == list(range(records.REMEMBERED + 3, 3, -1))
+    assert numbers == list(range(slots.REMEMBERED + 3, 3, -1))
 
 
 def test_what_was_reused_saved_the_time_of_evaluating_it(tmp_path):

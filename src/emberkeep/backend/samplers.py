@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from emberkeep.chat.output import open_reasoning
 from emberkeep.chat.prompt import Prompt
 from emberkeep.latest import Latest
-from emberkeep.sched.sampler_chain import Breakers, Chain, find_breakers
+from emberkeep.sched.sampler_chain import Breakers, Chain, ChainedSampler, find_breakers
 from emberkeep.sched.sampling import Sampler
 from emberkeep.types.models import Vocab
 from emberkeep.types.request import Request
@@ -35,11 +35,15 @@ class Samplers:
             settings = replace(settings, seed=settings.seed + index)  # choices of one request draw differently
         reasoning = open_reasoning(prompt.written.tail) if request.prompt is None else None
         matcher = self.constraint.matcher(reasoning) if self.constraint else None
-        chain = None
-        if settings.needs_chain or request.logprobs_as_drawn:
-            chain = Chain(settings, self.vocab, prompt.tokens, self.breakers)
-        return Sampler(
-            settings, matcher, request.top_logprobs, request.forced, chain, as_drawn=request.logprobs_as_drawn
+        if not settings.needs_chain and not request.logprobs_as_drawn:
+            return Sampler(settings, matcher, request.top_logprobs, request.forced)
+        return ChainedSampler(
+            Chain(settings, self.vocab, prompt.tokens, self.breakers),
+            settings,
+            matcher,
+            request.top_logprobs,
+            request.forced,
+            as_drawn=request.logprobs_as_drawn,
         )
 
 

@@ -31,7 +31,7 @@ from emberkeep.runtime.tools import server_tools
 from emberkeep.sched.admission import Admission, open_admission
 from emberkeep.sched.draft_model import LoadedDraft
 from emberkeep.sched.engine_thread import EngineThread
-from emberkeep.sched.parts import SchedulerSettings
+from emberkeep.sched.lifetimes import SchedulerSettings
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.types.lineage import Approximation, Repair
 from emberkeep.types.models import Quantization, Vocab

@@ -21,13 +21,12 @@ from emberkeep.engine.base import Engine, Outcome, Rows
 from emberkeep.errors import EngineError
 from emberkeep.kv.entries import EntryId
 from emberkeep.kv.store import KvStore
-from emberkeep.sched.draft_length import Chance
 from emberkeep.sched.drafts import Draft
 from emberkeep.sched.engine_thread import insist
 from emberkeep.sched.prefix_cache import PrefixCache
-from emberkeep.sched.sequence import FAIR_SLICE, Sequence
+from emberkeep.sched.sequence import FAIR_SLICE, Sequence, slice_within
 from emberkeep.sched.sequence_state import Phase
-from emberkeep.sched.slots import Planner, Slots
+from emberkeep.sched.slots import Slots
 from emberkeep.types.lineage import EXACT_BITS
 from emberkeep.types.speculation import DraftModelStats, DraftSource
 from emberkeep.values import dataclass
@@ -41,6 +40,9 @@ _NEAR = 32
 """Tokens that a shadow may lag behind and still be drafted for in the same step."""
 _MEASURED = 8
 """Latest measurements that count."""
+
+Chance = Callable[[Sequence, float], float]
+"""How likely a token is accepted for a sequence, from how sure the draft model is of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,7 @@ class DraftModel:
         self._slots = Slots(loaded.engine, tracked)
         self._cache = PrefixCache(loaded.engine, loaded.store, self._slots, wake)
         self._commits = self._cache.commits
-        batch = loaded.engine.capabilities.batch
-        self._planner = Planner(batch, min(prefill_slice, batch), loaded.store.costs.evaluate)
+        self._largest_slice = min(prefill_slice, loaded.engine.capabilities.batch)
         self._times = _StepTimes(loaded.engine)
         self._shadows: dict[Sequence, Sequence] = {}
         self._steps = self._evaluated = 0
@@ -122,7 +123,8 @@ class DraftModel:
                     continue
             behind = behind or self._awaited(shadow)
         if behind is not None:
-            self._evaluate_slice(behind, self._planner.slice_within(seconds, FAIR_SLICE))
+            speed = self.store.costs.evaluate
+            self._evaluate_slice(behind, slice_within(seconds, speed, FAIR_SLICE, self._largest_slice))
         return near
 
     def _shadow(self, target: Sequence) -> Sequence:
@@ -176,7 +178,8 @@ class DraftModel:
         begin, tokens = perf_counter(), shadow.tokens[shadow.computed : shadow.computed + count]
         if not self._evaluate([Rows(shadow.slot, shadow.computed, tokens, outputs=0)]):
             return
-        self._planner.measure(len(tokens), perf_counter() - begin)
+        if len(tokens) >= _NEAR:
+            self.store.costs.evaluate.measure(len(tokens), perf_counter() - begin)
         shadow.evaluated(len(tokens), self._engine.capabilities.wide_rows)
         self._commits.commit(shadow)
 

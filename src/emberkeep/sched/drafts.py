@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import field, replace
-from typing import Protocol
 
 import numpy as np
 
 from emberkeep.chat.prompt import Prompt
-from emberkeep.kv.drafts.ngram_index import MAX_MATCH, Continuation, NgramIndex, agreement
+from emberkeep.kv.drafts.corpus import TokenCorpus
+from emberkeep.kv.drafts.ngram_index import MAX_MATCH, NgramIndex, agreement
 from emberkeep.sched.sampling import Sampler
 from emberkeep.token_arrays import TokenArray, common_prefix
-from emberkeep.types.lineage import Lineage
 from emberkeep.types.models import Vocab
 from emberkeep.types.speculation import DraftSource
 from emberkeep.values import dataclass
@@ -50,22 +49,6 @@ class Draft:
     """Whether it stands in a text that the answer writes again with changes."""
     sure: Sequence[float] = ()
     """For each token, how likely the model that drafts it takes it to be; empty where none does."""
-
-
-class Corpus(Protocol):
-    """What an owner's earlier prompts and answers contain."""
-
-    def prepare(self, lineage: Lineage) -> None:
-        """Something will be looked up soon. Quick."""
-
-    def find(self, lineage: Lineage, context: TokenArray, limit: int) -> Continuation | None:
-        """What followed the longest suffix of `context`. Never blocks."""
-
-    def path(self, lineage: Lineage, tokens: TokenArray, limit: int) -> TokenArray:
-        """What followed exactly these tokens, from the first one on; empty where nothing did."""
-
-    def add(self, lineage: Lineage, tokens: TokenArray, new_from: int) -> None:
-        """A turn has ended, in which the tokens from `new_from` on are new."""
 
 
 @dataclass(slots=True)
@@ -112,7 +95,9 @@ class Trust(Acceptance):
 class SequenceDrafts:
     """Belongs to the engine's thread."""
 
-    def __init__(self, prompt: Prompt, asked: TokenArray, sampler: Sampler, corpus: Corpus, vocab: Vocab) -> None:
+    def __init__(
+        self, prompt: Prompt, asked: TokenArray, sampler: Sampler, corpus: TokenCorpus, vocab: Vocab
+    ) -> None:
         """`asked`: the tokens that the answer, of which the first one was just sampled, comes after."""
         self.trust = Trust()
         self.model_trust = Trust()

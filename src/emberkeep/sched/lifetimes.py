@@ -12,16 +12,114 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from time import monotonic
 from types import TracebackType
-from typing import Protocol
 
+from emberkeep.engine.base import Engine
 from emberkeep.errors import DeadlineExceeded, EmberkeepError, EngineError, StepFailed
+from emberkeep.kv.store import KvStore
+from emberkeep.sched.admission import Calibration, PeakWatch
+from emberkeep.sched.commits import RecentAnswers
+from emberkeep.sched.draft_model import DraftModel, LoadedDraft
 from emberkeep.sched.engine_thread import insist
-from emberkeep.sched.parts import SchedulerParts
+from emberkeep.sched.prefix_cache import PrefixCache
 from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.sequence_state import Ending, EndReason, Phase, SequenceOutput
+from emberkeep.sched.slots import Slots, Timeline, WaitingQueue
+from emberkeep.sched.speculation import Speculation
+from emberkeep.types.events import Source
 from emberkeep.types.timeline import RequestState
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    parallel: int
+    """Sequences in the engine at once."""
+    prefill_slice: int
+    """Prompt tokens per step while nothing else runs."""
+    tracked: int = 16
+    """Conversations whose slot is remembered."""
+    warm_after: int = 2
+    """Turns of its conversation after which a branch that was left alone leaves the engine."""
+    drain_s: float = 0.0
+    """How long running sequences may take to finish when it is closed."""
+    draft_max: int = 0
+    """Most drafted tokens of a sequence in one step; 0: nothing is drafted."""
+    memory: int | None = None
+    """Bytes that sequences in the engine may come to need together; None: as many as they like."""
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    jobs: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    steps: int = 0
+    evaluated_tokens: int = 0
+    prompt_tokens: int = 0
+    reused_hot_tokens: int = 0
+    reused_warm_tokens: int = 0
+    reused_cold_tokens: int = 0
+    reused_remote_tokens: int = 0
+    moved_tokens: int = 0
+    repaired_tokens: int = 0
+    approximate_jobs: int = 0
+    blended_tokens: int = 0
+    """In steps into which state was moved, of which the next one is what they cost."""
+    blended_token_layers: int = 0
+    cuts: int = 0
+    """How often something was cut out of a sequence's state."""
+    sampled_tokens: int = 0
+    saved_s: float = 0.0
+    """What evaluating all that was reused would have taken, less what loading it took."""
+
+    def count(self, sequence: Sequence) -> None:
+        """A sequence that was in the engine is over."""
+        reuse = sequence.reuse
+        self.prompt_tokens += sequence.prompt_length
+        tokens = reuse.by_source()
+        self.reused_hot_tokens += tokens[Source.HOT]
+        self.reused_warm_tokens += tokens[Source.WARM]
+        self.reused_cold_tokens += tokens[Source.COLD]
+        self.reused_remote_tokens += tokens[Source.REMOTE]
+        self.moved_tokens += tokens[Source.MOVED]
+        self.cuts += sequence.splices
+        self.evaluated_tokens += sequence.inserted_tokens
+        self.repaired_tokens += reuse.repaired
+        self.approximate_jobs += sequence.approximate_from is not None
+
+
+class SchedulerParts:
+    """Everything belongs to the engine's thread, unless its own class says otherwise."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: KvStore,
+        settings: SchedulerSettings,
+        draft: LoadedDraft | None,
+        wake: Callable[[], None],
+    ) -> None:
+        """`wake` is called from the store's threads when bytes have arrived."""
+        self.engine = engine
+        self.store = store
+        self.settings = settings
+        self.waiting = WaitingQueue()
+        self.slots = Slots(engine, settings.tracked)
+        self.cache = PrefixCache(engine, store, self.slots, wake)
+        self.draft = DraftModel(draft, settings.tracked, settings.prefill_slice, wake) if draft else None
+        self.speculation = Speculation(engine, store.corpus, settings.draft_max, self.draft)
+        self.calibration = Calibration()
+        self.watch = PeakWatch(engine, self.calibration, self._bytes_of_others)
+        self.counters = SchedulerCounters()
+        self.recent = RecentAnswers(4 * settings.parallel)
+        self.timeline = Timeline()
+
+    def _bytes_of_others(self) -> int:
+        """On a CPU the engine's memory is the process's, and the store's payloads are in it too."""
+        footprint = self.engine.footprint
+        return self.store.held_bytes()[0] if footprint and footprint.device == "cpu" else 0
 
 
 class Beginnings:
@@ -31,9 +129,8 @@ class Beginnings:
         self, parts: SchedulerParts, endings: Endings, report_progress: Callable[[Sequence], None]
     ) -> None:
         self._parts = parts
-        self._engine, self._slots, self._cache = parts.engine, parts.slots, parts.cache
+        self._slots, self._cache, self._waiting = parts.slots, parts.cache, parts.waiting
         self._commits = parts.cache.commits
-        self._waiting = parts.waiting
         self._endings, self._only = endings, endings.only
         self._report_progress = report_progress
 
@@ -44,13 +141,7 @@ class Beginnings:
         running = Counter(s.request.user for s in self._slots.active if s.output is not None)
         for sequence in self._waiting.in_turn(running):
             busy = self._slots.active
-            taken = sum(s.cells for s in busy)
-            if (
-                len(busy) >= self._parts.settings.parallel
-                or taken + sequence.cells > self._engine.capabilities.cells
-            ):
-                return
-            if self._lacks_memory(sequence, busy):
+            if not self._has_room(sequence, busy):
                 return
             if self._waiting.still_waits(sequence):
                 continue
@@ -70,7 +161,10 @@ class Beginnings:
         if coming := self._cache.worth_waiting_for(sequence):
             self._waiting.wait_for(sequence, coming)
             return True
-        self._commit_before_fork(sequence)
+        hot = self._slots.computed_match(sequence.prompt.lineage, sequence.wanted)
+        if hot.sequence and hot.sequence.is_active:
+            with self._only(hot.sequence):
+                self._commits.commit_fork(hot.sequence, hot.tokens)
         if not self._cache.acquire(sequence):
             return False
         self._waiting.remove(sequence)
@@ -84,7 +178,7 @@ class Beginnings:
     def note_forks(self, waiting: Iterable[Sequence]) -> None:
         """Where state is stored only as a whole, it has to be known before it is computed where others part from
         it, also while there is no slot for them."""
-        if not self._engine.capabilities.kv_unit.has_snapshots:
+        if not self._parts.engine.capabilities.kv_unit.has_snapshots:
             return
         for sequence in waiting:
             try:
@@ -93,16 +187,13 @@ class Beginnings:
             except Exception as error:
                 self._endings.refuse(sequence, error)
 
-    def _lacks_memory(self, sequence: Sequence, busy: list[Sequence]) -> bool:
-        if self._parts.settings.memory is None or not busy:
-            return False  # alone it fits: that is what admission looked at
-        return sum(s.memory for s in busy) + sequence.memory > self._parts.settings.memory
-
-    def _commit_before_fork(self, newcomer: Sequence) -> None:
-        hot = self._slots.computed_match(newcomer.prompt.lineage, newcomer.wanted)
-        if hot.sequence and hot.sequence.is_active:
-            with self._only(hot.sequence):
-                self._commits.commit_fork(hot.sequence, hot.tokens)
+    def _has_room(self, sequence: Sequence, busy: list[Sequence]) -> bool:
+        settings, cells = self._parts.settings, self._parts.engine.capabilities.cells
+        if len(busy) >= settings.parallel or sum(s.cells for s in busy) + sequence.cells > cells:
+            return False
+        if settings.memory is None or not busy:
+            return True  # alone it fits: that is what admission looked at
+        return sum(s.memory for s in busy) + sequence.memory <= settings.memory
 
     def pump_loads(self) -> None:
         for sequence in self._slots.active:
@@ -117,17 +208,13 @@ class Beginnings:
             self._endings.end(sequence, EndReason.LENGTH)
 
 
-class Fails(Protocol):
-    def __call__(self, sequence: Sequence, error: Exception) -> None: ...
-
-
 class Only:
     """Whatever goes wrong in here ends this sequence and nothing else. A class: it is entered for every token, and
     a generator takes 2.4 times as long."""
 
     __slots__ = ("_fail", "_sequence")
 
-    def __init__(self, fail: Fails, sequence: Sequence) -> None:
+    def __init__(self, fail: Callable[[Sequence, Exception], None], sequence: Sequence) -> None:
         self._fail = fail
         self._sequence = sequence
 
@@ -161,7 +248,10 @@ class Endings:
         """Answer first; then the turn's closing tokens are evaluated off the critical path."""
         assert sequence.output is not None
         self._counters.count(sequence)
-        saved_s = self._saving(sequence)
+        saved_s = 0.0  # nobody has waited for what was only to be ready
+        if not sequence.request.execution.is_prefix:
+            spared = self._parts.store.costs.evaluate.seconds(sequence.reuse.in_place + sequence.reuse.moved)
+            saved_s = max(spared - sequence.reuse.load_seconds, 0.0)
         self._counters.saved_s += saved_s
         if sequence.is_kept:
             answer = (sequence.prompt_length, sequence.answer_end)
@@ -189,13 +279,6 @@ class Endings:
             self._slots.drop(sequence)
         self.slot_freed = True
 
-    def _saving(self, sequence: Sequence) -> float:
-        """Seconds that its reuse has saved whoever waited; nobody has waited for what was only to be ready."""
-        if sequence.request.execution.is_prefix:
-            return 0.0
-        spared = self._parts.store.costs.evaluate.seconds(sequence.reuse.in_place + sequence.reuse.moved)
-        return max(spared - sequence.reuse.load_seconds, 0.0)
-
     # ── given up ──
 
     def cancel(self, sequence: Sequence) -> None:
@@ -214,9 +297,8 @@ class Endings:
         now = monotonic()
         late = DeadlineExceeded("The request ran out of its time: allow more, or ask for fewer tokens.")
         for sequence in self._waiting.expired(now):
-            self._waiting.remove(sequence)
             self._timeline.ended(sequence, RequestState.FAILED)
-            self._tell(sequence.give_up_output(), late)
+            self.turn_away(sequence, late)
         for sequence in self._slots.active:
             if sequence.output is not None and sequence.deadline is not None and now > sequence.deadline:
                 self._timeline.ended(sequence, RequestState.FAILED)
@@ -262,9 +344,9 @@ class Endings:
         self._tell(output, error)
 
     def turn_away(self, sequence: Sequence, error: EmberkeepError) -> None:
-        """End a waiting sequence because the scheduler ends. Never raises."""
+        """End a waiting sequence for no fault of its own. Never raises."""
         self._waiting.remove(sequence)
-        self._tell(sequence.output, error)
+        self._tell(sequence.give_up_output(), error)
 
     def step_failed(self, together: list[Sequence], error: Exception, *, is_intact: bool) -> None:
         """A step of these failed. Alone, it is clear whose fault it was; else each tries again by itself.

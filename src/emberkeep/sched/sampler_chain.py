@@ -8,18 +8,26 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from emberkeep.sched import candidates as cut
-from emberkeep.sched.candidates import Floats, Ints
+from emberkeep.sched import sampling as cut
+from emberkeep.sched.sampling import (
+    GREEDY_BELOW,
+    Candidates,
+    Draw,
+    Floats,
+    Ints,
+    Sampler,
+    TokenConstraint,
+    Uniforms,
+    penalise,
+)
 from emberkeep.token_arrays import TokenArray
+from emberkeep.types.events import TokenLogprob
 from emberkeep.types.models import Vocab
 from emberkeep.types.sampling import Sampling
 
-GREEDY_BELOW = 1e-6
-"""Temperatures that differ from 0 in nothing but overflowing."""
 _MIROSTAT_TOKENS = 100
 """The likeliest tokens, from which Mirostat estimates how quickly tokens become unlikely."""
 _LEAST_IN_GAP = 0.2
@@ -29,24 +37,46 @@ _MERGED_IN_GAP = 256
 with the square of it. Each of the others is too unlikely to be drawn, and adds next to nothing to one of these."""
 
 
-class Candidates(NamedTuple):
-    ids: Ints | None
-    """None: the whole vocabulary."""
-    logits: Floats
+class ChainedSampler(Sampler):
+    """Draws from what a chain leaves."""
 
-    def only(self, places: Ints) -> Candidates:
-        return Candidates(places if self.ids is None else self.ids[places], self.logits[places])
+    def __init__(
+        self,
+        chain: Chain,
+        settings: Sampling,
+        matcher: TokenConstraint | None = None,
+        top_logprobs: int | None = None,
+        forced: Iterable[int] = (),
+        *,
+        as_drawn: bool = False,
+    ) -> None:
+        """`as_drawn`: logprobs are those of the candidates that were drawn from."""
+        super().__init__(settings, matcher, top_logprobs, forced)
+        self._chain = chain
+        self._as_drawn = as_drawn
+        self._penalises = self._is_greedy = False
+        self._chances = Uniforms(settings.seed, stream=1) if settings.uses_xtc else None
 
-    def token(self, place: int) -> int:
-        return place if self.ids is None else int(self.ids[place])
+    def _accept(self, token: int, draw: Draw | None) -> None:
+        self._chain.accept(token, draw.probability if draw else None)
 
+    def _candidates(self, logits: Floats, drafted: Sequence[int], ahead: int | None) -> Candidates:
+        chance = 0.0
+        if self._chances is not None:
+            chance = self._chances.take() if ahead is None else self._chances.peek(ahead)
+        return self._chain.candidates(logits, drafted, chance)
 
-def penalise(found: Floats, counts: Floats, settings: Sampling) -> Floats:
-    """The logits of tokens that came so often."""
-    factor = np.float32(settings.repetition_penalty)
-    lower: Floats = np.where(found > 0, found / factor, found * factor)
-    lower -= counts * np.float32(settings.frequency_penalty) + np.float32(settings.presence_penalty)
-    return lower
+    def _describe(self, logits: Floats, token: int, draw: Draw | None, pieces: Sequence[bytes]) -> TokenLogprob:
+        """What cannot be drawn is left out."""
+        if not self._as_drawn or draw is None:
+            return super()._describe(logits, token, draw, pieces)
+        shares = (np.diff(draw.cumulative, prepend=np.float32(0)) / draw.cumulative[-1]).astype(np.float64)
+        best = [
+            place for place in (-shares).argsort(kind="stable")[: self._top_logprobs].tolist() if shares[place]
+        ]
+        likeliest = [(draw.token_at(place), math.log(shares[place])) for place in best]
+        top = tuple(TokenLogprob(other, pieces[other], chance) for other, chance in likeliest)
+        return TokenLogprob(token, pieces[token], math.log(max(draw.probability, 1e-30)), top)
 
 
 class Chain:
@@ -90,20 +120,11 @@ class Chain:
         steps: Mapping[str, tuple[bool, _Step]] = {
             "penalties": (settings.penalises and settings.repeat_last_n != 0, self._penalised),
             "dry": (self._dry is not None, self._unrepeated),
-            "top_n_sigma": (
-                settings.top_n_sigma > 0,
-                _cutting(lambda logits: cut.near_highest(logits, settings.top_n_sigma)),
-            ),
-            "top_k": (settings.top_k > 0, _cutting(lambda logits: cut.top_k(logits, settings.top_k))),
-            "typ_p": (
-                settings.typical_p < 1,
-                _cutting(lambda logits: cut.typical(logits, settings.typical_p, least)),
-            ),
-            "top_p": (settings.top_p < 1, _cutting(lambda logits: cut.nucleus(logits, settings.top_p, least))),
-            "min_p": (
-                settings.min_p > 0,
-                _cutting(lambda logits: cut.relatively_likely(logits, settings.min_p, least)),
-            ),
+            "top_n_sigma": (settings.top_n_sigma > 0, _cutting(cut.near_highest, settings.top_n_sigma)),
+            "top_k": (settings.top_k > 0, _cutting(cut.top_k, settings.top_k)),
+            "typ_p": (settings.typical_p < 1, _cutting(cut.typical, settings.typical_p, least)),
+            "top_p": (settings.top_p < 1, _cutting(cut.nucleus, settings.top_p, least)),
+            "min_p": (settings.min_p > 0, _cutting(cut.relatively_likely, settings.min_p, least)),
             "xtc": (settings.uses_xtc, self._surprising),
             "temperature": (True, self._heated),
             "infill": (True, self._filling),
@@ -130,7 +151,7 @@ class Chain:
         """Without the likely tokens, but for the least likely of them."""
         if len(left.logits) < 2 or chance > self._settings.xtc_probability:
             return left
-        ranked = left.only(cut.by_rank(left.logits, np.arange(len(left.logits))))
+        ranked = left.ranked()
         likely = int(np.count_nonzero(cut.probabilities(ranked.logits) >= self._settings.xtc_threshold))
         out = max(likely - 1, 0)
         stays = len(ranked.logits) - out >= self._settings.min_keep
@@ -151,7 +172,7 @@ class Chain:
 
     def _filling(self, left: Candidates, drafted: Sequence[int], chance: float) -> Candidates:
         """For code that fills a gap: ends early rather than late, and only goes on with what is likely."""
-        ranked = left.only(cut.by_rank(left.logits, np.arange(len(left.logits))))
+        ranked = left.ranked()
         assert ranked.ids is not None
         p = cut.probabilities(ranked.logits).astype(np.float64)
         is_end = np.isin(ranked.ids, list(self._vocab.eog))
@@ -188,7 +209,7 @@ class Chain:
     def _mirostat(self, left: Candidates) -> Candidates:
         if len(left.logits) == 1:
             return left
-        ranked = left.only(cut.by_rank(left.logits, np.arange(len(left.logits))))
+        ranked = left.ranked()
         p = cut.probabilities(ranked.logits)
         count = self._count_likely(p) if self._settings.mirostat == 1 else self._count_unsurprising(p)
         return ranked.only(np.arange(max(count, 1)))
@@ -218,8 +239,8 @@ class Chain:
 _Step = Callable[[Candidates, Sequence[int], float], Candidates]
 
 
-def _cutting(places: Callable[[Floats], Ints]) -> _Step:
-    return lambda left, drafted, chance: left.only(places(left.logits))
+def _cutting(places: Callable[..., Ints], *limits: float) -> _Step:
+    return lambda left, drafted, chance: left.only(places(left.logits, *limits))
 
 
 def _changed(left: Candidates, ids: Ints, change: Callable[[Floats, Ints], Floats]) -> Candidates:

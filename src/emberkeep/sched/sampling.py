@@ -8,29 +8,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.sched.candidates import (
-    Floats,
-    Ints,
-    count_likely,
-    nucleus,
-    relatively_likely,
-    sureness,
-    top_k,
-    typical,
-    weights,
-)
-from emberkeep.sched.sampler_chain import GREEDY_BELOW, Candidates, Chain, penalise
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.events import TokenLogprob
 from emberkeep.types.sampling import Sampling
 
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.intp]
+
+GREEDY_BELOW = 1e-6
+"""Temperatures that differ from 0 in nothing but overflowing."""
 _FORBIDDEN = np.float32(-np.inf)
+_WINDOWS = (4.0, 8.0, 16.0, 32.0)
+"""Distances below the highest logit in which candidates are looked for before the whole vocabulary is sorted."""
+_BLOCK = 64
+"""The highest of all logits is looked for among the highest of every so many."""
 
 
 class TokenConstraint(Protocol):
@@ -57,32 +54,25 @@ class Sampler:
         matcher: TokenConstraint | None = None,
         top_logprobs: int | None = None,
         forced: Iterable[int] = (),
-        chain: Chain | None = None,
-        *,
-        as_drawn: bool = False,
     ) -> None:
-        """`forced`: what is chosen first, whatever the logits say. `chain`: takes the place of the usual samplers.
-        `as_drawn`: logprobs are those of the candidates that were drawn from, which needs a chain."""
+        """`forced`: what is chosen first, whatever the logits say."""
         self._settings = settings
         self._forced = deque(forced)
         self._matcher = matcher
-        self._chain = chain
         self._top_logprobs = top_logprobs
-        self._as_drawn = as_drawn
-        self._uniforms = _Uniforms(settings.seed)
-        self._chances = _Uniforms(settings.seed, stream=1) if settings.uses_xtc else None
+        self._uniforms = Uniforms(settings.seed)
         self._counts: Counter[int] = Counter()
         self._bias_ids = np.fromiter(settings.logit_bias, np.intp, len(settings.logit_bias))
         self._bias = np.fromiter(settings.logit_bias.values(), np.float32, len(settings.logit_bias))
-        self._penalises = settings.penalises and chain is None
+        self._penalises = settings.penalises
         self._temperature = np.float32(settings.temperature)
-        self._is_greedy = settings.temperature < GREEDY_BELOW and chain is None
+        self._is_greedy = settings.temperature < GREEDY_BELOW
+        self._is_plain = matcher is None and not len(self._bias) and top_logprobs is None
 
     @property
     def takes_likeliest(self) -> bool:
         """Whether the next token is the one with the highest logits, and nothing else of them is wanted."""
-        is_plain = self._matcher is None and not len(self._bias) and not self._penalises and not self._forced
-        return self._is_greedy and is_plain and self._top_logprobs is None
+        return self._is_greedy and self._is_plain and not self._penalises and not self._forced
 
     def sample(self, logits: Floats, pieces: Sequence[bytes]) -> tuple[int, TokenLogprob | None]:
         """The chosen token. `logits` is not modified."""
@@ -97,15 +87,10 @@ class Sampler:
             token = draw.token
         if self._matcher:
             self._matcher.advance(token)
-        if self._chain:
-            self._chain.accept(token, draw.probability if draw else None)
-        if self._penalises:
-            self._counts[token] += 1
+        self._accept(token, draw)
         if self._top_logprobs is None:
             return token, None
-        if self._as_drawn and draw is not None:
-            return token, describe_draw(draw, self._top_logprobs, pieces)
-        return token, describe(logits, token, self._top_logprobs, pieces)
+        return token, self._describe(logits, token, draw, pieces)
 
     def score(self, logits: Floats, token: int, pieces: Sequence[bytes]) -> TokenLogprob:
         """How likely a token of the prompt was. Nothing is chosen."""
@@ -133,6 +118,14 @@ class Sampler:
         """How many of these tokens a grammar lets follow."""
         return self._matcher.count_allowed(tokens.tolist()) if self._matcher else len(tokens)
 
+    def _accept(self, token: int, draw: Draw | None) -> None:
+        """A token was sampled; no draw: it was forced, or the likeliest."""
+        if self._penalises:
+            self._counts[token] += 1
+
+    def _describe(self, logits: Floats, token: int, draw: Draw | None, pieces: Sequence[bytes]) -> TokenLogprob:
+        return describe(logits, token, self._top_logprobs or 0, pieces)
+
     def _adjust(self, logits: Floats, drafted: Sequence[int] | None = None) -> Floats:
         """`drafted`: tokens that were not sampled yet, after which no grammar is asked; None: there are none."""
         mask = self._matcher.mask() if self._matcher and drafted is None else None
@@ -143,42 +136,34 @@ class Sampler:
             logits = logits.copy()
             logits[self._bias_ids] += self._bias
             if counts:
-                self._penalise(logits, counts)
+                ids = np.fromiter(counts, np.intp, len(counts))
+                times = np.fromiter(counts.values(), np.float32, len(counts))
+                logits[ids] = penalise(logits[ids], times, self._settings)
         if mask is not None:
             allowed = np.unpackbits(mask.view(np.uint8), count=len(logits), bitorder="little").view(bool)
             logits = np.where(allowed, logits, _FORBIDDEN)
         return logits
 
-    def _penalise(self, logits: Floats, of: Counter[int]) -> None:
-        ids = np.fromiter(of, np.intp, len(of))
-        counts = np.fromiter(of.values(), np.float32, len(of))
-        logits[ids] = penalise(logits[ids], counts, self._settings)
-
-    def _draw(self, logits: Floats, drafted: Sequence[int] = (), ahead: int | None = None) -> _Draw:
+    def _draw(self, logits: Floats, drafted: Sequence[int] = (), ahead: int | None = None) -> Draw:
         """With the random number for the token after `ahead` others, which stays to be taken; None: the next."""
         uniform = self._uniforms.take() if ahead is None else self._uniforms.peek(ahead)
-        if self._chain is None:
-            ids, kept = self._candidates(logits)
-            kept = kept / self._temperature
-        else:
-            ids, kept = self._chain.candidates(logits, drafted, self._chance(ahead))
+        ids, kept = self._candidates(logits, drafted, ahead)
         cumulative = weights(kept).cumsum()
         place = int(cumulative.searchsorted(uniform * cumulative[-1], side="right"))
-        return _Draw(min(place, len(kept) - 1), cumulative, ids)
+        return Draw(min(place, len(kept) - 1), cumulative, ids)
 
-    def _chance(self, ahead: int | None) -> float:
-        if self._chances is None:
-            return 0.0
-        return self._chances.take() if ahead is None else self._chances.peek(ahead)
+    def _candidates(self, logits: Floats, drafted: Sequence[int], ahead: int | None) -> Candidates:
+        """What may be drawn, with the temperature in the logits."""
+        left = self._likely(logits)
+        return Candidates(left.ids, left.logits / self._temperature)
 
-    def _candidates(self, logits: Floats) -> tuple[Ints | None, Floats]:
-        """What may be drawn: ids and logits, without the temperature. No ids: it is the whole vocabulary."""
+    def _likely(self, logits: Floats) -> Candidates:
         settings = self._settings
         if settings.top_k > 0 and settings.typical_p >= 1:
             ids = top_k(logits, settings.top_k)
             kept = logits[ids]
             count = count_likely(kept, settings.top_p, settings.min_p)
-            return ids[:count], kept[:count]
+            return Candidates(ids[:count], kept[:count])
         left = Candidates(None, logits)
         if settings.top_k > 0:
             left = left.only(top_k(logits, settings.top_k))
@@ -188,33 +173,27 @@ class Sampler:
         return left.only(relatively_likely(left.logits, settings.min_p)) if settings.min_p > 0 else left
 
 
-class _Draw:
-    __slots__ = ("cumulative", "ids", "place")
-
-    def __init__(self, place: int, cumulative: Floats, ids: Ints | None) -> None:
-        """`cumulative`: how likely each candidate is or one before it (not of 1)."""
-        self.place = place
-        self.cumulative = cumulative
-        self.ids = ids
+class Draw(NamedTuple):
+    place: int
+    cumulative: Floats
+    """How likely each candidate is or one before it (not of 1)."""
+    ids: Ints | None
+    """None: the whole vocabulary."""
 
     @property
     def token(self) -> int:
         return self.token_at(self.place)
+
+    def token_at(self, place: int) -> int:
+        return place if self.ids is None else int(self.ids[place])
 
     @property
     def probability(self) -> float:
         before = self.cumulative[self.place - 1] if self.place else 0.0
         return float((self.cumulative[self.place] - before) / self.cumulative[-1])
 
-    def token_at(self, place: int) -> int:
-        return place if self.ids is None else int(self.ids[place])
 
-    def shares(self) -> Floats:
-        shares: Floats = np.diff(self.cumulative, prepend=np.float32(0)) / self.cumulative[-1]
-        return shares
-
-
-class _Uniforms:
+class Uniforms:
     """Random numbers from 0 to 1, always the same for a seed, whoever looks at them before they are taken."""
 
     def __init__(self, seed: int | None, stream: int = 0) -> None:
@@ -232,16 +211,6 @@ class _Uniforms:
         return self._seen[ahead]
 
 
-def describe_draw(draw: _Draw, top: int, pieces: Sequence[bytes]) -> TokenLogprob:
-    """Log-probabilities among the candidates that were drawn from; those that cannot be drawn are not told."""
-    shares = draw.shares().astype(np.float64)
-    best = (-shares).argsort(kind="stable")[:top]
-    told = [(draw.token_at(place), math.log(shares[place])) for place in best.tolist() if shares[place] > 0]
-    alternatives = tuple(TokenLogprob(token, pieces[token], chance) for token, chance in told)
-    chosen = math.log(max(draw.probability, 1e-30))
-    return TokenLogprob(draw.token, pieces[draw.token], chosen, alternatives)
-
-
 def describe(logits: Floats, token: int, top: int, pieces: Sequence[bytes]) -> TokenLogprob:
     """Log-probabilities under the model's own distribution, before any sampling setting."""
     shifted = logits.astype(np.float64) - float(logits.max())
@@ -251,3 +220,124 @@ def describe(logits: Floats, token: int, top: int, pieces: Sequence[bytes]) -> T
     best = best[np.argsort(-shifted[best], kind="stable")]
     alternatives = tuple(TokenLogprob(int(i), pieces[i], float(shifted[i] - total)) for i in best)
     return TokenLogprob(token, pieces[token], float(shifted[token] - total), alternatives)
+
+
+# ── what may be drawn ──
+
+
+class Candidates(NamedTuple):
+    ids: Ints | None
+    """None: the whole vocabulary."""
+    logits: Floats
+
+    def only(self, places: Ints) -> Candidates:
+        return Candidates(places if self.ids is None else self.ids[places], self.logits[places])
+
+    def ranked(self) -> Candidates:
+        """The highest first."""
+        return self.only(by_rank(self.logits, np.arange(len(self.logits))))
+
+    def token(self, place: int) -> int:
+        return place if self.ids is None else int(self.ids[place])
+
+
+def penalise(found: Floats, counts: Floats, settings: Sampling) -> Floats:
+    """The logits of tokens that came so often."""
+    factor = np.float32(settings.repetition_penalty)
+    lower: Floats = np.where(found > 0, found / factor, found * factor)
+    lower -= counts * np.float32(settings.frequency_penalty) + np.float32(settings.presence_penalty)
+    return lower
+
+
+def top_k(logits: Floats, count: int) -> Ints:
+    """Indices of the `count` highest logits, highest first."""
+    width = len(logits) // _BLOCK
+    if width > count:
+        # As many columns as are asked for have one that is at least as high as this, and all that are lie in them.
+        table = logits[: width * _BLOCK].reshape(_BLOCK, width)
+        highest = table.max(axis=0)
+        lowest = np.partition(highest, width - count)[width - count]
+        if lowest > -np.inf:
+            (columns,) = (highest >= lowest).nonzero()
+            rows, places = np.divmod((table.take(columns, axis=1) >= lowest).ravel().nonzero()[0], len(columns))
+            (rest,) = (logits[width * _BLOCK :] >= lowest).nonzero()
+            ids = np.concatenate([rows * width + columns[places], width * _BLOCK + rest])
+            return by_rank(logits, ids)[:count]
+    (ids,) = (logits > -np.inf).nonzero()
+    return by_rank(logits, ids)[:count]
+
+
+def count_likely(highest: Floats, top_p: float, min_p: float) -> int:
+    """How many of the highest logits, the highest first, top-p and then min-p leave."""
+    count = len(highest)
+    if top_p < 1:
+        mass = weights(highest).cumsum()
+        count = min(count, int(mass.searchsorted(top_p * float(mass[-1]))) + 1)
+    if min_p > 0:
+        count = min(count, int(np.count_nonzero(highest >= highest[0] + math.log(min_p))))
+    return count
+
+
+def sureness(logits: Floats, highest: np.float32) -> float:
+    """About the probability of the likeliest token, in a tenth of the time: of each block the highest counts."""
+    width = len(logits) // _BLOCK
+    if width > 1:
+        logits = logits[: width * _BLOCK].reshape(_BLOCK, width).max(axis=0)
+    return float(1 / max(np.exp(logits - highest).sum(), 1.0))
+
+
+def nucleus(logits: Floats, mass: float, least: int = 0) -> Ints:
+    """Indices of the fewest tokens, `least` at least, whose probabilities add up to `mass`, highest first."""
+    likely = weights(logits)
+    mass = mass * float(likely.sum())
+    for ids in _growing_windows(logits):
+        if len(ids) >= least and likely[ids].sum() >= mass:
+            break
+    else:
+        ids = np.arange(len(logits))
+    ids = by_rank(logits, ids)
+    return ids[: max(int(np.searchsorted(np.cumsum(likely[ids]), mass)) + 1, least)]
+
+
+def _growing_windows(logits: Floats) -> Iterator[Ints]:
+    highest = logits.max()
+    for window in _WINDOWS:
+        yield np.flatnonzero(logits >= highest - window)
+
+
+def relatively_likely(logits: Floats, share: float, least: int = 0) -> Ints:
+    """Indices of the tokens with at least that share of the likeliest one's probability; of the `least` likeliest
+    where they are fewer."""
+    ids = np.flatnonzero(logits >= logits.max() + math.log(share))
+    return ids if len(ids) >= least else by_rank(logits, np.arange(len(logits)))[:least]
+
+
+def near_highest(logits: Floats, deviations: float) -> Ints:
+    """Indices of the logits that are at most so many standard deviations below the highest; those that are out of
+    the question do not count."""
+    finite = logits[logits > -np.inf].astype(np.float64)
+    return np.flatnonzero(logits >= finite.max() - deviations * finite.std())
+
+
+def typical(logits: Floats, mass: float, least: int = 0) -> Ints:
+    """Indices, in their old order, of the locally typical set that holds `mass` and `least` tokens at least."""
+    p = probabilities(logits)
+    surprise = -np.log(np.maximum(p, 1e-30))
+    order = np.argsort(np.abs(surprise - (p * surprise).sum()), kind="stable")
+    count = int(np.searchsorted(np.cumsum(p[order]), mass)) + 1
+    return np.sort(order[: max(count, least)])
+
+
+def by_rank(logits: Floats, ids: Ints) -> Ints:
+    return ids[(-logits[ids]).argsort(kind="stable")]
+
+
+def weights(logits: Floats) -> Floats:
+    relative: Floats = logits - logits.max()
+    return np.exp(relative, out=relative)
+
+
+def probabilities(logits: Floats) -> Floats:
+    likely = weights(logits)
+    likely /= likely.sum()
+    return likely

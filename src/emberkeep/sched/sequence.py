@@ -13,6 +13,7 @@ import numpy as np
 from emberkeep.chat.messages import label_of
 from emberkeep.chat.prompt import Prompt, Splice, Stable
 from emberkeep.kv.entries import Entry, EntryId
+from emberkeep.kv.policy import Rate
 from emberkeep.kv.tree import Chunk, Cursor, Made, place_at
 from emberkeep.sched.drafts import SequenceDrafts
 from emberkeep.sched.sampling import Sampler
@@ -39,6 +40,12 @@ _BETWEEN_FORKS = FAIR_SLICE
 """Tokens between places where others part from a prompt: each of them ends a slice."""
 PATIENCE_S = 60.0
 """Stored state of which nothing arrives for so long is evaluated instead: a disk may never answer."""
+
+
+def slice_within(seconds: float, speed: Rate, least: int, most: int) -> int:
+    """Prompt tokens that take about so long at that speed: a multiple of `least`, and no fewer."""
+    fitting = int(speed.value * seconds) // least * least if speed.value else least
+    return min(max(fitting, least), most)
 
 
 class Sequence:

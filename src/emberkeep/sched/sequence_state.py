@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import field, replace
 from enum import Enum
@@ -217,44 +217,32 @@ class Reuse:
         if start < end:
             self.spans.append((start, end, source))
 
-    def count(self, source: Source) -> int:
-        return sum(end - start for start, end, known in self.spans if known is source)
-
-    @property
-    def hot(self) -> int:
-        return self.count(Source.HOT)
-
-    @property
-    def warm(self) -> int:
-        return self.count(Source.WARM)
-
-    @property
-    def cold(self) -> int:
-        return self.count(Source.COLD)
-
-    @property
-    def remote(self) -> int:
-        return self.count(Source.REMOTE)
+    def by_source(self) -> Counter[Source]:
+        """How many tokens came from where."""
+        counts: Counter[Source] = Counter()
+        for start, end, source in self.spans:
+            counts[source] += end - start
+        return counts
 
     @property
     def moved(self) -> int:
-        return self.count(Source.MOVED)
+        return self.by_source()[Source.MOVED]
 
     @property
     def in_place(self) -> int:
-        return self.hot + self.warm + self.cold + self.remote
+        return sum(end - start for start, end, source in self.spans if source is not Source.MOVED)
 
     def record(self, prompt_tokens: int, reusable: int, shapes: Shapes, *, is_approximate: bool) -> LookupRecord:
         """What is said of it: of so many tokens, so many could be reused."""
-        reused = self.in_place
-        reused_all = reused + self.moved >= reusable
+        reused, by_source = self.in_place, self.by_source()
+        reused_all = by_source.total() >= reusable
         return LookupRecord(
             prompt_tokens=prompt_tokens,
-            hot_tokens=self.hot,
-            warm_tokens=self.warm,
-            cold_tokens=self.cold,
-            remote_tokens=self.remote,
-            moved_tokens=self.moved,
+            hot_tokens=by_source[Source.HOT],
+            warm_tokens=by_source[Source.WARM],
+            cold_tokens=by_source[Source.COLD],
+            remote_tokens=by_source[Source.REMOTE],
+            moved_tokens=by_source[Source.MOVED],
             repaired_tokens=self.repaired,
             wide_tokens=shapes.wide(reused),
             reproducible_tokens=0 if is_approximate else shapes.reproducible(reused),

@@ -8,35 +8,26 @@ holds is in the store as well, so that giving its slot away costs a reload and n
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
-from collections.abc import Container, Iterator, Mapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import replace
 from heapq import heapify, heappop, heapreplace
 from itertools import count
 from time import monotonic
 
-import numpy as np
-
-from emberkeep.engine.base import Engine, Rows
+from emberkeep.engine.base import Engine
 from emberkeep.kv.entries import EntryId
-from emberkeep.kv.policy import Rate
-from emberkeep.sched.draft_length import Chosen
 from emberkeep.sched.engine_thread import insist
-from emberkeep.sched.sequence import FAIR_SLICE, Sequence
+from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.sequence_state import Phase
-from emberkeep.sched.speculation import Speculation
 from emberkeep.token_arrays import TokenArray, common_prefix
+from emberkeep.types.events import Source
 from emberkeep.types.lineage import Lineage
 from emberkeep.types.request import Json
+from emberkeep.types.timeline import RequestState, TimelineRecord
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")
-
-_STEP_S = 2.5
-"""About the longest step while only prompts are evaluated: newcomers and cancellations wait for its end."""
-_STEP_BESIDE_DECODES_S = 0.25
-"""The same while answers are being written: each of them gets one token per step."""
-_SMALLEST_SLICE = FAIR_SLICE
-_SMALLEST_SLICE_BESIDE_DECODES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,106 +226,6 @@ class SlotAffinity:
             del self._pinned[conversation]
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
-    sequence: Sequence
-    rows: Rows
-    draft: Chosen | None = None
-    """What the last tokens of `rows` are, if they are not sampled yet."""
-    is_scored: bool = False
-    """Logits are wanted for the prompt's own tokens, and nothing is sampled."""
-
-    @property
-    def undrafted(self) -> Planned:
-        if self.draft is None:
-            return self
-        rows, count = self.rows, len(self.rows.tokens) - self.draft.count
-        return Planned(self.sequence, Rows(rows.sequence, rows.start, rows.tokens[:count], min(rows.outputs, 1)))
-
-
-class Planner:
-    """`speed` is prompt tokens per second, measured as steps are run."""
-
-    def __init__(
-        self,
-        batch: int,
-        largest_slice: int,
-        speed: Rate,
-        speculation: Speculation | None = None,
-        spare_outputs: int = 0,
-    ) -> None:
-        """`spare_outputs`: rows with logits in one step, beyond one for each sequence."""
-        self._batch = batch
-        self._spare_outputs = spare_outputs
-        self._speculation = speculation
-        self._largest_slice = largest_slice
-        self._speed = speed
-
-    def plan(self, active: list[Sequence]) -> list[Planned]:
-        """One row for every sequence that decodes, and drafts; prompts share the rest of the step, those apart
-        that blend.
-
-        The shortest goes first, which makes waits shortest on the whole; a quarter is kept for the oldest, so
-        that no prompt waits for ever. One that has to go alone does.
-        """
-        runnable = [s for s in active if s.is_runnable and not s.is_blending]
-        runnable = [s for s in runnable if s.is_apart][:1] or runnable
-        decoding = [s for s in runnable if not s.in_prompt and s.phase is Phase.EVALUATING]
-        filling = [s for s in runnable if s.in_prompt or s.phase is Phase.CLOSING]
-        room = min(self.slice_tokens(beside_decodes=bool(decoding)), self._batch - len(decoding))
-        plan: list[Planned] = []
-        spare = self._spare_outputs
-        oldest = min(filling, key=lambda s: s.started, default=None)
-        kept = room // 4 if len(filling) > 1 else 0
-        for sequence in sorted(filling, key=lambda s: s.pending):
-            if sequence is oldest:
-                kept = 0
-            is_scored = sequence.scores_prompt
-            tokens, outputs = sequence.next_slice(min(room - kept, 1 + spare) if is_scored else room - kept)
-            room -= len(tokens)
-            spare -= max(outputs - 1, 0)
-            if len(tokens):
-                rows = Rows(sequence.slot, sequence.computed, tokens, outputs)
-                plan.append(Planned(sequence, rows, is_scored=is_scored))
-        beside = sum(len(each.rows.tokens) for each in plan)
-        may_draft = spare == self._spare_outputs  # drafts need the same rows with logits
-        return [*self._decode(decoding, beside=beside, may_draft=may_draft), *plan]
-
-    def _decode(self, decoding: list[Sequence], *, beside: int, may_draft: bool) -> Iterator[Planned]:
-        drafts: dict[Sequence, Chosen] = {}
-        if self._speculation is not None and may_draft:
-            room = self._batch - len(decoding) - beside
-            drafts = self._speculation.draft(decoding, beside=beside, room=room)
-        for sequence in decoding:
-            tokens, outputs = sequence.next_slice(1)
-            draft = drafts.get(sequence) if outputs else None
-            if draft is None:
-                yield Planned(sequence, Rows(sequence.slot, sequence.computed, tokens, outputs))
-            else:
-                tokens = np.concatenate([tokens, draft.draft.tokens[: draft.count]])
-                yield Planned(sequence, Rows(sequence.slot, sequence.computed, tokens, 1 + draft.count), draft)
-
-    def blend_room(self, active: list[Sequence]) -> int:
-        """How many prompt tokens a step may cost that blends one sequence."""
-        decoding = any(s.is_runnable and not s.in_prompt for s in active)
-        return self.slice_tokens(beside_decodes=decoding)
-
-    def measure(self, tokens: int, seconds: float) -> None:
-        """A step took that long. Steps that hardly evaluate prompts say nothing about their speed."""
-        if tokens >= _SMALLEST_SLICE_BESIDE_DECODES:
-            self._speed.measure(tokens, seconds)
-
-    def slice_tokens(self, *, beside_decodes: bool) -> int:
-        if beside_decodes:
-            return self.slice_within(_STEP_BESIDE_DECODES_S, _SMALLEST_SLICE_BESIDE_DECODES)
-        return self.slice_within(_STEP_S, _SMALLEST_SLICE)
-
-    def slice_within(self, seconds: float, least: int) -> int:
-        """Prompt tokens that take about so long: a multiple of `least`, and no fewer."""
-        fitting = int(self._speed.value * seconds) // least * least if self._speed.value else least
-        return min(max(fitting, least), self._largest_slice)
-
-
 class WaitingQueue:
     """Counted and iterated by any thread; everything else belongs to the engine's."""
 
@@ -416,3 +307,61 @@ class WaitingQueue:
         """They are being served, or were a moment ago: the others have waited longer now."""
         for user in [user for user in self._by_user if user in users]:
             self._by_user[user] = self._by_user.pop(user)
+
+
+# ── what is told of requests ──
+
+REMEMBERED = 200
+
+
+class Timeline:
+    """Written by the engine's thread, and read by any."""
+
+    def __init__(self) -> None:
+        self._latest: deque[TimelineRecord] = deque(maxlen=REMEMBERED)
+        self._numbers = count(1)
+
+    def came(self, sequence: Sequence) -> None:
+        sequence.number = next(self._numbers)
+
+    def ended(self, sequence: Sequence, state: RequestState) -> None:
+        self._latest.append(replace(_record(sequence), state=state, ended_at=monotonic()))
+
+    def forget(self, owners: Container[str]) -> None:
+        kept = [record for record in self._latest if record.namespace not in owners]
+        self._latest = deque(kept, maxlen=REMEMBERED)
+
+    def read(self, present: Iterable[Sequence]) -> list[TimelineRecord]:
+        """The latest first; `present` are those that have not ended."""
+        running = [_record(sequence) for sequence in present if sequence.output is not None]
+        # One may get its slot, or end, while this is read: what is known last counts.
+        found = {record.number: record for record in (*running, *list(self._latest))}
+        return [found[number] for number in sorted(found, reverse=True)]
+
+
+def _record(sequence: Sequence) -> TimelineRecord:
+    request, has_slot = sequence.request, sequence.phase is not Phase.WAITING
+    is_known = sequence.is_kept  # else nothing of it may be left, or its user was forgotten meanwhile
+    reuse = sequence.reuse
+    was_loaded = any(source is not Source.HOT for _, _, source in reuse.spans)
+    return TimelineRecord(
+        number=sequence.number,
+        namespace=request.namespace if is_known else "",
+        user=request.user if is_known else "",
+        conversation_id=request.conversation_id if is_known else None,
+        is_prefix=request.execution.is_prefix,
+        state=_STATES.get(sequence.phase)
+        or (RequestState.PREFILL if sequence.first_token_at is None else RequestState.DECODE),
+        slot=sequence.slot,
+        asked_at=sequence.submitted,
+        started_at=sequence.started if has_slot else None,
+        loaded_at=sequence.started + reuse.load_seconds if was_loaded and reuse.load_seconds else None,
+        first_token_at=sequence.first_token_at,
+        ended_at=None,
+        computed_tokens=min(sequence.computed, sequence.prompt_length),
+        sampled_tokens=sequence.sampled_count,
+        lookup=sequence.lookup_record(),
+    )
+
+
+_STATES = {Phase.WAITING: RequestState.WAITING, Phase.LOADING: RequestState.LOADING}

@@ -2,59 +2,69 @@
 
 A draft is evaluated in the same step as the token before it, and each of its tokens is accepted only if the
 sequence's own sampler draws it: text is that of plain decoding, whatever is drafted. A step with more rows takes
-longer, so as many tokens are drafted as make the most of it: by what steps take on this machine, and by how often
-drafts of the same kind were accepted.
+longer, so as many tokens are drafted as give the most tokens per second: by what steps take on this machine, and
+by how often drafts of the same kind were accepted. A draft model's tokens cost time of their own, so it is asked
+where it is likely to know more than what was found, which costs nothing.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import field
+from dataclasses import field, replace
+from time import perf_counter
 
-from emberkeep.engine.base import Capabilities
-from emberkeep.sched.draft_length import CERTAIN, Chosen, ModelDrafts, Seconds, StepCost, expected_tokens, share
-from emberkeep.sched.drafts import Acceptance, Corpus, Draft, SequenceDrafts
+from emberkeep.engine.base import Engine
+from emberkeep.kv.drafts.corpus import TokenCorpus
+from emberkeep.sched.draft_model import DraftModel
+from emberkeep.sched.drafts import Acceptance, Draft, SequenceDrafts
 from emberkeep.sched.sequence import Sequence as Running
-from emberkeep.types.models import Vocab
 from emberkeep.types.speculation import LENGTH_BUCKETS, DraftSource, SourceStats, SpeculationStats
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")
 
+_WORTH = 1.03
+"""Drafting has to give so many times the tokens per second: measurements are not exact, and it takes time, too."""
+_WORTH_BESIDE = 0.02
+"""And so much more for each other sequence: steps were measured with one, and beside others rows cost more."""
+_CERTAIN = 0.995
 _PRIOR = 8.0
 """As many expected tokens count as if they had been accepted."""
-
 
 _Kind = tuple[DraftSource, bool, int, bool]
 """Tokens whose acceptance is counted together: after about as long a match, the first ones and the others."""
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A draft as it is evaluated, with how likely each of its tokens was taken to be, given those before it."""
+
+    draft: Draft
+    count: int
+    chances: Sequence[float]
+
+    def expected_tokens(self, count: int | None = None) -> float:
+        """Tokens that are accepted, of the first `count`."""
+        return sum(_together(self.chances[:count]))
+
+
 class Speculation:
     """Belongs to the engine's thread; `stats` may be called from any."""
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        vocab: Vocab,
-        seconds: Seconds,
-        *,
-        most: int,
-        able: Capabilities,
-        model: ModelDrafts | None = None,
-        reason: str = "",
-    ) -> None:
-        """`most`: drafted tokens per sequence and step. `able`: the engine's. `reason`: why nothing is drafted;
-        empty: it is."""
+    def __init__(self, engine: Engine, corpus: TokenCorpus, most: int, model: DraftModel | None) -> None:
+        """`most`: drafted tokens per sequence and step; 0: nothing is drafted."""
+        self._engine = engine
         self._corpus = corpus
-        self._vocab = vocab
-        self._seconds = seconds
         self._most = most
-        self._rows = able.outputs - able.max_sequences
-        self._model = model
-        self._reason = reason
+        self._rows = engine.capabilities.outputs - engine.capabilities.max_sequences
+        self._model = ModelDrafts(model) if model else None
+        self._reason = "" if most else "It is switched off: speculation = auto switches it on."
+        """Why nothing is drafted; empty: it is."""
+        if engine.capabilities.kv_unit.has_snapshots:
+            self._reason = "This model's state cannot go back by single tokens, so nothing can be tried out."
         self._rates: defaultdict[_Kind, Acceptance] = defaultdict(lambda: Acceptance(_PRIOR, _PRIOR))
         self._tallies: dict[DraftSource, _Tally] = {}
         self._steps = 0
@@ -79,6 +89,8 @@ class Speculation:
         if self._reason or not decoding or room < 1:
             return {}
         drafts = {s: chosen for s in decoding if (chosen := self._propose(s, room)) is not None}
+        if not drafts and self._model is None:
+            return {}
         depth = sum(s.computed for s in decoding) // len(decoding)
         step = StepCost(self._seconds, len(decoding), beside, room, depth)
         if self._model is not None:
@@ -87,7 +99,7 @@ class Speculation:
                 drafts |= self._model.ask(limits, drafts, step)
         if not drafts:
             return {}
-        counts, _ = share(drafts, step)
+        counts, _ = _share(drafts, step)
         for sequence in drafts.keys() - counts.keys():
             if sequence.drafts is not None:
                 sequence.drafts.was_used(False)
@@ -97,13 +109,12 @@ class Speculation:
 
     def settle(self, sequence: Running, chosen: Chosen, accepted: int) -> None:
         """A draft was evaluated, and so many of its tokens were accepted."""
-        tried = min(accepted + 1, chosen.count)
         source = chosen.draft.source
         self._tallies.setdefault(source, _Tally()).add(chosen.count, accepted)
         if self._model is not None and source is DraftSource.MODEL:
             self._model.settle(sequence, chosen, accepted)
             return
-        for place, chance in enumerate(chosen.chances[:tried]):
+        for place, chance in enumerate(chosen.chances[: accepted + 1]):
             rate = self._rates[_kind(chosen.draft, place)]
             rate.add(chance / rate.value, place < accepted)
         if sequence.drafts is not None:
@@ -111,7 +122,10 @@ class Speculation:
             sequence.drafts.trust.settle(chosen.chances, accepted)
 
     def stats(self) -> SpeculationStats:
-        sources = {source.value: tally.stats() for source, tally in list(self._tallies.items())}
+        sources = {
+            source.value: SourceStats(tally.drafts, tally.drafted, tally.accepted, tuple(tally.lengths))
+            for source, tally in list(self._tallies.items())
+        }
         return SpeculationStats(
             enabled=not self._reason,
             reason=self._reason,
@@ -121,6 +135,10 @@ class Speculation:
             sources=sources,
             draft_model=self._model.stats() if self._model else None,
         )
+
+    def _seconds(self, rows: int, depth: int, outputs: int) -> float:
+        seconds = self._engine.step_seconds(rows, depth, outputs)
+        return seconds if seconds is not None else 0.01 * (0.6 + 0.4 * rows)
 
     def _limit(self, sequence: Running, room: int) -> int:
         if not sequence.request.may_speculate or not sequence.sampled_count:
@@ -132,26 +150,24 @@ class Speculation:
         limit = self._limit(sequence, room)
         if limit < 1:
             return None
-        try:
+        options: list[Chosen] = []
+        with _logged("nothing could be drafted for a request"):
             if sequence.drafts is None:
-                asked = sequence.tokens[: sequence.prompt_length]
+                before = sequence.tokens[: sequence.prompt_length]
                 sequence.drafts = SequenceDrafts(
-                    sequence.prompt, asked, sequence.sampler, self._corpus, self._vocab
+                    sequence.prompt, before, sequence.sampler, self._corpus, self._engine.vocab
                 )
             trust = sequence.drafts.trust
             trust.rest()
             proposed = sequence.drafts.propose(sequence.tokens[:], sequence.sampled_count, limit)
             options = [self._weighed(draft, trust.value) for draft in proposed]
-        except Exception:
-            log.exception("nothing could be drafted for a request")
-            return None
-        return max(options, key=expected_tokens, default=None)
+        return max(options, key=Chosen.expected_tokens, default=None)
 
     def _weighed(self, draft: Draft, trust: float) -> Chosen:
         chances, before = [], 1.0
         for place, agreement in enumerate(draft.agreement):
             usual = self._rates[_kind(draft, place)].value
-            chances.append(min(usual * trust * agreement / before, CERTAIN))
+            chances.append(min(usual * trust * agreement / before, _CERTAIN))
             before = agreement
         return Chosen(draft, len(chances), chances)
 
@@ -169,9 +185,6 @@ class _Tally:
         self.accepted += accepted
         self.lengths[min(accepted, LENGTH_BUCKETS - 1)] += 1
 
-    def stats(self) -> SourceStats:
-        return SourceStats(self.drafts, self.drafted, self.accepted, tuple(self.lengths))
-
 
 @contextmanager
 def _logged(failure: str) -> Iterator[None]:
@@ -184,3 +197,221 @@ def _logged(failure: str) -> Iterator[None]:
 
 def _kind(draft: Draft, place: int) -> _Kind:
     return draft.source, draft.is_rewriting, draft.matched.bit_length(), place > 0
+
+
+# ── how many tokens of which drafts ──
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """The step that drafts are for."""
+
+    seconds: Callable[[int, int, int], float]
+    """What a step takes: by its rows, by how many tokens there are before each of them in its sequence, and by how
+    many of them have logits after them."""
+    decoding: int
+    """Sequences with one row each, whatever is drafted."""
+    beside: int
+    room: int
+    depth: int
+
+    def cost(self, drafted: int) -> float:
+        """Seconds that it takes for what it decodes and drafts, besides what it takes for its other rows."""
+        alone = self.seconds(self.beside, self.depth, 1) if self.beside else 0.0
+        sampled = self.decoding + drafted
+        return max(self.seconds(sampled + self.beside, self.depth, sampled) - alone, 1e-9)
+
+
+def _share(drafts: Mapping[Running, Chosen], step: StepCost) -> tuple[dict[Running, int], float]:
+    """How many tokens of each draft are evaluated: the likeliest ones, as long as more tokens per second come out
+    of it. Returns the tokens per second, too."""
+    likely = sorted(
+        ((chance, s) for s, chosen in drafts.items() for chance in _together(chosen.chances)),
+        key=lambda each: -each[0],
+    )
+    expected = float(step.decoding)
+    plain = expected / step.cost(0)
+    best, best_rate = 0, (_WORTH + _WORTH_BESIDE * (step.decoding - 1)) * plain
+    most = min(len(likely), step.room)
+    for count, (chance, _) in enumerate(likely[:most], 1):
+        expected += chance
+        cost = step.cost(count)
+        if expected > best_rate * cost:
+            best, best_rate = count, expected / cost
+        elif expected + chance * (most - count) <= best_rate * cost:
+            break  # not even if the rest took no time
+    counts: dict[Running, int] = defaultdict(int)
+    for _, sequence in likely[:best]:
+        counts[sequence] += 1
+    return counts, best_rate if best else plain
+
+
+def _together(chances: Sequence[float]) -> list[float]:
+    """How likely it is that each token is accepted with all those before it."""
+    all_before, product = [], 1.0
+    for chance in chances:
+        product *= chance
+        all_before.append(product)
+    return all_before
+
+
+# ── a draft model ──
+
+_MOST = 16
+"""Tokens that are drafted for one answer in one step, at most."""
+_SLICE = 1.0
+"""Times what a step takes: about so long it may take besides to catch up with a sequence."""
+_HARDLY_MORE = 1.2
+"""Times what a step takes with the drafts that are best: one with twice as many may take so long."""
+_FURTHER = 4
+"""Tokens more than what was best so far that are still looked at."""
+_WORTH_CATCHING_UP = 0.5
+"""The share that catching up may take of the time gained in the rest of the answers (`_USUAL_REST` tokens)."""
+_USUAL_REST = 256
+_LEFT_OUT = 7
+"""Steps after one in which it was not worth it: looking again would take time, too."""
+_FOR_TRIALS = 0.01
+"""The share of the time in which a model that was not worth it is tried again."""
+_ASSUMED = 0.7
+"""How likely a token is accepted, before anything is known."""
+_ASSUMED_TOKENS = 4.0
+"""Tokens that what is assumed counts as."""
+
+
+class ModelDrafts:
+    """Belongs to the engine's thread; `stats` may be called from any."""
+
+    def __init__(self, model: DraftModel) -> None:
+        self._model = model
+        self._all = Acceptance(_ASSUMED_TOKENS, _ASSUMED_TOKENS * _ASSUMED)
+        self._by_sureness = [
+            Acceptance(_ASSUMED_TOKENS, _ASSUMED_TOKENS * (0.3 + 0.65 * (tenth + 0.5) / 10)) for tenth in range(10)
+        ]
+        self._for_trials = 0.0
+        """Seconds that may be spent on them."""
+        self._left_out = 0
+        """Steps that are still to be left out."""
+        self.stats = model.stats
+
+    def ask(
+        self, limits: Mapping[Running, int], found: Mapping[Running, Chosen], step: StepCost
+    ) -> dict[Running, Chosen]:
+        """Drafts for those of whom the model is likely to know more than what was `found` without it."""
+        if self._model.reason:
+            return {}
+        if self._left_out:
+            self._left_out -= 1
+            return {}
+        one = step.cost(0)
+        asking: dict[Running, float] = {}
+        for sequence in limits:
+            if sequence.drafts is not None:
+                trust = sequence.drafts.model_trust
+                trust.rest()
+                chance = min(self._all.value * trust.value, _CERTAIN)
+                if sequence not in found or found[sequence].expected_tokens() < _series(chance, _MOST):
+                    asking[sequence] = chance
+        if not asking:
+            return {}
+        first, plan = next(iter(asking)), self._plan(asking, found, step)
+        if not self._is_worth_catching_up(asking, plan, one):
+            asking = {s: chance for s, chance in asking.items() if not self._model.lag_seconds(s)}
+            plan = self._plan(asking, found, step)
+        if not plan.count:
+            self._left_out = _LEFT_OUT
+            return self._try(first, one)
+        # All others wait for what is drafted for a few.
+        ready = {s: asking[s] for s in self._model.ready(list(asking), _SLICE * one)}
+        plan = self._plan(ready, found, step)
+        return self._draft({s: min(plan.count, limits[s]) for s in ready}, plan.least) if plan.count else {}
+
+    def settle(self, sequence: Running, chosen: Chosen, accepted: int) -> None:
+        """A draft was evaluated, and so many of its tokens were accepted."""
+        for place, sure in enumerate(chosen.draft.sure[: min(accepted + 1, chosen.count)]):
+            self._all.add(1, place < accepted)
+            self._by_sureness[_tenth(sure)].add(1, place < accepted)
+        if sequence.drafts is not None:
+            sequence.drafts.model_trust.settle(chosen.chances, accepted)
+
+    def _chance(self, sequence: Running, sure: float) -> float:
+        """How likely a token is accepted of which the model is so sure."""
+        trust = sequence.drafts.model_trust.value if sequence.drafts else 1.0
+        return min(self._by_sureness[_tenth(sure)].value * trust, _CERTAIN)
+
+    def _is_worth_catching_up(self, asking: Mapping[Running, float], plan: _Plan, one: float) -> bool:
+        """Whether the rest of the answers gains more than everything waits for; `one`: seconds of a step without
+        drafts."""
+        lag = sum(self._model.lag_seconds(s) for s in asking)
+        rest = max((min(s.max_new - s.sampled_count, _USUAL_REST) for s in asking), default=0)
+        return lag <= _WORTH_CATCHING_UP * (1 - 1 / plan.gain) * one * rest
+
+    def _plan(self, asking: Mapping[Running, float], found: Mapping[Running, Chosen], step: StepCost) -> _Plan:
+        """What gives the most tokens per second: nothing where plain decoding or what was found is quicker."""
+        if not asking:
+            return _NOTHING
+        counts, plain = _share(found, step)
+        others = {s: count for s, count in counts.items() if s not in asking}
+        known = step.decoding + sum(found[s].expected_tokens(count) for s, count in others.items())
+        rows, each = sum(others.values()), self._model.seconds(len(asking), step.depth)
+        chance = sum(asking.values()) / len(asking)
+        best, best_rate = 0, _WORTH * plain
+        for count in range(1, min(_MOST, (step.room - rows) // len(asking)) + 1):
+            expected = known + len(asking) * _series(chance, count)
+            rate = expected / (step.cost(rows + count * len(asking)) + count * each)
+            if rate > best_rate:
+                best, best_rate = count, rate
+            elif count >= best + _FURTHER:
+                break
+        if not best:
+            return _NOTHING
+        drafted = best * len(asking)
+        row = max(step.cost(rows + drafted) - step.cost(rows), 0.0) / drafted
+        # Drafts of which it is sure may be longer than what is best on the whole, where there is room for them.
+        has_room = step.cost(rows + 2 * drafted) < _HARDLY_MORE * step.cost(rows + drafted)
+        count = min(2 * best, _MOST) if has_room else best
+        return _Plan(count, best_rate * (row + each / len(asking)), best_rate / plain)
+
+    def _try(self, sequence: Running, one: float) -> dict[Running, Chosen]:
+        """It was not worth it, but it may be by now: one token is drafted once in a while."""
+        cost = self._model.seconds(1, 0)
+        self._for_trials = min(self._for_trials + _FOR_TRIALS * one * (1 + _LEFT_OUT), max(one, cost))
+        if self._for_trials < cost:
+            return {}
+        begin = perf_counter()
+        drafts = self._draft(dict.fromkeys(self._model.ready([sequence], _SLICE * one), 1), 0.0)
+        self._for_trials -= max(perf_counter() - begin, cost)
+        return drafts
+
+    def _draft(self, limits: Mapping[Running, int], least: float) -> dict[Running, Chosen]:
+        """As far as a grammar lets drafts follow. The model knows of none: what is forbidden it did not guess."""
+        drafts: dict[Running, Chosen] = {}
+        for sequence, draft in (self._model.propose(limits, self._chance, least) if limits else {}).items():
+            count = sequence.sampler.count_allowed(draft.tokens)
+            if count < len(draft.tokens) and sequence.drafts is not None:
+                sequence.drafts.model_trust.settle((_ASSUMED,), 0)
+            if count:
+                draft = replace(draft, tokens=draft.tokens[:count], sure=draft.sure[:count])
+                drafts[sequence] = Chosen(draft, count, [self._chance(sequence, sure) for sure in draft.sure])
+        return drafts
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    count: int
+    """Tokens that are drafted for each sequence."""
+    least: float
+    """How likely a draft must be right to be made longer."""
+    gain: float
+    """Times the tokens per second without the model."""
+
+
+_NOTHING = _Plan(0, 0.0, 1.0)
+
+
+def _tenth(sure: float) -> int:
+    return min(int(10 * sure), 9)
+
+
+def _series(chance: float, count: int) -> float:
+    """Tokens that are accepted of so many that are equally likely."""
+    return chance * (1 - chance**count) / (1 - chance)

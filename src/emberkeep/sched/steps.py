@@ -6,20 +6,22 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import monotonic
 
+import numpy as np
+
 from emberkeep.chat.prompt import Prompt
-from emberkeep.engine.base import Outcome
+from emberkeep.engine.base import Outcome, Rows
 from emberkeep.errors import EngineError
-from emberkeep.sched.draft_length import Chosen
-from emberkeep.sched.lifetimes import Endings
-from emberkeep.sched.parts import SchedulerParts
+from emberkeep.kv.policy import Rate
+from emberkeep.sched.lifetimes import Endings, SchedulerParts
 from emberkeep.sched.sampling import Sampler
-from emberkeep.sched.sequence import Sequence
+from emberkeep.sched.sequence import FAIR_SLICE, Sequence, slice_within
 from emberkeep.sched.sequence_state import EndReason, Phase
-from emberkeep.sched.slots import Planned
+from emberkeep.sched.speculation import Chosen, Speculation
 from emberkeep.types.events import Progress, TokenLogprob
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")
 
@@ -38,7 +40,15 @@ class Steps:
         """`flush` wakes the readers of new output."""
         self._engine, self._slots, self._cache = parts.engine, parts.slots, parts.cache
         self._commits = parts.cache.commits
-        self._planner, self._speculation = parts.planner, parts.speculation
+        self._speculation = parts.speculation
+        able = parts.engine.capabilities
+        self._planner = Planner(
+            able.batch,
+            parts.settings.prefill_slice,
+            parts.store.costs.evaluate,
+            parts.speculation,
+            max(able.outputs - able.max_sequences, 0),
+        )
         self._counters = parts.counters
         self._endings, self._only = endings, endings.only
         self._flush = flush
@@ -46,7 +56,9 @@ class Steps:
     def run(self) -> None:
         batch = self._schedule()
         if batch and self._execute(batch):
-            self._process_outputs(batch)
+            for index, planned in enumerate(batch):
+                with self._only(planned.sequence):
+                    self._process_output(planned, index)
             self._store_computed(batch)
         self._blend()
 
@@ -74,14 +86,13 @@ class Steps:
             return
         sequence = min(blending, key=lambda s: s.started)
         with self._only(sequence):
-            self._blend_slice(sequence)
-
-    def _blend_slice(self, sequence: Sequence) -> None:
-        before, moved = sequence.computed, sequence.reuse.moved
-        if sequence.approximate_from is None:
-            self._commits.commit_fork(sequence, before)
-        blended = self._cache.blend.run(sequence, self._planner.blend_room(self._slots.active))
-        if blended is not None:
+            before, moved = sequence.computed, sequence.reuse.moved
+            if sequence.approximate_from is None:
+                self._commits.commit_fork(sequence, before)
+            is_decoding = any(s.is_runnable and not s.in_prompt for s in self._slots.active)
+            room = self._planner.prompt_room(beside_decodes=is_decoding)
+            if (blended := self._cache.blend.run(sequence, room)) is None:
+                return
             self._counters.steps += 1
             outside = sequence.computed - before - (sequence.reuse.moved - moved)
             self._counters.evaluated_tokens += outside + blended.repaired
@@ -112,11 +123,6 @@ class Steps:
         self._counters.steps += 1
         self._counters.evaluated_tokens += count
         return True
-
-    def _process_outputs(self, batch: list[Planned]) -> None:
-        for index, planned in enumerate(batch):
-            with self._only(planned.sequence):
-                self._process_output(planned, index)
 
     def _store_computed(self, batch: list[Planned]) -> None:
         """Once everyone has what is new: storing a long prompt takes as long as some tokens."""
@@ -171,9 +177,13 @@ class Steps:
             if end is not None or token != drafted:
                 break
         if planned.draft:
-            self._take_back(sequence, planned.draft, accepted=row)
-        if end is EndReason.LENGTH:
-            self._full(sequence)
+            sequence.accept(planned.draft.count, accepted=row)
+            if row < planned.draft.count:
+                self._engine.trim(sequence.slot, sequence.computed)
+            self._speculation.settle(sequence, planned.draft, accepted=row)
+        assert sequence.output is not None
+        if end is EndReason.LENGTH and sequence.output.full():
+            sequence.phase = Phase.FULL  # it goes on when messages have left the context
         elif end is EndReason.STOPPED:
             self._stop(sequence)
         elif end is not None:
@@ -197,22 +207,7 @@ class Steps:
             return EndReason.STOPPED
         return EndReason.LENGTH if sequence.sampled_count >= sequence.max_new else None
 
-    def _take_back(self, sequence: Sequence, draft: Chosen, accepted: int) -> None:
-        """Only the first tokens of a draft are part of the answer."""
-        sequence.accept(draft.count, accepted)
-        if accepted < draft.count:
-            self._engine.trim(sequence.slot, sequence.computed)
-        self._speculation.settle(sequence, draft, accepted)
-
     # ── a full context ──
-
-    def _full(self, sequence: Sequence) -> None:
-        """The answer goes on when messages have left the context; it ends if none may."""
-        assert sequence.output is not None
-        if sequence.output.full():
-            sequence.phase = Phase.FULL
-        else:
-            self._endings.end(sequence, EndReason.LENGTH)
 
     def _set_aside(self, batch: list[Planned]) -> bool:
         """Take the longest answer whose context can be shortened out of a step for which there is no room."""
@@ -231,16 +226,14 @@ class Steps:
 
     def go_on_with(self, sequence: Sequence, prompt: Prompt | None) -> None:
         """It waited for room: it goes on with this prompt, or (None) ends where it is."""
-        if sequence.phase is Phase.FULL:
-            with self._only(sequence):
-                self._shorten(sequence, prompt)
-
-    def _shorten(self, sequence: Sequence, prompt: Prompt | None) -> None:
-        sequence.phase = Phase.EVALUATING
-        if prompt is None:
-            self._endings.end(sequence, EndReason.LENGTH)
-        else:
-            self._cache.shift.shorten(sequence, prompt)
+        if sequence.phase is not Phase.FULL:
+            return
+        with self._only(sequence):
+            sequence.phase = Phase.EVALUATING
+            if prompt is None:
+                self._endings.end(sequence, EndReason.LENGTH)
+            else:
+                self._cache.shift.shorten(sequence, prompt)
 
     def _stop(self, sequence: Sequence) -> None:
         """Drop sampled tokens that are not part of the answer (a stop string), here and in the engine."""
@@ -267,6 +260,105 @@ class Steps:
                 marked=sequence.marked,
             )
         )
+
+
+_STEP_S = 2.5
+"""About the longest step while only prompts are evaluated: newcomers and cancellations wait for its end."""
+_STEP_BESIDE_DECODES_S = 0.25
+"""The same while answers are being written: each of them gets one token per step."""
+_SMALLEST_SLICE_BESIDE_DECODES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    sequence: Sequence
+    rows: Rows
+    draft: Chosen | None = None
+    """What the last tokens of `rows` are, if they are not sampled yet."""
+    is_scored: bool = False
+    """Logits are wanted for the prompt's own tokens, and nothing is sampled."""
+
+    @property
+    def undrafted(self) -> Planned:
+        if self.draft is None:
+            return self
+        rows, count = self.rows, len(self.rows.tokens) - self.draft.count
+        return Planned(self.sequence, Rows(rows.sequence, rows.start, rows.tokens[:count], min(rows.outputs, 1)))
+
+
+class Planner:
+    """`speed` is prompt tokens per second, measured as steps are run."""
+
+    def __init__(
+        self,
+        batch: int,
+        largest_slice: int,
+        speed: Rate,
+        speculation: Speculation | None = None,
+        spare_outputs: int = 0,
+    ) -> None:
+        """`spare_outputs`: rows with logits in one step, beyond one for each sequence."""
+        self._batch = batch
+        self._spare_outputs = spare_outputs
+        self._speculation = speculation
+        self._largest_slice = largest_slice
+        self._speed = speed
+
+    def plan(self, active: list[Sequence]) -> list[Planned]:
+        """One row for every sequence that decodes, and drafts; prompts share the rest of the step, those apart
+        that blend.
+
+        The shortest goes first, which makes waits shortest on the whole; a quarter is kept for the oldest, so
+        that no prompt waits for ever. One that has to go alone does.
+        """
+        runnable = [s for s in active if s.is_runnable and not s.is_blending]
+        runnable = [s for s in runnable if s.is_apart][:1] or runnable
+        decoding = [s for s in runnable if not s.in_prompt and s.phase is Phase.EVALUATING]
+        filling = [s for s in runnable if s.in_prompt or s.phase is Phase.CLOSING]
+        room = self.prompt_room(beside_decodes=bool(decoding)) if filling else 0
+        room = min(room, self._batch - len(decoding))
+        plan: list[Planned] = []
+        spare = self._spare_outputs
+        oldest = min(filling, key=lambda s: s.started, default=None)
+        kept = room // 4 if len(filling) > 1 else 0
+        for sequence in sorted(filling, key=lambda s: s.pending):
+            if sequence is oldest:
+                kept = 0
+            is_scored = sequence.scores_prompt
+            tokens, outputs = sequence.next_slice(min(room - kept, 1 + spare) if is_scored else room - kept)
+            room -= len(tokens)
+            spare -= max(outputs - 1, 0)
+            if len(tokens):
+                rows = Rows(sequence.slot, sequence.computed, tokens, outputs)
+                plan.append(Planned(sequence, rows, is_scored=is_scored))
+        drafts: Mapping[Sequence, Chosen] = {}
+        if self._speculation is not None and decoding and spare == self._spare_outputs:
+            # They need the same rows with logits as prompts that are scored.
+            beside = sum(len(each.rows.tokens) for each in plan)
+            room = self._batch - len(decoding) - beside
+            drafts = self._speculation.draft(decoding, beside=beside, room=room)
+        return [*(_decoding(sequence, drafts.get(sequence)) for sequence in decoding), *plan]
+
+    def prompt_room(self, *, beside_decodes: bool) -> int:
+        """How many prompt tokens a step may evaluate, or what blending may cost in their place."""
+        if beside_decodes:
+            seconds, least = _STEP_BESIDE_DECODES_S, _SMALLEST_SLICE_BESIDE_DECODES
+        else:
+            seconds, least = _STEP_S, FAIR_SLICE
+        return slice_within(seconds, self._speed, least, self._largest_slice)
+
+    def measure(self, tokens: int, seconds: float) -> None:
+        """A step took that long. Steps that hardly evaluate prompts say nothing about their speed."""
+        if tokens >= _SMALLEST_SLICE_BESIDE_DECODES:
+            self._speed.measure(tokens, seconds)
+
+
+def _decoding(sequence: Sequence, draft: Chosen | None) -> Planned:
+    tokens, outputs = sequence.next_slice(1)
+    if draft is None or not outputs:
+        return Planned(sequence, Rows(sequence.slot, sequence.computed, tokens, outputs))
+    tokens = np.concatenate([tokens, draft.draft.tokens[: draft.count]])
+    return Planned(sequence, Rows(sequence.slot, sequence.computed, tokens, 1 + draft.count), draft)
 
 
 GAP_S, REST_S = 1.0, 40.0
