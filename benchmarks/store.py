@@ -15,10 +15,9 @@ from emberkeep.bench.report import BenchResult, Row, Series, Table, series
 from emberkeep.bench.workspace import Workspace
 from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.disk.chunkfile import Description
-from emberkeep.kv.keys import ROOT, chunk_key
 from emberkeep.kv.policy import CHUNK_TOKENS
 from emberkeep.kv.store import Budgets, KvStore
-from emberkeep.kv.tree import Made
+from emberkeep.kv.tree import ROOT, Made, chunk_key
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.lineage import EXACT
 

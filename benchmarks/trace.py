@@ -18,10 +18,9 @@ from benchmarks.trace_file import BLOCK, Visit, read_trace
 from emberkeep.bench.report import BenchResult, Row, Table, ratios, series
 from emberkeep.bench.workspace import Workspace
 from emberkeep.kv.disk.tier import shrink_disk
-from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.policy import LOW_WATER
-from emberkeep.kv.tree import Chunk, path_to
+from emberkeep.kv.tree import Chunk, ChunkKey, path_to
 from emberkeep.types.lineage import EXACT
 
 _NEVER = 1 << 62

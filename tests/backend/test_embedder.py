@@ -12,8 +12,8 @@ import pytest
 
 from emberkeep.backend.embedder import LocalEmbedder
 from emberkeep.errors import EngineError, InputTooLong, InvalidField, Overloaded, RequestError
-from emberkeep.kv.disk.forgotten import of_user
 from emberkeep.kv.disk.vector_file import VectorFile
+from emberkeep.kv.forgetting import of_user
 from emberkeep.types.embedding import EmbeddingRequest, Pooling, RerankRequest
 from helpers.fake_embedding import FIRST, SEPARATOR, FakeEmbeddingEngine, embedder_over, unit
 from helpers.waiting import eventually

@@ -22,7 +22,7 @@ from emberkeep.backend.remote.kv_evictions import TurnTracker
 from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
-from emberkeep.kv.holders import Holders
+from emberkeep.kv.forgetting import Holders
 from emberkeep.runtime.local_model import OpenedDraft, assemble
 from emberkeep.session.sessions import Policy, Sessions
 from emberkeep.types.events import TextDelta

@@ -8,7 +8,7 @@ from time import monotonic
 import pytest
 
 from emberkeep.backend.recent_requests import ForgottenUsers, RecentLookups
-from emberkeep.kv.disk.forgotten import of_user
+from emberkeep.kv.forgetting import of_user
 from emberkeep.types.events import Divergence, LookupRecord, MissReason
 from emberkeep.types.lineage import private_namespace
 from emberkeep.types.request import Request

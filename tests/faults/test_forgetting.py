@@ -236,7 +236,7 @@ def test_rows_that_were_read_before_their_user_was_forgotten_are_not_entered_aft
     have_read, go_on = threading.Event(), threading.Event()
     real = here._disk.files.index.new_rows
 
-    def new_rows(*, everything: bool):
+    def new_rows(*, everything: bool = False):
         rows = real(everything=everything)
         have_read.set()
         assert go_on.wait(20)

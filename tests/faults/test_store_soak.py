@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from emberkeep.kv.disk import index
-from emberkeep.kv.ghosts import Ghosts
+from emberkeep.kv.holdings import Ghosts
 from emberkeep.kv.store import KvStore
 from emberkeep.types.cache import EntryKind, Label
 from emberkeep.types.lineage import EXACT, Lineage, private_namespace
@@ -41,7 +41,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberkeep.kv.entries.MOST_ENTRIES", REMEMBERED)
     monkeypatch.setattr("emberkeep.kv.entries.CHANGES_LIMIT", REMEMBERED)
     monkeypatch.setattr("emberkeep.kv.disk.index.GHOST_LIMIT", REMEMBERED)
-    monkeypatch.setattr("emberkeep.kv.disk.shared_index._MOST_UNTOLD", REMEMBERED)
+    monkeypatch.setattr("emberkeep.kv.disk.index._MOST_UNTOLD", REMEMBERED)
     monkeypatch.setattr("emberkeep.kv.entries.Ghosts", lambda: Ghosts(REMEMBERED))
 
 

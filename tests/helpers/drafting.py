@@ -8,7 +8,7 @@ import numpy as np
 
 from emberkeep.engine.base import KvUnit, Outcome, Rows
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.kv.drafts.ngram_index import Continuation
+from emberkeep.kv.ngram_index import Continuation
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.lineage import Lineage
 from helpers.scheduling import Recorder, Rig

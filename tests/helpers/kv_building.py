@@ -12,11 +12,10 @@ from emberkeep.engine.base import Rows
 from emberkeep.engine.fake import FakeEngine, FakeVocab
 from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.disk.transfers import FetchState
-from emberkeep.kv.keys import Span
 from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.policy import CHUNK_TOKENS
 from emberkeep.kv.store import Budgets, KvStore
-from emberkeep.kv.tree import Chunk, Cursor, Made
+from emberkeep.kv.tree import Chunk, Cursor, Made, Span
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.lineage import Lineage
 

@@ -17,8 +17,8 @@ from emberkeep.chat.seams import SeamedText
 from emberkeep.engine.base import Engine, Rows
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError
+from emberkeep.kv.corpus import TokenCorpus
 from emberkeep.kv.disk.chunk_files import ChunkFiles
-from emberkeep.kv.drafts.corpus import TokenCorpus
 from emberkeep.kv.policy import CHUNK_TOKENS, Keeping, Rate
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.sched.draft_model import LoadedDraft

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from emberkeep.backend.base import NO_ARGS, Extras, ModelCard, ModelTexts
 from emberkeep.errors import EmberkeepError
-from emberkeep.kv.holders import Holders
+from emberkeep.kv.forgetting import Holders
 from emberkeep.types.cache import Warmed
 from emberkeep.types.events import (
     Completed,

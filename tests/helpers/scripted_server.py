@@ -12,7 +12,7 @@ from emberkeep.backend.base import NO_ARGS, ModelCard, ModelTexts
 from emberkeep.backend.models import Models
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
-from emberkeep.kv.holders import Holders
+from emberkeep.kv.forgetting import Holders
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import Server
 from emberkeep.server.lifecycle import bind

@@ -60,7 +60,6 @@ def test_files_are_limited_in_number_too(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("is_indexed", [True, False])
 def test_a_file_that_cannot_be_read_at_opening_counts_and_is_found_later(tmp_path, monkeypatch, is_indexed):
-    monkeypatch.setattr("emberkeep.kv.disk.tier._RETRY_S", 0.0)
     only_on_disk(tmp_path, LONG).close()
     size = sum(path.stat().st_size for path in chunk_files(tmp_path))
     if not is_indexed:
@@ -75,8 +74,7 @@ def test_a_file_that_cannot_be_read_at_opening_counts_and_is_found_later(tmp_pat
         store = new_store(tmp_path)
     assert load(store, LONG) == (1000 if is_indexed else 0)
     assert disk_bytes(store) == size
-    store.sweep()
-    store.flush()
+    store = reopened(store, tmp_path)
     assert load(store, LONG) == 1000
     assert disk_bytes(store) == size == store.held_bytes()[1]
 

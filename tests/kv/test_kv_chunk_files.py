@@ -8,8 +8,7 @@ import pytest
 
 from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.disk.chunkfile import Damaged, Description, write
-from emberkeep.kv.keys import ROOT, chunk_key, store_name
-from emberkeep.kv.tree import Made
+from emberkeep.kv.tree import ROOT, Made, chunk_key, store_name
 from emberkeep.types.lineage import EXACT
 from helpers.kv_building import FINGERPRINT, chunk_files, exported, load, new_store, prompt, put
 

@@ -10,8 +10,7 @@ import pytest
 
 from emberkeep.kv.disk import chunkfile
 from emberkeep.kv.disk.chunkfile import Buffers, Damaged, Description, EndsEarly, read_file
-from emberkeep.kv.keys import ROOT, ChunkKey, chunk_key, pack_fields, pack_spans
-from emberkeep.kv.tree import Made
+from emberkeep.kv.tree import ROOT, ChunkKey, Made, chunk_key, pack_fields, pack_spans
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.lineage import Lineage
 from helpers.kv_building import FINGERPRINT, exported, ids, prompt

@@ -14,11 +14,11 @@ import pytest
 
 from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.disk.index import Index
-from emberkeep.kv.disk.unused_stores import UnusedStores
 from emberkeep.kv.entries import Entry, Tail
-from emberkeep.kv.keys import ChunkKey
+from emberkeep.kv.expiry import UnusedStores
 from emberkeep.kv.policy import Keeping, StoreClock
-from emberkeep.kv.store import Budgets, KvStore
+from emberkeep.kv.store import Budgets, KvStore, expire_closed
+from emberkeep.kv.tree import ChunkKey
 from emberkeep.types.cache import EntryKind, Label
 from emberkeep.types.events import MissReason
 from emberkeep.types.lineage import Lineage
@@ -113,7 +113,7 @@ def test_after_its_ttl_and_one_sweep_nothing_of_it_is_on_disk(store: KvStore, tm
 
 
 def test_what_the_index_has_moved_leaves_no_trace_either(tmp_path: Path) -> None:
-    index, rng = Index(tmp_path / "index.db", FINGERPRINT), random.Random(1)
+    index, rng = Index(tmp_path / "index.db"), random.Random(1)
     names = [f"user{number:04}x" for number in range(2000)]
     entries = [Entry.new(Label(EntryKind.CONVERSATION, name, ""), Lineage(name)) for name in names]
     for _ in range(4):  # rows that grow and shrink are moved about in the file
@@ -431,7 +431,7 @@ def test_a_store_that_cannot_be_understood_keeps_what_has_not_expired(
     db.execute(damage)
     db.close()
     os.utime(index, (time(), time()))
-    unused = UnusedStores(tmp_path, Keeping(expire=True), time)
+    unused = UnusedStores(tmp_path, Keeping(expire=True), expire_closed, time)
     unused.sweep()
     assert list(tmp_path.rglob("*.kv"))
 
@@ -443,7 +443,7 @@ def test_an_empty_index_keeps_nothing_for_ever(tmp_path: Path, time: Time) -> No
     for path in tmp_path.rglob("*"):
         os.utime(path, (time(), time()))
     time.pass_(1e6)
-    UnusedStores(tmp_path, Keeping(expire=True), time).sweep()
+    UnusedStores(tmp_path, Keeping(expire=True), expire_closed, time).sweep()
     assert not list(tmp_path.rglob("*.kv"))
 
 
@@ -453,7 +453,7 @@ def test_a_jump_of_the_wall_clock_deletes_nothing(
     other = KvStore(OTHER, Budgets(PLENTY, PLENTY), ChunkFiles(tmp_path, OTHER), keeping=Keeping(expire=True))
     keep(other, ANN, Ttl.EXTENDED)
     other.close()
-    unused = UnusedStores(tmp_path, Keeping(expire=True))
+    unused = UnusedStores(tmp_path, Keeping(expire=True), expire_closed)
     unused.sweep()
     monkeypatch.setattr("time.time", lambda: 4e9)
     unused.sweep()
@@ -496,7 +496,7 @@ def test_stores_that_nobody_has_open_are_swept(tmp_path: Path, time: Time) -> No
     keep(other, ANN, Ttl.SHORT)
     keep(other, BOB, Ttl.LONG)
     other.flush()
-    unused = UnusedStores(tmp_path, Keeping(expire=True), time)
+    unused = UnusedStores(tmp_path, Keeping(expire=True), expire_closed, time)
     time.pass_(SHORT_S)
     unused.sweep()
     assert found_in(tmp_path, ANN)  # it is open
@@ -513,12 +513,10 @@ def test_a_store_in_which_nothing_can_have_expired_is_not_opened(
     tmp_path: Path, time: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left_alone(tmp_path, time, Ttl.LONG)
-    unused = UnusedStores(tmp_path, Keeping(expire=True), time)
+    unused = UnusedStores(tmp_path, Keeping(expire=True), expire_closed, time)
     unused.sweep()
     opening: list[bytes] = []
-    monkeypatch.setattr(
-        "emberkeep.kv.disk.unused_stores.ChunkFiles", lambda root, fingerprint: opening.append(fingerprint)
-    )
+    monkeypatch.setattr("emberkeep.kv.store.ChunkFiles", lambda root, fingerprint: opening.append(fingerprint))
     unused.sweep()
     assert opening == []
     time.pass_(LONG_S)
@@ -530,10 +528,10 @@ def test_a_store_that_cannot_be_read_just_now_stays(
     tmp_path: Path, time: Time, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     left_alone(tmp_path, time, Ttl.SHORT)
-    unused = UnusedStores(tmp_path, Keeping(expire=True), time)
+    unused = UnusedStores(tmp_path, Keeping(expire=True), expire_closed, time)
     time.seconds = 1e12
     with monkeypatch.context() as broken:
-        broken.setattr("emberkeep.kv.disk.unused_stores.ChunkFiles", no_space)
+        broken.setattr("emberkeep.kv.store.ChunkFiles", no_space)
         unused.sweep()
     assert "No space left" in caplog.text
     assert found_in(tmp_path, ANN)
@@ -546,7 +544,7 @@ def test_a_store_that_cannot_be_read_goes_when_all_of_it_has_expired(tmp_path: P
     (index,) = tmp_path.glob("*/index.db")
     index.write_bytes(b"no database" * 1000)
     time.seconds = index.stat().st_mtime
-    unused = UnusedStores(tmp_path, Keeping(expire=True), time)
+    unused = UnusedStores(tmp_path, Keeping(expire=True), expire_closed, time)
     unused.sweep()
     assert found_in(tmp_path, ANN)
     time.pass_(EXTENDED_S + 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from emberkeep.kv.disk.forgotten import of_user
+from emberkeep.kv.forgetting import of_user
 from helpers.kv_building import (
     CHUNK_BYTES,
     LONG,

@@ -28,7 +28,7 @@ def database(folder: Path) -> Path:
 
 
 def rows(folder: Path) -> int:
-    return len(Index(database(folder), FINGERPRINT).rows_after(0))
+    return len(Index(database(folder)).rows_after(0))
 
 
 def everything_is_found(folder: Path) -> bool:
@@ -40,7 +40,7 @@ def everything_is_found(folder: Path) -> bool:
 
 
 def test_rows_say_what_was_added(folder):
-    first, second, third = Index(database(folder), FINGERPRINT).rows_after(0)
+    first, second, third = Index(database(folder)).rows_after(0)
     assert [row.start for row in (first, second, third)] == [0, 128, 256]
     assert np.array_equal(third.tokens, TOKENS[256:])
     assert second.parent == first.key
@@ -49,20 +49,20 @@ def test_rows_say_what_was_added(folder):
 
 
 def test_only_newer_rows_are_asked_for(folder):
-    index = Index(database(folder), FINGERPRINT)
+    index = Index(database(folder))
     first, *rest = index.rows_after(0)
     assert [row.seq for row in index.rows_after(first.seq)] == [row.seq for row in rest]
 
 
 def test_a_known_key_is_left_alone(folder):
-    index = Index(database(folder), FINGERPRINT)
+    index = Index(database(folder))
     before = index.rows_after(0)
     index.add([(description_of(before[0], FINGERPRINT), 7, 0.0)])
     assert [row.bytes for row in index.rows_after(0)] == [row.bytes for row in before]
 
 
 def test_another_connections_writes_change_the_version(folder):
-    mine, other = Index(database(folder), FINGERPRINT), Index(database(folder), FINGERPRINT)
+    mine, other = Index(database(folder)), Index(database(folder))
     before = mine.version()
     mine.touch([(mine.rows_after(0)[0].key, Uses(hits=5))])
     assert mine.version() == before
@@ -115,7 +115,7 @@ def test_an_index_that_lies_is_not_believed(folder, lie):
     with apsw.Connection(str(database(folder))) as db:
         db.execute(lie)
     with pytest.raises(Unreadable):
-        Index(database(folder), FINGERPRINT).rows_after(0)
+        Index(database(folder)).rows_after(0)
     assert everything_is_found(folder)
 
 
@@ -125,7 +125,7 @@ def test_a_locked_database_is_an_error_and_is_not_thrown_away(folder, monkeypatc
     holder.pragma("journal_mode", "delete")
     holder.execute("BEGIN EXCLUSIVE")
     with pytest.raises(OSError, match="locked") as caught:
-        Index(database(folder), FINGERPRINT)
+        Index(database(folder))
     assert not isinstance(caught.value, Unreadable)
     holder.execute("COMMIT")
     holder.close()

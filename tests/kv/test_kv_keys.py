@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.kv.keys import ROOT, ChunkKey, chunk_key, pack_fields, token_bytes, unpack_fields
+from emberkeep.kv.tree import ROOT, ChunkKey, chunk_key, pack_fields, token_bytes, unpack_fields
 from emberkeep.types.lineage import SHARED, Lineage, Repair, owner_of
 from helpers.kv_building import ids
 

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 from emberkeep.kv.disk.tier import shrink_disk
-from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.ledger import Ledger
-from emberkeep.kv.tree import Chunk
+from emberkeep.kv.tree import Chunk, ChunkKey
 from helpers.kv_building import ids
 
 LATER = 1000.0

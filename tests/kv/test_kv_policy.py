@@ -4,9 +4,8 @@ import time
 
 import pytest
 
-from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.policy import CostModel, Rate, Rhythm, StoreClock, worth, worth_writing
-from emberkeep.kv.tree import Chunk, Cursor, Segment, new_root
+from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, Segment, new_root
 from helpers.kv_building import ids
 
 

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 from emberkeep.kv.holdings import RamTier, Tally
-from emberkeep.kv.keys import ChunkKey
-from emberkeep.kv.tree import Chunk, new_root
+from emberkeep.kv.tree import Chunk, ChunkKey, new_root
 from helpers.kv_building import ids
 
 PAYLOAD = memoryview(bytes(10))

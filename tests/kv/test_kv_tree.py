@@ -4,8 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.kv.keys import ChunkKey, chunk_key
-from emberkeep.kv.tree import Chunk, Cursor, RadixTree, Segment, descend, new_root, path_to
+from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, RadixTree, Segment, chunk_key, descend, new_root, path_to
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types.lineage import EXACT, SHARED, Lineage
 from helpers.chance import examples

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.kv.drafts import ngram_index
-from emberkeep.kv.drafts.ngram_index import FEW, MAX_MATCH, MIN_MATCH, OCCURRENCES, NgramIndex
+from emberkeep.kv import ngram_index
+from emberkeep.kv.ngram_index import FEW, MAX_MATCH, MIN_MATCH, OCCURRENCES, NgramIndex
 from helpers.kv_building import ids, prompt
 
 Segments = Sequence[Sequence[int]]

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.kv.drafts import corpus as corpus_module
-from emberkeep.kv.drafts.corpus import TokenCorpus
+from emberkeep.kv import corpus as corpus_module
+from emberkeep.kv.corpus import TokenCorpus
 from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.store import KvStore
 from emberkeep.token_arrays import TokenArray

@@ -13,9 +13,9 @@ import pytest
 
 from emberkeep.config.settings import Config
 from emberkeep.kv.disk.folders import INDEX
-from emberkeep.kv.disk.forgotten import RECORD
-from emberkeep.kv.keys import store_name
+from emberkeep.kv.forgetting import RECORD
 from emberkeep.kv.store import KvStore
+from emberkeep.kv.tree import store_name
 from emberkeep.runtime import parts
 from emberkeep.runtime.parts import SharedParts, open_store, open_vectors, stored_by
 

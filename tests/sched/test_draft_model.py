@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from emberkeep.chat.prompt import Splice
 from emberkeep.engine.base import Engine
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.kv.disk.forgotten import of_user
+from emberkeep.kv.forgetting import of_user
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.speculation import ModelDrafts, _Plan
 from emberkeep.types.lineage import Lineage, private_namespace

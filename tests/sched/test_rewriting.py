@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.kv.drafts.ngram_index import NgramIndex
+from emberkeep.kv.ngram_index import NgramIndex
 from emberkeep.sched.drafts import Rewriting
 
 OLD = list(range(100, 140))

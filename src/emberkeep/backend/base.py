@@ -24,7 +24,7 @@ from emberkeep.values import dataclass
 if TYPE_CHECKING:
     from emberkeep.backend.server_tools import ToolDesk
     from emberkeep.errors import EmberkeepError
-    from emberkeep.kv.holders import Holders
+    from emberkeep.kv.forgetting import Holders
     from emberkeep.memory.memory import Memory
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NoReturn
 
 from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Embedder, Experts, ModelCard, Tokenizer
 from emberkeep.errors import NoSuchEntry, RequestError
-from emberkeep.kv.holders import Holders
+from emberkeep.kv.forgetting import Holders
 from emberkeep.types.cache import CacheEntry, CacheTree, Removed, Verified, Warmed
 from emberkeep.types.request import Request
 from emberkeep.types.speculation import SpeculationStats

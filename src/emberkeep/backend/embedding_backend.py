@@ -11,7 +11,7 @@ from emberkeep.backend.capabilities import EmptyCache
 from emberkeep.backend.embedder import LocalEmbedder
 from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.errors import InvalidField, RequestError
-from emberkeep.kv.holders import Holders
+from emberkeep.kv.forgetting import Holders
 from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.types.events import Events
 from emberkeep.types.request import Json, Message, Request, Tool

@@ -26,7 +26,7 @@ from emberkeep.errors import (
     RequestError,
     StepFailed,
 )
-from emberkeep.kv.holders import Holders
+from emberkeep.kv.forgetting import Holders
 from emberkeep.memory.memory import Memory
 from emberkeep.types.cache import Warmed
 from emberkeep.types.events import Accepted, Completed, Event, Events, ToolEvent

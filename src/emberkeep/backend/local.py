@@ -50,8 +50,8 @@ from emberkeep.errors import (
     Overloaded,
     RequestError,
 )
-from emberkeep.kv.holders import Forget
-from emberkeep.kv.shared_tier import Arrival
+from emberkeep.kv.forgetting import Forget
+from emberkeep.kv.lookups import Arrival
 from emberkeep.kv.store import KvStore
 from emberkeep.memory.memory import Memory
 from emberkeep.sched.admission import Admission

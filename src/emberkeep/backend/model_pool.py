@@ -11,7 +11,7 @@ from typing import Protocol
 
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.errors import EmberkeepError, Overloaded
-from emberkeep.kv.holders import Holders
+from emberkeep.kv.forgetting import Holders
 from emberkeep.memory.memory import Memory
 from emberkeep.values import dataclass
 

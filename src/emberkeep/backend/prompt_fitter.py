@@ -11,7 +11,7 @@ from time import monotonic
 
 from emberkeep.chat.prompt import Prompt
 from emberkeep.errors import ContextExceeded, TooLarge
-from emberkeep.kv.shared_tier import Arrival
+from emberkeep.kv.lookups import Arrival
 from emberkeep.sched.admission import Admission
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.session.conversation import Conversation, Conversations

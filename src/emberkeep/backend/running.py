@@ -15,7 +15,7 @@ from emberkeep.api.openai.messages import message_json
 from emberkeep.api.stored import lookup_from_json
 from emberkeep.backend.base import Extras, ModelCard
 from emberkeep.errors import EmberkeepError, RequestError
-from emberkeep.kv.holders import Holders
+from emberkeep.kv.forgetting import Holders
 from emberkeep.memory.memory import Memory
 from emberkeep.types.cache import Warmed
 from emberkeep.types.events import (

@@ -7,14 +7,13 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from emberkeep.errors import StoreFailed
-from emberkeep.kv.disk.forgotten import Whose, of_user
 from emberkeep.kv.entries import Entry, EntryId, latest_tail, nameless
 from emberkeep.kv.expiry import drop_expired, has_expired
-from emberkeep.kv.keys import ChunkKey
+from emberkeep.kv.forgetting import Whose, of_user
 from emberkeep.kv.ledger import Ledger, Transact
+from emberkeep.kv.lookups import StillElsewhere
 from emberkeep.kv.outline import Runs, gently, outline
-from emberkeep.kv.shared_tier import StillElsewhere
-from emberkeep.kv.tree import Chunk, Cursor
+from emberkeep.kv.tree import Chunk, ChunkKey, Cursor
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import CacheEntry, CacheTree, Removed
 from emberkeep.types.events import MissReason

@@ -15,9 +15,8 @@ from dataclasses import field, replace
 from math import inf
 from typing import Any
 
-from emberkeep.kv.ghosts import Ghost, Ghosts
-from emberkeep.kv.keys import ROOT, ChunkKey, pack_fields
-from emberkeep.kv.tree import Chunk, Cursor, RadixTree, held_at
+from emberkeep.kv.holdings import Ghost, Ghosts
+from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, RadixTree, held_at, pack_fields
 from emberkeep.types.cache import EntryKind, Label
 from emberkeep.types.lineage import Lineage
 from emberkeep.types.request import Ttl

@@ -8,15 +8,20 @@ traces    go in the same sweep: what SQLite keeps of deleted rows, and files tha
 from __future__ import annotations
 
 import logging
+import os
 import threading
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import replace
+from math import inf
+from pathlib import Path
 
-from emberkeep.kv.disk.index import LaterUses
+from emberkeep.kv.disk.folders import INDEX, is_unused, last_change, remove_if_unused, stores_under
+from emberkeep.kv.disk.index import LaterUses, Unreadable, is_of_this_version, read_meta
 from emberkeep.kv.disk.tier import DiskTier
 from emberkeep.kv.entries import Entry, EntryId, latest_tail
-from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.ledger import Ledger, Transact
-from emberkeep.kv.tree import Chunk, held_at
+from emberkeep.kv.policy import Keeping, StoreClock, steady_wall
+from emberkeep.kv.tree import Chunk, ChunkKey, held_at, store_name
 from emberkeep.types.events import MissReason
 from emberkeep.values import dataclass
 
@@ -173,3 +178,80 @@ def drop_expired(ledger: Ledger, chunks: Iterable[Chunk], but: Container[ChunkKe
 def has_expired(ledger: Ledger, entry: Entry) -> bool:
     """No request has wanted it for its TTL, and it is not pinned."""
     return not entry.is_pinned and entry.used_at + ledger.keeping.ttl[entry.ttl] <= ledger.clock.now()
+
+
+ExpireStore = Callable[[Path, bytes, Keeping], float]
+"""Opens the store of a fingerprint under a root, which deletes what has outlived its TTL. Returns after how many
+seconds something else will have. Raises OSError."""
+
+
+class UnusedStores:
+    """Looks after those of one root. Safe to use from any thread; blocks on disk. Never raises."""
+
+    def __init__(
+        self, root: Path, keeping: Keeping, expire: ExpireStore, wall: Callable[[], float] | None = None
+    ) -> None:
+        self._root = root
+        self._keeping = keeping
+        self._expire_store = expire
+        self._wall = wall or steady_wall()
+        self._lock = threading.Lock()
+        self._seen: dict[Path, tuple[float, float]] = {}
+        """When a store was last changed, and when something of it expires, in seconds since 1970."""
+
+    def sweep(self) -> None:
+        """Delete what has outlived its TTL. Opens those stores only in which something may have."""
+        with self._lock:
+            try:
+                due = [path for path in stores_under(self._root) if self._is_due(path) and is_unused(path)]
+            except OSError as error:
+                log.warning("cannot look for state that has expired: %s", error)
+                return
+            for path in due:
+                self._expire(path)
+
+    def _is_due(self, path: Path) -> bool:
+        changed, due = self._seen.get(path, (None, 0.0))
+        return changed != last_change(path) or self._wall() >= due
+
+    def _expire(self, path: Path) -> None:
+        try:
+            fingerprint = _fingerprint(path)
+            if fingerprint is None:
+                self._give_up(path)
+                return
+            last_used = (path / INDEX).stat()
+            keeping = replace(self._keeping, clock=lambda saved: StoreClock(saved, wall=self._wall))
+            due = self._wall() + self._expire_store(path.parent, fingerprint, keeping)
+            os.utime(path / INDEX, ns=(last_used.st_atime_ns, last_used.st_mtime_ns))  # looking is not using
+            self._seen[path] = last_change(path), due
+        except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+            log.warning("the index of %s cannot be understood: %r", path, error)
+            self._give_up(path)
+        except OSError as error:
+            log.warning("cannot look for state that has expired in %s: %s", path, error)
+
+    def _give_up(self, path: Path) -> None:
+        """It cannot be told when what is in it expires: it goes when all of it has."""
+        if self._wall() - last_change(path) > max(self._keeping.ttl.values()) and remove_if_unused(path):
+            log.info("removed a store that has expired, and that cannot be read: %s", path)
+
+
+def next_expiry(ledger: Ledger) -> float:
+    """Seconds until something has outlived its TTL that has not yet; infinite where nothing does."""
+    ttl, now = ledger.keeping.ttl, ledger.clock.now()
+    ends = [entry.used_at + ttl[entry.ttl] for entry in ledger.entries]
+    ends += [chunk.expires for chunk in ledger.tree]
+    return min((end - now for end in ends if end > now), default=inf)
+
+
+def _fingerprint(path: Path) -> bytes | None:
+    """Whose store it is; None where its index does not say. Raises OSError for what may pass."""
+    index = path / INDEX
+    if not index.exists() or not index.stat().st_size:
+        return None
+    try:
+        found = read_meta(index)["fingerprint"]
+        return found if store_name(found) == path.name and is_of_this_version(index) else None
+    except (Unreadable, LookupError, TypeError):
+        return None

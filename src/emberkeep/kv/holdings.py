@@ -1,18 +1,37 @@
-"""The RAM tier: payloads in memory under a byte budget."""
+"""Where chunks are besides the tree: in RAM, in files that no lookup can reach, and gone but remembered."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Iterator
 from heapq import heapify, heappop, heappush
-from typing import TypeVar
+from typing import NamedTuple
 
-from emberkeep.kv.disk.index import ChunkRow
-from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.policy import LOW_WATER
-from emberkeep.kv.tree import Chunk
+from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, Made, Span, chunk_key, token_bytes
+from emberkeep.token_arrays import TokenArray
+from emberkeep.types.events import MissReason
+from emberkeep.types.lineage import Lineage
 from emberkeep.values import dataclass
 
-T = TypeVar("T")
+
+class ChunkRow(NamedTuple):
+    """A chunk on disk. A tuple, because opening a store makes a hundred thousand."""
+
+    seq: int
+    key: ChunkKey
+    namespace: str
+    parent: ChunkKey
+    take: int
+    start: int
+    tokens: TokenArray
+    sampled: tuple[Span, ...]
+    made: Made
+    bytes: int
+    last_used: int
+    hits: int
+    expires: float
 
 
 @dataclass(slots=True)
@@ -110,13 +129,11 @@ def _may_leave(chunk: Chunk) -> bool:
 
 
 class Orphans:
-    """Files on disk by the parent without which no lookup can reach them."""
+    """Files on disk by the parent without which no lookup can reach them. It may well be computed again."""
 
     def __init__(self) -> None:
         self.bytes = 0
         self._below: dict[ChunkKey, dict[ChunkKey, ChunkRow]] = {}
-        self._lost: set[ChunkKey] = set()
-        """Those parents that were lost since the store was opened, and may well be computed again."""
 
     def __iter__(self) -> Iterator[ChunkRow]:
         return (row for rows in self._below.values() for row in rows.values())
@@ -125,38 +142,26 @@ class Orphans:
         """Returns those whose parent is among `chunks`."""
         return [row for parent, rows in self._below.items() if parent in chunks for row in rows.values()]
 
-    def parents(self, chunks: Container[ChunkKey], *, lost_ones_too: bool) -> list[ChunkKey]:
-        """Returns parents of orphans. Without `lost_ones_too` only those neither in `chunks` nor lost."""
-        if lost_ones_too:
-            return list(self._below)
-        return [key for key in self._below if key not in self._lost and key not in chunks]
-
-    def add(self, row: ChunkRow, *, is_lost: bool = False) -> None:
-        """`is_lost`: its parent may well be computed again."""
+    def add(self, row: ChunkRow) -> None:
         rows = self._below.setdefault(row.parent, {})
         if row.key not in rows:
             rows[row.key] = row
             self.bytes += row.bytes
-        if is_lost:
-            self._lost.add(row.parent)
 
     def take(self, parent: ChunkKey, key: ChunkKey) -> ChunkRow | None:
-        """Returns one that waited for its parent, if it did."""
+        """Returns one that waited for its parent, if it did; it waits no longer."""
         rows = self._below.get(parent, {})
         row = rows.pop(key, None)
         if row is not None:
             self.bytes -= row.bytes
             if not rows:
-                self._forget(parent)
+                del self._below[parent]
         return row
 
     def take_all(self, parent: ChunkKey) -> list[ChunkRow]:
         """Returns those that waited for it, which wait no longer."""
-        rows = self._below.get(parent)
-        if rows is None:
-            return []
+        rows = self._below.pop(parent, {})
         self.bytes -= sum(row.bytes for row in rows.values())
-        self._forget(parent)
         return list(rows.values())
 
     def drop(self, missing: Container[ChunkKey]) -> None:
@@ -164,13 +169,106 @@ class Orphans:
         for row in [row for row in self if row.key in missing]:
             self.take(row.parent, row.key)
 
-    def _forget(self, parent: ChunkKey) -> None:
-        del self._below[parent]
-        self._lost.discard(parent)
+
+# ── what the store remembers of a chunk that is gone ──
+
+GHOST_LIMIT = 50_000
+"""About 100 bytes each."""
 
 
-def _row_of(chunk: Chunk) -> ChunkRow:
+_OPENING = 16
+"""Tokens by which a chunk that a prompt does not fill is recognised."""
+
+
+class Ghost(NamedTuple):
+    """Explains a miss, and lets a chunk that comes back keep its history: one that is evicted and wanted again and
+    again is worth more than its last stay alone would say."""
+
+    key: ChunkKey
+    lineage: Lineage
+    parent: ChunkKey
+    take: int
+    length: int
+    opening: bytes
+    """Hash of its first tokens: which they were must not be known any more."""
+    reason: MissReason
+    hits: int
+    last_used: int
+    was_written: bool
+
+
+def ghost_of(chunk: Chunk, reason: MissReason) -> Ghost:
     assert chunk.parent is not None
-    place = (chunk.key, str(chunk.lineage), chunk.parent.key, chunk.take, chunk.start)
-    uses = (chunk.bytes, chunk.last_used, chunk.hits, chunk.expires)
-    return ChunkRow(0, *place, chunk.tokens, chunk.sampled, chunk.made, *uses)
+    return Ghost(
+        key=chunk.key,
+        lineage=chunk.lineage,
+        parent=chunk.parent.key,
+        take=chunk.take,
+        length=len(chunk.tokens),
+        opening=_opening(chunk.tokens),
+        reason=reason,
+        hits=chunk.hits,
+        last_used=chunk.last_used,
+        was_written=chunk.on_disk or chunk.was_written,
+    )
+
+
+class Ghosts:
+    """The latest `limit` of them. No locks: the store has one."""
+
+    def __init__(self, limit: int = GHOST_LIMIT) -> None:
+        self._limit = limit
+        self._by_key: OrderedDict[ChunkKey, Ghost] = OrderedDict()
+        self._below: dict[tuple[ChunkKey, int], set[ChunkKey]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def add(self, ghosts: Iterable[Ghost]) -> None:
+        for ghost in ghosts:
+            self.take(ghost.key)
+            self._by_key[ghost.key] = ghost
+            self._below.setdefault(_place(ghost), set()).add(ghost.key)
+        while len(self._by_key) > self._limit:
+            self.take(next(iter(self._by_key)))
+
+    def take(self, key: ChunkKey) -> Ghost | None:
+        """Forget a chunk, because it is back; returns what was known."""
+        ghost = self._by_key.pop(key, None)
+        if ghost is not None:
+            siblings = self._below[_place(ghost)]
+            siblings.discard(key)
+            if not siblings:
+                del self._below[_place(ghost)]
+        return ghost
+
+    def forget(self, lineages: Container[Lineage]) -> None:
+        for key in [key for key, ghost in self._by_key.items() if ghost.lineage in lineages]:
+            self.take(key)
+
+    def lineages(self) -> set[Lineage]:
+        return {ghost.lineage for ghost in self._by_key.values()}
+
+    def after(self, fingerprint: bytes, cursor: Cursor, tokens: TokenArray) -> Ghost | None:
+        """The longest chunk that went on from `cursor` with what `tokens` (a whole prompt) has there."""
+        below = [self._by_key[key] for key in self._below.get((cursor.chunk.key, cursor.used), ())]
+        seen = [ghost for ghost in below if cursor.lineage.sees(ghost.lineage)]
+        rest = tokens[cursor.position :]
+        known = sorted(seen, key=lambda ghost: -ghost.length)
+        return next((ghost for ghost in known if _went_on_with(ghost, fingerprint, rest)), None)
+
+
+def _went_on_with(ghost: Ghost, fingerprint: bytes, rest: TokenArray) -> bool:
+    if not 0 < ghost.length <= len(rest):
+        # It was longer than the prompt, which therefore cannot be compared with all of it.
+        return ghost.length >= _OPENING <= len(rest) and _opening(rest) == ghost.opening
+    part = rest[: ghost.length]
+    return chunk_key(fingerprint, ghost.lineage, ghost.parent, ghost.take, part) == ghost.key
+
+
+def _opening(tokens: TokenArray) -> bytes:
+    return hashlib.blake2b(token_bytes(tokens[:_OPENING]), digest_size=8).digest()
+
+
+def _place(ghost: Ghost) -> tuple[ChunkKey, int]:
+    return ghost.parent, ghost.take

@@ -12,13 +12,11 @@ from dataclasses import asdict
 from typing import Any, Protocol, TypeVar
 
 from emberkeep.kv.content import ContentIndex
-from emberkeep.kv.disk.index import ChunkRow
 from emberkeep.kv.entries import Entries, Entry, Unsaved
-from emberkeep.kv.ghosts import ghost_of
-from emberkeep.kv.holdings import Orphans, RamTier, Tally, _row_of
-from emberkeep.kv.keys import ROOT, ChunkKey
+from emberkeep.kv.holdings import ChunkRow, Orphans, RamTier, Tally, ghost_of
 from emberkeep.kv.policy import Keeping, Rhythm, StoreCounters, WriteBudget, worth_writing
-from emberkeep.kv.tree import Chunk, Cursor, RadixTree, held_at, sibling_with
+from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, RadixTree, Span, held_at
+from emberkeep.token_arrays import common_prefix
 from emberkeep.types.cache import Label
 from emberkeep.types.events import MissReason
 from emberkeep.types.lineage import Lineage
@@ -30,8 +28,6 @@ T = TypeVar("T")
 
 
 class Transact(Protocol):
-    """How the store's parts reach the ledger."""
-
     def __call__(self, change: Callable[[Ledger], T]) -> T:
         """Run `change` while nothing else looks at the ledger. It must be short, and must not block."""
 
@@ -190,8 +186,7 @@ class Ledger:
 
     def enter_file(self, chunk: Chunk, size: int) -> None:
         if not chunk.on_disk:
-            chunk.on_disk = True
-            chunk.bytes = size
+            chunk.on_disk, chunk.bytes = True, size
             self.disk.add(chunk, size)
 
     def adopt(self, rows: Iterable[ChunkRow]) -> None:
@@ -215,10 +210,6 @@ class Ledger:
                 self.discard_file(row.key, row.bytes)  # nothing leads to it, and nothing ever will
             todo += self.orphans.take_all(row.key)
 
-    def orphans_to_check(self) -> list[ChunkRow]:
-        """Returns those whose parent is there again. Their files may be as damaged as its was."""
-        return self.orphans.below(self.tree.by_key)
-
     def settle_orphan(self, row: ChunkRow, *, is_whole: bool) -> None:
         """An orphan's file was read: it is entered, or it is there no more."""
         parent = self.tree.get(row.parent)
@@ -229,12 +220,11 @@ class Ledger:
         elif is_whole:
             self.discard_file(row.key, row.bytes)
 
-    def give_up_orphans(self, *, lost_ones_too: bool) -> None:
-        """Let chunks go that no lookup can reach because their parent was gone when the store was opened, or was
-        lost since then."""
-        for parent in self.orphans.parents(self.tree.by_key, lost_ones_too=lost_ones_too):
-            for row in self.orphans.take_all(parent):
-                self.discard_file(row.key, row.bytes)
+    def give_up_orphans(self) -> None:
+        """Let go of files that no lookup can reach."""
+        for row in list(self.orphans):
+            self.orphans.take(row.parent, row.key)
+            self.discard_file(row.key, row.bytes)
 
     # ── going ──
 
@@ -285,7 +275,7 @@ class Ledger:
         self.on_delete({victim.lineage.owner for victim in gone})
         below = [victim for victim in gone if victim.on_disk and victim is not chunk]
         for victim in below:
-            self.orphans.add(_row_of(victim), is_lost=True)
+            self.orphans.add(_row_of(victim))
         if chunk.on_disk and is_there:
             self.discard_file(chunk.key, chunk.bytes)
         return [victim.key for victim in below]
@@ -349,12 +339,9 @@ class Ledger:
         if self.entries.changes.is_empty:
             return None
         changes = self.entries.take_changes()
-        clock, (day, written) = self.clock.saved(), self.writes.saved()
+        clock, (day, written) = self.clock.saved(), self.writes.saved
         meta = {"clock": clock.seconds, "wall": clock.wall, "write_day": day, "written": written}
         return Unsaved(changes, changes.uses(clock.seconds + max(self.keeping.ttl.values())), meta)
-
-    def put_back(self, unsaved: Unsaved) -> None:
-        self.entries.put_back(unsaved.changes)
 
     def stats(self, side_bytes: int) -> dict[str, Any]:
         """Cheap: nothing is walked. `side_bytes`: that lie beside the files of chunks."""
@@ -406,19 +393,57 @@ class Ledger:
 
     def _hang(self, row: ChunkRow, parent: Chunk, wanted_until: float) -> None:
         self.orphans.take(row.parent, row.key)  # another process may have written it meanwhile
-        chunk = Chunk(
-            key=row.key,
-            parent=parent,
-            take=row.take,
-            tokens=row.tokens,
-            bytes=row.bytes,
-            lineage=Lineage.parse(row.namespace),
-            sampled=row.sampled,
-            made=row.made,
-            last_used=row.last_used,
-            hits=row.hits,
-            expires=row.expires or wanted_until,
-        )
+        chunk = Chunk(key=row.key, parent=parent, take=row.take, tokens=row.tokens, bytes=row.bytes)
+        chunk.lineage, chunk.sampled, chunk.made = Lineage.parse(row.namespace), row.sampled, row.made
+        chunk.last_used, chunk.hits, chunk.expires = row.last_used, row.hits, row.expires or wanted_until
         self.tick = max(self.tick, row.last_used)
         self.enter_file(chunk, row.bytes)
         self._enter(chunk)
+
+
+def _row_of(chunk: Chunk) -> ChunkRow:
+    assert chunk.parent is not None
+    place = (chunk.key, str(chunk.lineage), chunk.parent.key, chunk.take, chunk.start)
+    uses = (chunk.bytes, chunk.last_used, chunk.hits, chunk.expires)
+    return ChunkRow(0, *place, chunk.tokens, chunk.sampled, chunk.made, *uses)
+
+
+# ── tails: chunks that end a turn, and are replaced by longer ones when the conversation grows ──
+
+
+def tail_inside(chunk: Chunk) -> Chunk | None:
+    """The longest sibling that `chunk` begins with, goes beyond and can replace.
+
+    The chunk inherits what its siblings know was sampled: a lookup will find only one of them. Siblings of other
+    lineages are seen by others.
+    """
+    assert chunk.parent is not None
+    replaced = None
+    beside = chunk.parent.branches[chunk.take][int(chunk.tokens[0])]
+    for sibling in (known for known in beside if known.lineage == chunk.lineage):
+        size, shared = len(sibling.tokens), common_prefix(sibling.tokens, chunk.tokens)
+        known = ((begin, min(end, shared)) for begin, end in sibling.sampled if begin < shared)
+        chunk.sampled = _merged((*chunk.sampled, *known))
+        is_inside = shared == size < len(chunk.tokens) and not sibling.is_fork and sibling.is_leaf
+        if is_inside and (replaced is None or size > len(replaced.tokens)):
+            replaced = sibling
+    return replaced
+
+
+def sibling_with(tail: Chunk) -> Chunk | None:
+    """The chunk beside `tail`, which is out of the tree, that begins with its tokens."""
+    assert tail.parent is not None
+    beside = tail.parent.branches.get(tail.take, {}).get(int(tail.tokens[0]), ())
+    begins = (c for c in beside if common_prefix(c.tokens, tail.tokens) == len(tail.tokens))
+    return next((c for c in begins if c.lineage == tail.lineage), None)
+
+
+def _merged(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+    """Spans in order, touching and overlapping ones joined."""
+    merged: list[Span] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return tuple(merged)

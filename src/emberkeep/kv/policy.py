@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, fields
 from math import exp, log, log2
 
 from emberkeep.kv.tree import Chunk, Segment
@@ -107,12 +107,9 @@ class CostModel:
     """Bytes per second from the remote tier into RAM."""
 
     def json(self) -> dict[str, float | None]:
-        return {
-            "evaluate_tokens_per_s": self.evaluate.value,
-            "import_bytes_per_s": self.import_.value,
-            "read_bytes_per_s": self.read.value,
-            "fetch_bytes_per_s": self.fetch.value,
-        }
+        names = ("evaluate_tokens", "import_bytes", "read_bytes", "fetch_bytes")
+        rates = (self.evaluate, self.import_, self.read, self.fetch)
+        return {f"{name}_per_s": rate.value for name, rate in zip(names, rates, strict=True)}
 
     def worth_loading(self, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
         """The leading segments whose loading is predicted to be faster than evaluating their tokens.
@@ -160,31 +157,20 @@ _DAY_S = 86_400
 
 
 class WriteBudget:
-    """Bytes written today. `limit` None: as many as there is room for."""
+    """Bytes written today (UTC). `limit` None: as many as there is room for."""
 
     def __init__(self, limit: int | None, day: int = 0, spent: int = 0) -> None:
         self.limit = limit
-        self._day = day
-        self._spent = spent
+        self.saved = day, spent
+        """For the constructor of the next process."""
 
     @property
     def spent(self) -> int:
-        """Since midnight (UTC)."""
-        self._turn_page()
-        return self._spent
+        day, spent = self.saved
+        return spent if day == int(time.time() // _DAY_S) else 0
 
     def spend(self, count: int) -> None:
-        self._turn_page()
-        self._spent += count
-
-    def saved(self) -> tuple[int, int]:
-        """(day, spent), for the constructor of the next process."""
-        return self._day, self._spent
-
-    def _turn_page(self) -> None:
-        today = int(time.time() // _DAY_S)
-        if today != self._day:
-            self._day, self._spent = today, 0
+        self.saved = int(time.time() // _DAY_S), self.spent + count
 
 
 # ── the store's own time ──
@@ -252,19 +238,27 @@ class Keeping:
 
 
 @dataclass(slots=True)
-class StoreCounters:
-    lookups: int = 0
-    inserted_chunks: int = 0
+class ReadCounters:
+    """What was brought into RAM, and what became of the rest."""
+
     read_chunks: int = 0
     read_bytes: int = 0
     read_seconds: float = 0.0
-    """From disk into RAM."""
-    import_seconds: float = 0.0
-    """From RAM into the engine."""
     damaged_chunks: int = 0
     vanished_chunks: int = 0
     unreadable_chunks: int = 0
     """Reads that failed in a way that may pass."""
+
+    def reads(self) -> dict[str, float]:
+        return {each.name: round(getattr(self, each.name), 6) for each in fields(ReadCounters)}
+
+
+@dataclass(slots=True)
+class StoreCounters(ReadCounters):
+    lookups: int = 0
+    inserted_chunks: int = 0
+    import_seconds: float = 0.0
+    """From RAM into the engine."""
     warm_evictions: int = 0
     cooled_by_turns: int = 0
     cooled_when_idle: int = 0
@@ -272,33 +266,7 @@ class StoreCounters:
     expired_evictions: int = 0
     removed_chunks: int = 0
 
-    def read(self, size: int, seconds: float) -> None:
-        """A chunk's file was read."""
-        self.read_chunks += 1
-        self.read_bytes += size
-        self.read_seconds += seconds
-
-    def reads(self) -> dict[str, float]:
-        """From disk into RAM, and what became of the files that could not be read."""
-        return {
-            "read_chunks": self.read_chunks,
-            "read_bytes": self.read_bytes,
-            "read_seconds": round(self.read_seconds, 6),
-            "damaged_chunks": self.damaged_chunks,
-            "vanished_chunks": self.vanished_chunks,
-            "unreadable_chunks": self.unreadable_chunks,
-        }
-
     def evictions(self) -> dict[str, dict[str, int]]:
-        return {
-            "warm": {
-                "pressure": self.warm_evictions,
-                "turns": self.cooled_by_turns,
-                "idle": self.cooled_when_idle,
-            },
-            "cold": {
-                "budget": self.cold_evictions,
-                "expired": self.expired_evictions,
-                "removed": self.removed_chunks,
-            },
-        }
+        warm = {"pressure": self.warm_evictions, "turns": self.cooled_by_turns, "idle": self.cooled_when_idle}
+        cold = {"budget": self.cold_evictions, "expired": self.expired_evictions, "removed": self.removed_chunks}
+        return {"warm": warm, "cold": cold}

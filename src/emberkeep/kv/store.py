@@ -7,6 +7,7 @@ the store's own threads. Failing disks make the store smaller, never a request f
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -17,21 +18,27 @@ from typing import Any, TypeVar
 import numpy as np
 
 from emberkeep.kv.catalogue import Catalogue
+from emberkeep.kv.corpus import TokenCorpus
 from emberkeep.kv.disk.chunk_files import ChunkFiles
-from emberkeep.kv.disk.forgetter import Forgetter
-from emberkeep.kv.disk.forgotten import Whose, of_user
 from emberkeep.kv.disk.tier import DiskSettings, DiskTier
 from emberkeep.kv.disk.transfers import Fetch, FetchState
-from emberkeep.kv.drafts.corpus import TokenCorpus
 from emberkeep.kv.entries import Entry
-from emberkeep.kv.expiry import Expiry
-from emberkeep.kv.holders import Holders
-from emberkeep.kv.keys import ChunkKey, Span, forget_lineages
-from emberkeep.kv.ledger import Ledger
-from emberkeep.kv.lookups import StoreLookups, chunks_along
+from emberkeep.kv.expiry import Expiry, next_expiry
+from emberkeep.kv.forgetting import Forgetter, Holders, Whose, of_user
+from emberkeep.kv.ledger import Ledger, tail_inside
+from emberkeep.kv.lookups import Arrival, SharedTier, StoreLookups, chunks_along
 from emberkeep.kv.policy import CostModel, Keeping, Saved, StoreCounters, WriteBudget
-from emberkeep.kv.shared_tier import Arrival, SharedTier
-from emberkeep.kv.tree import Chunk, Cursor, Made, held_at, new_chunk, no_garbage_collection, tail_inside
+from emberkeep.kv.tree import (
+    Chunk,
+    ChunkKey,
+    Cursor,
+    Made,
+    Span,
+    forget_lineages,
+    held_at,
+    new_chunk,
+    no_garbage_collection,
+)
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import Label
 from emberkeep.types.lineage import SHARED, Lineage
@@ -82,7 +89,7 @@ class KvStore(StoreLookups):
         self._lock = threading.Lock()
         self._ledger = Ledger(self.keeping, budgets.ram, self.counters)
         self._fits_engine = True
-        self._forgetter = Forgetter(files, self.transact)
+        self._forgetter = Forgetter((files.forgotten, files.index) if files else None, self.transact)
         self.corpus = TokenCorpus(self.transact)
         self._ledger.on_delete = self.corpus.forget
         self.holders = holders or Holders()
@@ -425,3 +432,14 @@ class KvStore(StoreLookups):
             return self._disk.forget(user, whose)
         self._forgetter.let_go(whose)
         return 0
+
+
+def expire_closed(root: Path, fingerprint: bytes, keeping: Keeping) -> float:
+    """Open a store without its model, which deletes what has outlived its TTL; returns after how many seconds
+    something else will have. Raises OSError."""
+    budgets = Budgets(ram=0, disk=sys.maxsize)
+    store = KvStore(fingerprint, budgets, ChunkFiles(root, fingerprint), keeping=keeping)
+    try:
+        return store.transact(next_expiry)
+    finally:
+        store.close()

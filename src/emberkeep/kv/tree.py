@@ -17,17 +17,88 @@ state hangs below the exact state that it continues, with a lineage that only lo
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import field
 from enum import IntFlag
+from functools import lru_cache
+from typing import NewType
 
 import numpy as np
 
-from emberkeep.kv.keys import ROOT, ChunkKey, Span, chunk_key
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types.lineage import EXACT, SHARED, Lineage
 from emberkeep.values import dataclass
+
+# ── keys: a hash chain in which every field is length-prefixed, so that no two inputs collide ──
+
+ChunkKey = NewType("ChunkKey", bytes)
+"""Commits to the format version, the fingerprint (weights, KV layout, engine), the lineage, the parent's key, how
+many of the parent's tokens come before the chunk, and the chunk's tokens."""
+ROOT = ChunkKey(b"")
+"""Parent key of chunks that begin at position 0."""
+Span = tuple[int, int]
+FORMAT_VERSION = 2
+_U32 = struct.Struct("<I")
+
+
+def pack_fields(fields: Iterable[bytes]) -> bytes:
+    """Each field behind its length: a concatenation that can be taken apart in one way only."""
+    return b"".join([_U32.pack(len(field)) + field for field in fields])
+
+
+def unpack_fields(data: bytes) -> list[bytes]:
+    """Inverse of `pack_fields`. Raises ValueError."""
+    fields, end = [], 0
+    while end < len(data):
+        begin = end + 4
+        end = begin + int.from_bytes(data[end:begin], "little")
+        if max(begin, end) > len(data):
+            raise ValueError("a field is cut off")
+        fields.append(data[begin:end])
+    return fields
+
+
+def chunk_key(fingerprint: bytes, lineage: Lineage, parent: ChunkKey, take: int, tokens: TokenArray) -> ChunkKey:
+    # What the keys of one lineage have in common is hashed once.
+    digest = _common_part(fingerprint, lineage).copy()
+    digest.update(pack_fields((parent, _U32.pack(take), token_bytes(tokens))))
+    return ChunkKey(digest.digest())
+
+
+@lru_cache(maxsize=256)
+def _common_part(fingerprint: bytes, lineage: Lineage) -> hashlib.blake2b:
+    fields = [_U32.pack(FORMAT_VERSION), fingerprint, str(lineage).encode()]
+    return hashlib.blake2b(pack_fields(fields), digest_size=32)
+
+
+def forget_lineages() -> None:
+    """Drop what is remembered of lineages for speed: their owners are users."""
+    _common_part.cache_clear()
+    Lineage.parse.cache_clear()
+
+
+def store_name(fingerprint: bytes) -> str:
+    """The name of the folder for everything with this fingerprint, in this format."""
+    fields = [_U32.pack(FORMAT_VERSION), fingerprint]
+    return hashlib.blake2b(pack_fields(fields), digest_size=16).hexdigest()
+
+
+def token_bytes(tokens: TokenArray) -> bytes:
+    return tokens.astype("<i4", copy=False).tobytes()
+
+
+def pack_spans(spans: tuple[Span, ...]) -> bytes:
+    return np.array(spans, "<u4").tobytes()
+
+
+def unpack_spans(data: bytes) -> tuple[Span, ...]:
+    """Raises ValueError."""
+    # Most chunks have none, and opening a store reads a hundred thousand.
+    return tuple((int(a), int(b)) for a, b in np.frombuffer(data, "<u4").reshape(-1, 2)) if data else ()
+
 
 _SNAPSHOT = -1
 """Where a snapshot stands among its siblings, which stand under their first token."""
@@ -206,21 +277,15 @@ class RadixTree:
 
     def __init__(self) -> None:
         self._roots: dict[str, Chunk] = {}
-        self._chunks: dict[ChunkKey, Chunk] = {}
+        self.by_key: dict[ChunkKey, Chunk] = {}
+        self.get = self.by_key.get
 
     def __iter__(self) -> Iterator[Chunk]:
-        return iter(self._chunks.values())
+        return iter(self.by_key.values())
 
     def __contains__(self, chunk: Chunk) -> bool:
         """Compares by identity: a chunk that was dropped and stored anew is another one under the same key."""
-        return chunk.is_root or self._chunks.get(chunk.key) is chunk
-
-    @property
-    def by_key(self) -> Mapping[ChunkKey, Chunk]:
-        return self._chunks
-
-    def get(self, key: ChunkKey) -> Chunk | None:
-        return self._chunks.get(key)
+        return chunk.is_root or self.by_key.get(chunk.key) is chunk
 
     def root(self, owner: str) -> Chunk:
         """Where the state of an owner begins: what is approximate grows on what is not. One under which nothing
@@ -249,7 +314,7 @@ class RadixTree:
         assert chunk.parent is not None
         if chunk.parent.is_root:
             self._roots[chunk.parent.lineage.owner] = chunk.parent
-        self._chunks[chunk.key] = chunk
+        self.by_key[chunk.key] = chunk
         chunk.attach()
 
     def take_out(self, chunk: Chunk) -> list[Chunk]:
@@ -263,7 +328,7 @@ class RadixTree:
         while todo:
             victim = todo.pop()
             todo += victim.children()
-            if self._chunks.pop(victim.key, None) is not None:
+            if self.by_key.pop(victim.key, None) is not None:
                 gone.append(victim)
         return gone
 
@@ -348,49 +413,9 @@ def tokens_to(cursor: Cursor) -> TokenArray:
     return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
 
-# ── tails: chunks that end a turn, and are replaced by longer ones when the conversation grows ──
-
-
-def tail_inside(chunk: Chunk) -> Chunk | None:
-    """The longest sibling that `chunk` begins with, goes beyond and can replace.
-
-    The chunk inherits what its siblings know was sampled: a lookup will find only one of them. Siblings of other
-    lineages are seen by others.
-    """
-    assert chunk.parent is not None
-    replaced = None
-    beside = chunk.parent.branches[chunk.take][int(chunk.tokens[0])]
-    for sibling in (known for known in beside if known.lineage == chunk.lineage):
-        size, shared = len(sibling.tokens), common_prefix(sibling.tokens, chunk.tokens)
-        known = ((begin, min(end, shared)) for begin, end in sibling.sampled if begin < shared)
-        chunk.sampled = _merged((*chunk.sampled, *known))
-        is_inside = shared == size < len(chunk.tokens) and not sibling.is_fork and sibling.is_leaf
-        if is_inside and (replaced is None or size > len(replaced.tokens)):
-            replaced = sibling
-    return replaced
-
-
-def sibling_with(tail: Chunk) -> Chunk | None:
-    """The chunk beside `tail`, which is out of the tree, that begins with its tokens."""
-    assert tail.parent is not None
-    beside = tail.parent.branches.get(tail.take, {}).get(int(tail.tokens[0]), ())
-    begins = (c for c in beside if common_prefix(c.tokens, tail.tokens) == len(tail.tokens))
-    return next((c for c in begins if c.lineage == tail.lineage), None)
-
-
-def _merged(spans: tuple[Span, ...]) -> tuple[Span, ...]:
-    """Spans in order, touching and overlapping ones joined."""
-    merged: list[Span] = []
-    for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((begin, end))
-    return tuple(merged)
-
-
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
+    """Making a hundred thousand objects would look at them again and again."""
     was_on = gc.isenabled()
     gc.disable()
     try:

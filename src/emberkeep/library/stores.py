@@ -12,11 +12,11 @@ from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.disk.folders import INDEX, stores_under
 from emberkeep.kv.disk.index import description_of, read_meta
 from emberkeep.kv.disk.transfers import FetchState, check_file
-from emberkeep.kv.keys import store_name
 from emberkeep.kv.policy import Keeping
 from emberkeep.kv.remote.link import RemoteLink
 from emberkeep.kv.remote.tier import RemoteTier
 from emberkeep.kv.store import Budgets, KvStore
+from emberkeep.kv.tree import store_name
 from emberkeep.types.cache import CacheEntry, Removed
 from emberkeep.types.request import Json, Ttl
 from emberkeep.values import dataclass

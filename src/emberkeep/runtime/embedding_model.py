@@ -16,7 +16,7 @@ from emberkeep.config.settings import PREFILL_SLICE, Config, TooLong
 from emberkeep.engine.devices import require_hf
 from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.errors import EngineError
-from emberkeep.kv.holders import Holders
+from emberkeep.kv.forgetting import Holders
 from emberkeep.models.checks import check_charsmap
 from emberkeep.models.digest import model_digest
 from emberkeep.models.embedding import EmbeddingProfile

@@ -14,14 +14,14 @@ from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.engine.facts import Stored
 from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.disk.folders import stores_under
-from emberkeep.kv.disk.unused_stores import UnusedStores
 from emberkeep.kv.disk.vector_file import VectorFile, delete_vectors
-from emberkeep.kv.holders import Holders
-from emberkeep.kv.keys import store_name
+from emberkeep.kv.expiry import UnusedStores
+from emberkeep.kv.forgetting import Holders
 from emberkeep.kv.policy import Keeping
 from emberkeep.kv.remote.link import RemoteLink, RemoteSettings
 from emberkeep.kv.remote.tier import RemoteTier
-from emberkeep.kv.store import Budgets, KvStore
+from emberkeep.kv.store import Budgets, KvStore, expire_closed
+from emberkeep.kv.tree import store_name
 from emberkeep.memory.memory import Memory
 from emberkeep.runtime.memory import open_memory_or_none
 from emberkeep.session.hygiene import Hygiene
@@ -284,5 +284,5 @@ def open_store(
         log.warning("stored state is kept in RAM only: %s", error)
         opened = store(None)
     if config.expire and not is_draft:
-        opened.beside = UnusedStores(config.data_dir / "kv", keeping).sweep
+        opened.beside = UnusedStores(config.data_dir / "kv", keeping, expire_closed).sweep
     return opened

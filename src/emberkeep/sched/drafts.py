@@ -13,8 +13,8 @@ from dataclasses import field, replace
 import numpy as np
 
 from emberkeep.chat.prompt import Prompt
-from emberkeep.kv.drafts.corpus import TokenCorpus
-from emberkeep.kv.drafts.ngram_index import MAX_MATCH, NgramIndex, agreement
+from emberkeep.kv.corpus import TokenCorpus
+from emberkeep.kv.ngram_index import MAX_MATCH, NgramIndex, agreement
 from emberkeep.sched.sampling import Sampler
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types.models import Vocab

@@ -14,9 +14,8 @@ from emberkeep.engine.base import KvExport, Payload
 from emberkeep.errors import EmberkeepError
 from emberkeep.kv.content import Moved
 from emberkeep.kv.disk.transfers import Fetch, FetchState
-from emberkeep.kv.keys import Span
 from emberkeep.kv.lookups import Match
-from emberkeep.kv.tree import Chunk, Cursor, Made
+from emberkeep.kv.tree import Chunk, Cursor, Made, Span
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.events import Divergence, LookupRecord, MissReason, Progress, Source, Sourced, TokenLogprob
 from emberkeep.values import dataclass

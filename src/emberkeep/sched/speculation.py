@@ -17,7 +17,7 @@ from dataclasses import field, replace
 from time import perf_counter
 
 from emberkeep.engine.base import Engine
-from emberkeep.kv.drafts.corpus import TokenCorpus
+from emberkeep.kv.corpus import TokenCorpus
 from emberkeep.sched.draft_model import DraftModel
 from emberkeep.sched.drafts import Acceptance, Draft, SequenceDrafts
 from emberkeep.sched.sequence import Sequence as Running

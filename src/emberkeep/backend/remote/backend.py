@@ -26,7 +26,7 @@ from emberkeep.backend.remote.kv_evictions import LostMessages, ReportsEvictions
 from emberkeep.backend.remote.service import translate_faults
 from emberkeep.backend.server_tools import HostTools, ServerTools, without_tools
 from emberkeep.errors import ContextExceeded, RemoteDown, RemoteError, RemoteFull, RequestError
-from emberkeep.kv.holders import Holders
+from emberkeep.kv.forgetting import Holders
 from emberkeep.memory.memory import Memory
 from emberkeep.session.sessions import Sessions
 from emberkeep.types.events import (

@@ -13,7 +13,7 @@ forced to disk under `tmp/`, then renamed, then the folder is forced to disk. Se
 a root. All methods block on disk and may be called from any thread.
 
 The files are the truth. An error that may pass (too many open files, an unreadable sector) makes nothing
-disappear: the file counts, and is looked at again. What the index refuses is told to it again.
+disappear: the file counts, and the next opening looks again. What the index refuses is told to it again.
 """
 
 from __future__ import annotations
@@ -48,16 +48,13 @@ from emberkeep.kv.disk.folders import (
     stores_under,
     sweep_files,
 )
-from emberkeep.kv.disk.forgotten import ForgottenRecord, Whose
-from emberkeep.kv.disk.index import ChunkRow, Index, Unreadable, model_with, row_of
-from emberkeep.kv.disk.shared_index import SharedIndex
-from emberkeep.kv.keys import ChunkKey, store_name
+from emberkeep.kv.disk.index import Index, SharedIndex, Unreadable, model_with, row_of
+from emberkeep.kv.forgetting import ForgottenRecord, Whose
+from emberkeep.kv.holdings import ChunkRow
+from emberkeep.kv.tree import ChunkKey, store_name
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")
-
-_MOST_STRAYS = 1024
-_STRAYS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +76,7 @@ class ChunkFiles:
         self._tmp = self.folder / TMP / uuid.uuid4().hex
         self._locks: list[int] = []
         self._strays: dict[ChunkKey, int] = {}
-        """Files that may be anything: reading them failed, in a way that may pass."""
+        """Sizes of files that may be anything: reading them failed, in a way that may pass."""
         self._unfinished_bytes = self._foreign_bytes = 0
         """As of the last look: files in `tmp`, and files among the chunks that are no chunks."""
         try:
@@ -91,7 +88,7 @@ class ChunkFiles:
             # SQLite answers "locked" at once when two processes turn a new database to write-ahead logging.
             opening = lock(self.folder / "opening", fcntl.LOCK_EX)
             try:
-                self.index = SharedIndex(self.folder / INDEX, fingerprint)
+                self.index = SharedIndex(self.folder / INDEX)
             finally:
                 os.close(opening)
         except BaseException:
@@ -136,7 +133,7 @@ class ChunkFiles:
                         if is_wanted(description.key) and self._publish(description.key, temporary):
                             sizes[description.key] = size
                 finally:  # what is in its place counts, whatever became of the others
-                    self.index.add([(d, size) for d, _, size in staged if d.key in sizes], expires)
+                    self.index.add([(d, size, expires.get(d.key, 0.0)) for d, _, size in staged if d.key in sizes])
         except OSError as error:
             failed = error
         for description, _ in entries:
@@ -190,8 +187,8 @@ class ChunkFiles:
     @property
     def side_bytes(self) -> int:
         """What is in the store's folder besides chunks that are known, as of the last look."""
-        strays = sum(list(self._strays.values()))
-        return self._quarantine.bytes + self._unfinished_bytes + self._foreign_bytes + strays
+        beside = self._unfinished_bytes + self._foreign_bytes + sum(list(self._strays.values()))
+        return self._quarantine.bytes + beside
 
     def clean_up(self) -> None:
         """Count what is no chunk, and remove what dead processes have left."""
@@ -199,11 +196,6 @@ class ChunkFiles:
             self._sweep_tmp()
         self._quarantine.trim()
         self._unfinished_bytes = bytes_below(self._tmp.parent)
-
-    def adopt_strays(self) -> tuple[list[ChunkRow], int]:
-        """Look again at files that could not be read, a few at a time: chunks, and how many were damaged."""
-        some = list(self._strays)[:_STRAYS_AT_ONCE]
-        return self._adopt(some) if some else ([], 0)
 
     def drop_strays(self) -> None:
         """Their room is needed."""
@@ -264,7 +256,7 @@ class ChunkFiles:
         if not path.exists():
             return
         last_used = path.stat()
-        index = Index(path, self.fingerprint)
+        index = Index(path)
         try:
             index.erase(whose)
         finally:
@@ -379,16 +371,14 @@ class ChunkFiles:
                     raise Damaged("it stands under another chunk's name")
                 described.append((description, size))
             except FileNotFoundError:
-                self._strays.pop(key, None)
+                continue
             except OSError as error:
                 log.info("cannot read %s: %s", self._path(key).name, error)
                 self._note_stray(key)
             except Damaged as reason:
                 log.warning("quarantined %s: %s", self._path(key).name, reason)
                 damaged += 1
-                if self.quarantine(key):
-                    self._strays.pop(key, None)
-                else:
+                if not self.quarantine(key):
                     self._note_stray(key)
         # Parents first: then they are entered in one go, now and later.
         described.sort(key=lambda one: one[0].start)
@@ -396,22 +386,12 @@ class ChunkFiles:
             # A user who is just being forgotten has files left, which are about to go.
             going = self.forgotten.unfinished()
             allowed = [(d, size) for d, size in described if not any(d.namespace in whose for _, whose in going)]
-            self.index.add(allowed, {})
-        for description, _ in described:
-            self._strays.pop(description.key, None)
+            self.index.add([(d, size, 0.0) for d, size in allowed])
         return [row_of(description, size) for description, size in allowed], damaged
 
     def _note_stray(self, key: ChunkKey) -> None:
-        """It counts, and is looked at again; one more than are counted is removed, as by an eviction."""
-        size = 0
         with suppress(OSError):
-            size = os.lstat(self._path(key)).st_size
-        self._strays[key] = size
-        if len(self._strays) > _MOST_STRAYS:
-            oldest = next(iter(self._strays))
-            with suppress(OSError):
-                delete(self._path(oldest))
-                del self._strays[oldest]
+            self._strays[key] = os.lstat(self._path(key)).st_size
 
     def _sweep_tmp(self) -> None:
         for entry in list_folder(self._tmp.parent):

@@ -36,8 +36,11 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from emberkeep.kv.keys import (
+from emberkeep.kv.tree import (
+    MADE,
+    Chunk,
     ChunkKey,
+    Made,
     Span,
     chunk_key,
     pack_fields,
@@ -46,7 +49,6 @@ from emberkeep.kv.keys import (
     unpack_fields,
     unpack_spans,
 )
-from emberkeep.kv.tree import MADE, Chunk, Made
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.lineage import Lineage
 from emberkeep.values import dataclass

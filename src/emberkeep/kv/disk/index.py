@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import apsw
 import numpy as np
 import xxhash
 
 from emberkeep.kv.disk.chunkfile import Description
-from emberkeep.kv.entries import Entry, EntryId, Uses, unpack_tails
-from emberkeep.kv.ghosts import GHOST_LIMIT, Ghost
-from emberkeep.kv.keys import ChunkKey, Span, pack_spans, token_bytes, unpack_spans
-from emberkeep.kv.tree import MADE, Made
-from emberkeep.token_arrays import TokenArray
+from emberkeep.kv.entries import Entry, EntryId, UnsavedChanges, Uses, unpack_tails
+from emberkeep.kv.holdings import GHOST_LIMIT, ChunkRow, Ghost
+from emberkeep.kv.tree import MADE, ChunkKey, pack_spans, token_bytes, unpack_spans
 from emberkeep.types.cache import EntryKind, Label
 from emberkeep.types.events import MissReason
 from emberkeep.types.lineage import Lineage
@@ -34,72 +34,34 @@ log = logging.getLogger("emberkeep.kv")
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS chunk (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,  -- order of insertion: other processes ask for what is newer
-    key BLOB NOT NULL UNIQUE,
-    namespace TEXT NOT NULL,
-    parent BLOB NOT NULL,
-    take INTEGER NOT NULL,
-    start INTEGER NOT NULL,
-    tokens BLOB NOT NULL,
-    sampled BLOB NOT NULL,
-    made INTEGER NOT NULL,
+    key BLOB NOT NULL UNIQUE, namespace TEXT NOT NULL, parent BLOB NOT NULL,
+    take INTEGER NOT NULL, start INTEGER NOT NULL,
+    tokens BLOB NOT NULL, sampled BLOB NOT NULL, made INTEGER NOT NULL,
     identity BLOB NOT NULL,  -- checksum of what makes the key
-    bytes INTEGER NOT NULL,
-    last_used INTEGER NOT NULL DEFAULT 0,
-    hits INTEGER NOT NULL DEFAULT 0,
+    bytes INTEGER NOT NULL, last_used INTEGER NOT NULL DEFAULT 0, hits INTEGER NOT NULL DEFAULT 0,
     expires REAL NOT NULL DEFAULT 0
 );
 CREATE TABLE IF NOT EXISTS entry (
-    id TEXT PRIMARY KEY,
-    namespace TEXT NOT NULL,
-    kind TEXT NOT NULL,
-    key TEXT NOT NULL,
-    head TEXT NOT NULL,
-    ttl TEXT NOT NULL,
-    name TEXT NOT NULL,
-    source TEXT NOT NULL,
-    turns INTEGER NOT NULL,
-    used_at REAL NOT NULL,
-    is_pinned INTEGER NOT NULL,
-    tails TEXT NOT NULL
+    id TEXT PRIMARY KEY, namespace TEXT NOT NULL, kind TEXT NOT NULL, key TEXT NOT NULL, head TEXT NOT NULL,
+    ttl TEXT NOT NULL, name TEXT NOT NULL, source TEXT NOT NULL,
+    turns INTEGER NOT NULL, used_at REAL NOT NULL, is_pinned INTEGER NOT NULL, tails TEXT NOT NULL
 );
 CREATE TABLE IF NOT EXISTS gone (
-    key BLOB PRIMARY KEY,
-    namespace TEXT NOT NULL,
-    parent BLOB NOT NULL,
-    take INTEGER NOT NULL,
-    length INTEGER NOT NULL,
-    opening BLOB NOT NULL,
-    reason TEXT NOT NULL,
-    hits INTEGER NOT NULL,
-    last_used INTEGER NOT NULL,
-    was_written INTEGER NOT NULL
+    key BLOB PRIMARY KEY, namespace TEXT NOT NULL, parent BLOB NOT NULL, take INTEGER NOT NULL,
+    length INTEGER NOT NULL, opening BLOB NOT NULL, reason TEXT NOT NULL,
+    hits INTEGER NOT NULL, last_used INTEGER NOT NULL, was_written INTEGER NOT NULL
 );
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value NOT NULL);
 """
+_CHUNK = "key, namespace, parent, take, start, tokens, sampled, made, identity, bytes"
+_ENTRY = "namespace, kind, key, head, ttl, name, source, turns, used_at, is_pinned, tails"
+_GHOST = "key, namespace, parent, take, length, opening, reason, hits, last_used, was_written"
 _TABLES = ("chunk", "entry", "gone", "meta")
 _VERSION = 8
 _BUSY_MS = 5000
 """How long another process may hold the database before that is an error."""
-
-T = TypeVar("T")
-
-
-class ChunkRow(NamedTuple):
-    """A chunk on disk. A tuple, because opening a store makes a hundred thousand."""
-
-    seq: int
-    key: ChunkKey
-    namespace: str
-    parent: ChunkKey
-    take: int
-    start: int
-    tokens: TokenArray
-    sampled: tuple[Span, ...]
-    made: Made
-    bytes: int
-    last_used: int
-    hits: int
-    expires: float
+_MOST_UNTOLD = 4096
+"""Changes that it has refused and is told again; of what is left out the files tell at the next opening."""
 
 
 def row_of(d: Description, size: int) -> ChunkRow:
@@ -137,37 +99,35 @@ class Unreadable(OSError):
 
 
 class Index:
-    """One connection; used by one thread at a time. Methods raise OSError for whatever SQLite reports."""
+    """One connection; used by one thread at a time. Methods raise OSError for whatever SQLite reports, and
+    Unreadable where it says what cannot be."""
 
-    def __init__(self, path: Path, fingerprint: bytes) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._fingerprint = fingerprint
         try:
-            self._db = _translated(lambda: _open(path))
+            self._db = _open(path)
         except Unreadable:
             self._delete()
-            self._db = _translated(lambda: _open(path))
+            self._db = _open(path)
 
     def start_over(self) -> None:
+        """Replace the database by an empty one."""
         self._db.close()
         self._delete()
-        self._db = _translated(lambda: _open(self._path))
+        self._db = _open(self._path)
 
     def rows_after(self, seq: int) -> list[ChunkRow]:
-        """Returns everything inserted after `seq`, in order. Raises Unreadable."""
-        sql = """SELECT seq, key, namespace, parent, take, start, tokens, sampled, made, identity,
-                        bytes, last_used, hits, expires
-                 FROM chunk WHERE seq > ? ORDER BY seq"""
-        return _translated(lambda: [self._row(values) for values in self._db.execute(sql, (seq,))])
+        """Returns everything inserted after `seq`, in order."""
+        sql = f"SELECT seq, {_CHUNK}, last_used, hits, expires FROM chunk WHERE seq > ? ORDER BY seq"
+        with _translated():
+            return [_row(values) for values in self._db.execute(sql, (seq,))]
 
     def add(self, entries: Iterable[tuple[Description, int, float]]) -> None:
         """Insert (description, file size, expiry) in one transaction; known keys are left alone, but for a later
         expiry. One of 0 is not known."""
-        sql = """INSERT INTO chunk
-                 (key, namespace, parent, take, start, tokens, sampled, made, identity, bytes, expires)
-                 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-                 ON CONFLICT (key) DO UPDATE SET expires = max(expires, excluded.expires)"""
-        self._write(sql, [(*_values(description, size), expires) for description, size, expires in entries])
+        known = "ON CONFLICT (key) DO UPDATE SET expires = max(expires, excluded.expires)"
+        values = [(*_values(description, size), expires) for description, size, expires in entries]
+        self._write(f"{_insert('chunk', f'{_CHUNK}, expires')} {known}", values)
 
     def remove(self, keys: Iterable[ChunkKey]) -> None:
         self._write("DELETE FROM chunk WHERE key = ?", [(key,) for key in keys])
@@ -177,85 +137,69 @@ class Index:
         self._write(sql, [(u.last_used, u.hits, u.expires, u.latest, key) for key, u in uses])
 
     def entries(self, *, pinned_only: bool = False) -> list[Entry]:
-        """Raises Unreadable."""
-        sql = """SELECT namespace, kind, key, head, ttl, name, source, turns, used_at, is_pinned, tails
-                 FROM entry WHERE is_pinned >= ?"""
-        return _translated(lambda: [_entry(values) for values in self._db.execute(sql, (pinned_only,))])
+        with _translated():
+            sql = f"SELECT {_ENTRY} FROM entry WHERE is_pinned >= ?"
+            return [_entry(values) for values in self._db.execute(sql, (pinned_only,))]
 
     def later_uses(self, keys: Iterable[ChunkKey], ids: Iterable[EntryId]) -> LaterUses:
-        """Looks up these chunks and entries, as far as they are known. Raises Unreadable."""
+        """Looks up these chunks and entries, as far as they are known."""
         of_chunk, of_entry = "SELECT expires FROM chunk WHERE key = ?", "SELECT used_at FROM entry WHERE id = ?"
-
-        def read() -> LaterUses:
+        with _translated():
             expires = {key: row[0] for key in keys for row in self._db.execute(of_chunk, (key,))}
             used_at = {id_: row[0] for id_ in ids for row in self._db.execute(of_entry, (id_,))}
-            return LaterUses(expires, used_at, self.entries(pinned_only=True))
-
-        return _translated(read)
+        return LaterUses(expires, used_at, self.entries(pinned_only=True))
 
     def save_entries(self, entries: Iterable[Entry], pins: Mapping[EntryId, bool]) -> None:
         """`pins`: what was pinned or unpinned; a known entry that is not named there stays as it is."""
-        sql = """INSERT INTO entry
-                 (id, namespace, kind, key, head, ttl, name, source, turns, used_at, is_pinned, tails)
-                 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-                 ON CONFLICT (id) DO UPDATE SET
-                 ttl = excluded.ttl, name = excluded.name, source = excluded.source, turns = excluded.turns,
-                 used_at = excluded.used_at, tails = excluded.tails, head = excluded.head"""
-        self._write(sql, [_entry_values(entry) for entry in entries])
+        changing = ("ttl", "name", "source", "turns", "used_at", "tails", "head")
+        known = f"ON CONFLICT (id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in changing)}"
+        self._write(f"{_insert('entry', f'id, {_ENTRY}')} {known}", [_entry_values(entry) for entry in entries])
         self._write("UPDATE entry SET is_pinned = ? WHERE id = ?", [(pin, id_) for id_, pin in pins.items()])
 
     def remove_entries(self, ids: Iterable[EntryId]) -> None:
         self._write("DELETE FROM entry WHERE id = ?", [(id_,) for id_ in ids])
 
     def ghosts(self) -> list[Ghost]:
-        """Oldest first. Raises Unreadable."""
-        sql = """SELECT key, namespace, parent, take, length, opening, reason, hits, last_used, was_written
-                 FROM gone ORDER BY rowid"""
-        return _translated(lambda: [_ghost(values) for values in self._db.execute(sql)])
+        """Oldest first."""
+        with _translated():
+            return [_ghost(values) for values in self._db.execute(f"SELECT {_GHOST} FROM gone ORDER BY rowid")]
 
     def add_ghosts(self, ghosts: Iterable[Ghost]) -> None:
         """The oldest beyond `GHOST_LIMIT` are forgotten."""
-        listed = list(ghosts)
-        if not listed:
-            return
-        sql = "INSERT OR REPLACE INTO gone VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-        self._write(sql, [_ghost_values(ghost) for ghost in listed])
-        self._write("DELETE FROM gone WHERE rowid <= (SELECT max(rowid) FROM gone) - ?", [(GHOST_LIMIT,)])
+        values = [(ghost.key, str(ghost.lineage), *ghost[2:]) for ghost in ghosts]
+        self._write(_insert("gone", _GHOST).replace("INSERT", "INSERT OR REPLACE"), values)
+        if values:
+            self._do("DELETE FROM gone WHERE rowid <= (SELECT max(rowid) FROM gone) - ?", GHOST_LIMIT)
 
     def erase(self, whose: Container[str]) -> None:
         """Delete what is known of them, and write the file anew: SQLite overwrites what it deletes, but not what
         it has moved before. Raises OSError, also while another program still reads the old bytes."""
         for table in ("chunk", "entry", "gone"):
-            named = self._namespaces(table)
-            self._write(f"DELETE FROM {table} WHERE namespace = ?", [(name,) for name in named if name in whose])
+            names = self._do(f"SELECT DISTINCT namespace FROM {table}")
+            self._write(f"DELETE FROM {table} WHERE namespace = ?", [name for name in names if name[0] in whose])
         self._rewrite()
 
     def erase_traces(self) -> None:
         """Leave nothing of rows that were deleted, and no ghost. Raises OSError, as above."""
-        self._db_do("DELETE FROM gone")
+        self._do("DELETE FROM gone")
         self._rewrite()
 
     def _rewrite(self) -> None:
-        self._db_do("VACUUM")
-        ((busy, *_),) = self._db_do("PRAGMA wal_checkpoint(TRUNCATE)")
+        self._do("VACUUM")
+        ((busy, *_),) = self._do("PRAGMA wal_checkpoint(TRUNCATE)")
         if busy:
             raise OSError("the store's index: another program reads it")
 
-    def _namespaces(self, table: str) -> list[str]:
-        return [name for (name,) in self._db_do(f"SELECT DISTINCT namespace FROM {table}")]
-
-    def _db_do(self, sql: str) -> list[tuple[Any, ...]]:
-        return _translated(lambda: list(self._db.execute(sql)))
-
     def meta(self) -> dict[str, Any]:
-        return _translated(lambda: dict(self._db.execute("SELECT name, value FROM meta")))
+        return dict(self._do("SELECT name, value FROM meta"))
 
     def save_meta(self, values: Mapping[str, Any]) -> None:
         self._write("INSERT OR REPLACE INTO meta VALUES (?, ?)", list(values.items()))
 
     def version(self) -> int:
         """A number that changes when another connection has written."""
-        return int(_translated(lambda: self._db.pragma("data_version")))
+        ((version,),) = self._do("PRAGMA data_version")
+        return int(version)
 
     def close(self) -> None:
         self._db.close()
@@ -264,21 +208,127 @@ class Index:
         for suffix in ("", "-wal", "-shm"):
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
 
-    def _write(self, sql: str, values: list[tuple[Any, ...]]) -> None:
-        def run() -> None:
-            with self._db:
+    def _do(self, sql: str, *values: Any) -> list[Any]:
+        with _translated():
+            return self._db.execute(sql, values).fetchall()
+
+    def _write(self, sql: str, values: list[Any]) -> None:
+        if values:
+            with _translated(), self._db:
                 self._db.executemany(sql, values)
 
-        if values:
-            _translated(run)
 
-    def _row(self, values: tuple[Any, ...]) -> ChunkRow:
-        seq, key, namespace, parent, take, start, tokens, sampled, made, check, *rest = values
-        if _check(key, namespace, parent, take, tokens) != check:
-            raise Unreadable("the store's index: a row is not as it was written")
-        ids = np.frombuffer(tokens, "<i4")
-        spans = unpack_spans(sampled) if sampled else ()
-        return ChunkRow(seq, key, namespace, parent, take, start, ids, spans, MADE[made % len(MADE)], *rest)
+class SharedIndex(Index):
+    """The index of a folder that several processes have open, for all threads of one of them. Blocks on disk.
+
+    What other processes have added is asked for on a connection of its own, which never waits for a write. What
+    SQLite refuses it is told again with the next change.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._lock = threading.Lock()
+        self._untold_rows: dict[ChunkKey, tuple[Description, int, float]] = {}
+        self._untold_removals: set[ChunkKey] = set()
+        self._following: Index | None = None
+        self._following_lock = threading.Lock()
+        self._seen_seq = 0
+        self._seen_version = -1
+
+    def follow(self, rows: Iterable[ChunkRow]) -> None:
+        """`rows` are known: from here on `new_rows` tells what is added."""
+        self._following = Index(self._path)
+        self._seen_seq = max((row.seq for row in rows), default=0)
+        self._seen_version = self._following.version()
+
+    def new_rows(self, *, everything: bool = False) -> list[ChunkRow]:
+        """What any process added since the last call."""
+        with self._following_lock:
+            following = self._following or self
+            version = following.version()
+            if version == self._seen_version and not everything:
+                return []
+            rows = following.rows_after(0 if everything else self._seen_seq)
+            self._seen_version = version
+            self._seen_seq = max((row.seq for row in rows), default=self._seen_seq)
+            return rows
+
+    def add(self, entries: Iterable[tuple[Description, int, float]]) -> None:
+        """Only while no process can begin to forget. Never raises: the index is a cache."""
+        with self._lock:
+            self._untold_rows |= {entry[0].key: entry for entry in entries}
+            self._tell(self._untold_rows)
+
+    def remove(self, keys: Iterable[ChunkKey]) -> None:
+        """Never raises."""
+        with self._lock:
+            for key in keys:
+                self._untold_rows.pop(key, None)
+                self._untold_removals.add(key)
+            self._tell({})
+
+    def _tell(self, rows: dict[ChunkKey, tuple[Description, int, float]]) -> None:
+        """Tell what was removed, and `rows`, which are cleared."""
+        try:
+            super().remove(self._untold_removals)
+            self._untold_removals.clear()
+            super().add(rows.values())
+            rows.clear()
+        except OSError as error:
+            log.warning("the index of the stored state is behind: %s", error)
+            self._untold_rows = dict(list(self._untold_rows.items())[-_MOST_UNTOLD:])
+            self._untold_removals = set(list(self._untold_removals)[-_MOST_UNTOLD:])
+
+    def forget_untold(self, whose: Container[str]) -> None:
+        """What the index has not been told of them, it never is. Does not block."""
+        with self._lock:
+            kept = {key: row for key, row in self._untold_rows.items() if row[0].namespace not in whose}
+            self._untold_rows = kept
+
+    def erase(self, whose: Container[str]) -> None:
+        """Leave nothing of them, neither here nor in the file."""
+        self.forget_untold(whose)
+        with self._lock:
+            super().erase(whose)
+
+    def erase_traces(self) -> None:
+        """Leave nothing in the file of rows that were removed, and no ghost."""
+        with self._lock:
+            super().remove(self._untold_removals)
+            self._untold_removals.clear()
+            super().erase_traces()
+
+    def later_uses(self, keys: Iterable[ChunkKey], ids: Iterable[EntryId]) -> LaterUses:
+        with self._lock:
+            return super().later_uses(keys, ids)
+
+    def notes(self) -> Notes:
+        """Empty where they cannot be read any more."""
+        try:
+            with self._lock:
+                return Notes(super().entries(), super().ghosts(), super().meta())
+        except Unreadable as reason:
+            log.warning("the store's notes about its chunks are lost: %s", reason)
+            return Notes([], [], {})
+
+    def save_notes(
+        self, changes: UnsavedChanges, uses: Iterable[tuple[ChunkKey, Uses]], meta: Mapping[str, Any]
+    ) -> None:
+        with self._lock:
+            super().touch(uses)
+            super().remove_entries(changes.forgotten)
+            super().save_entries(changes.entries.values(), changes.pins)
+            super().add_ghosts(changes.ghosts)
+            super().save_meta(meta)
+
+    def close(self) -> None:
+        with self._following_lock, self._lock:
+            if self._following is not None:
+                self._following.close()
+            super().close()
+
+
+# ── other stores, which stay as they are ──
 
 
 def model_with(path: Path, sources: Sequence[str]) -> str | None:
@@ -293,7 +343,7 @@ def model_with(path: Path, sources: Sequence[str]) -> str | None:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """What the index of a store says about the store, which stays as it is. Raises OSError."""
+    """What the index of a store says about the store. Raises OSError."""
     return dict(_looked_up(path, "SELECT name, value FROM meta"))
 
 
@@ -303,7 +353,7 @@ def is_of_this_version(path: Path) -> bool:
 
 
 def _looked_up(path: Path, sql: str, *values: Any) -> list[Any]:
-    def read() -> list[Any]:
+    with _translated():
         db = apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY)
         try:
             db.set_busy_timeout(_BUSY_MS)
@@ -311,7 +361,21 @@ def _looked_up(path: Path, sql: str, *values: Any) -> list[Any]:
         finally:
             db.close()
 
-    return _translated(read)
+
+# ── rows ──
+
+
+def _insert(table: str, columns: str) -> str:
+    return f"INSERT INTO {table} ({columns}) VALUES ({', '.join('?' * (columns.count(',') + 1))})"
+
+
+def _row(values: tuple[Any, ...]) -> ChunkRow:
+    seq, key, namespace, parent, take, start, tokens, sampled, made, check, *rest = values
+    if _check(key, namespace, parent, take, tokens) != check:
+        raise Unreadable("the store's index: a row is not as it was written")
+    ids = np.frombuffer(tokens, "<i4")
+    spans = unpack_spans(sampled) if sampled else ()
+    return ChunkRow(seq, key, namespace, parent, take, start, ids, spans, MADE[made % len(MADE)], *rest)
 
 
 def _values(d: Description, size: int) -> tuple[Any, ...]:
@@ -338,11 +402,6 @@ def _entry_values(entry: Entry) -> tuple[Any, ...]:
     return (*what, entry.turns, entry.used_at, entry.is_pinned, entry.pack_tails())
 
 
-def _ghost_values(g: Ghost) -> tuple[Any, ...]:
-    where = (g.key, str(g.lineage), g.parent, g.take, g.length, g.opening)
-    return (*where, g.reason, g.hits, g.last_used, g.was_written)
-
-
 def _ghost(values: tuple[Any, ...]) -> Ghost:
     key, namespace, parent, take, length, opening, reason, hits, last_used, was_written = values
     why, lineage = MissReason(reason), Lineage.parse(namespace)
@@ -350,29 +409,31 @@ def _ghost(values: tuple[Any, ...]) -> Ghost:
 
 
 def _open(path: Path) -> apsw.Connection:
-    db = apsw.Connection(str(path))
-    try:
-        db.set_busy_timeout(_BUSY_MS)
-        db.pragma("journal_mode", "wal")
-        # The files are the truth: losing the newest rows in a power cut costs a directory scan.
-        db.pragma("synchronous", "normal")
-        db.pragma("secure_delete", True)  # what a user had removed is overwritten
-        if db.pragma("user_version") not in (0, _VERSION):
-            for table in _TABLES:
-                db.execute(f"DROP TABLE IF EXISTS {table}")
-        db.execute(_SCHEMA)
-        if db.pragma("user_version") != _VERSION:  # a store that is only looked at is not written to
-            db.pragma("user_version", _VERSION)
-        db.execute("SELECT count(*) FROM chunk").fetchall()
-    except BaseException:
-        db.close()
-        raise
-    return db
+    with _translated():
+        db = apsw.Connection(str(path))
+        try:
+            db.set_busy_timeout(_BUSY_MS)
+            db.pragma("journal_mode", "wal")
+            # The files are the truth: losing the newest rows in a power cut costs a directory scan.
+            db.pragma("synchronous", "normal")
+            db.pragma("secure_delete", True)  # what a user had removed is overwritten
+            if db.pragma("user_version") not in (0, _VERSION):
+                for table in _TABLES:
+                    db.execute(f"DROP TABLE IF EXISTS {table}")
+            db.execute(_SCHEMA)
+            if db.pragma("user_version") != _VERSION:  # a store that is only looked at is not written to
+                db.pragma("user_version", _VERSION)
+            db.execute("SELECT count(*) FROM chunk").fetchall()
+        except BaseException:
+            db.close()
+            raise
+        return db
 
 
-def _translated(action: Callable[[], T]) -> T:
+@contextmanager
+def _translated() -> Iterator[None]:
     try:
-        return action()
+        yield
     except (apsw.CorruptError, apsw.NotADBError, ValueError, TypeError, AttributeError, struct.error) as error:
         raise Unreadable(f"the store's index: {error}") from error
     except apsw.Error as error:

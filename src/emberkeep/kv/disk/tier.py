@@ -17,14 +17,13 @@ from typing import Any
 
 from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.disk.chunkfile import most_bytes
-from emberkeep.kv.disk.forgetter import Forgetter
-from emberkeep.kv.disk.forgotten import Whose
-from emberkeep.kv.disk.index import ChunkRow, description_of
+from emberkeep.kv.disk.index import description_of
 from emberkeep.kv.disk.transfers import FetchState, Reader, Writer
-from emberkeep.kv.keys import ChunkKey
+from emberkeep.kv.forgetting import Forgetter, Whose
+from emberkeep.kv.holdings import ChunkRow
 from emberkeep.kv.ledger import Ledger, Transact
 from emberkeep.kv.policy import LOW_WATER, CostModel, StoreCounters
-from emberkeep.kv.tree import Chunk
+from emberkeep.kv.tree import Chunk, ChunkKey
 from emberkeep.types.events import MissReason
 from emberkeep.values import dataclass
 
@@ -199,7 +198,7 @@ class DiskTier:
         self._forgetter.notice()
         self.remove_files()
         self._check_orphans()
-        self._look_at_strays()
+        self._try_again()
         self._make_room(0)
         # Uses alone wait for company: while a prompt is evaluated there are new ones all the time.
         if self._transact(lambda ledger: ledger.entries.changes.is_pressing):
@@ -227,30 +226,20 @@ class DiskTier:
                     self._transact(partial(Ledger.settle_orphan, row=row, is_whole=is_whole))
 
     def _orphans_to_check(self) -> list[ChunkRow]:
-        return [row for row in self._transact(Ledger.orphans_to_check) if row.key not in self._unreadable]
+        rows = self._transact(lambda ledger: ledger.orphans.below(ledger.tree.by_key))
+        return [row for row in rows if row.key not in self._unreadable]
 
-    def _look_at_strays(self) -> None:
-        """Try again what failed in a way that may pass."""
+    def _try_again(self) -> None:
+        """Look again at what could not be read, and for what is left of users who were forgotten."""
         if monotonic() < self._look_again_at:
             return
         self._look_again_at = monotonic() + _RETRY_S
         self._unreadable.clear()
         if owed := self.files.forgotten.owed:
-            # What has come back since goes with the rest.
-
-            def forget(ledger: Ledger) -> None:
-                for _, whose in owed:
-                    ledger.forget(whose)
-
-            self._transact(forget)
+            for _, whose in owed:  # what has come back since goes with the rest
+                self._transact(partial(Ledger.forget, whose=whose))
             self.files.finish_forgetting()
             self.remove_files()
-        self._forgetter.adopt(self._read_strays)
-
-    def _read_strays(self) -> list[ChunkRow]:
-        rows, damaged = self.files.adopt_strays()
-        self._counters.damaged_chunks += damaged
-        return rows
 
     def _make_room(self, incoming: int, newcomer: Chunk | None = None) -> bool:
         """Evict until so many bytes more fit into the budget; False when they cannot, or not without giving up
@@ -265,19 +254,15 @@ class DiskTier:
             if not alone:
                 return True
             self.files.clean_up()
-            self._remove_orphans(lost_ones_too=False)
             own = self._transact(lambda ledger: ledger.disk_bytes) + self.files.side_bytes
             allowed = max(self._settings.budget - incoming - own, 0)
             self._other_stores = self.files.shrink_other_stores(allowed)
             if not self._fits(incoming):
-                self._remove_orphans(lost_ones_too=True)
+                self._transact(Ledger.give_up_orphans)
+                self.remove_files()
                 self.files.drop_strays()
             self._evict(incoming, newcomer)
         return self._fits(incoming)
-
-    def _remove_orphans(self, *, lost_ones_too: bool) -> None:
-        self._transact(lambda ledger: ledger.give_up_orphans(lost_ones_too=lost_ones_too))
-        self.remove_files()
 
     def _fits(self, incoming: int) -> bool:
         chunks, size = self._transact(lambda ledger: (ledger.disk.chunks, ledger.disk_bytes))
@@ -317,7 +302,7 @@ class DiskTier:
         try:
             self.files.index.save_notes(unsaved.changes, unsaved.uses, {**unsaved.meta, **self._settings.about})
         except BaseException:
-            self._transact(lambda ledger: ledger.put_back(unsaved))
+            self._transact(lambda ledger: ledger.entries.put_back(unsaved.changes))
             raise
 
 

@@ -20,10 +20,9 @@ from typing import Protocol
 
 from emberkeep.kv.disk.chunk_files import ChunkFiles, Written
 from emberkeep.kv.disk.chunkfile import Damaged, Description, describe, most_bytes
-from emberkeep.kv.keys import ChunkKey
 from emberkeep.kv.ledger import Ledger, Transact
 from emberkeep.kv.policy import CostModel, StoreCounters
-from emberkeep.kv.tree import Chunk
+from emberkeep.kv.tree import Chunk, ChunkKey
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")
@@ -155,7 +154,9 @@ class Reader:
         """Enter what was read; where it was nothing, returns the chunks below, which are out of reach now."""
         del self._fetches[chunk.key]
         if result.payload is not None:
-            self._counters.read(len(result.payload), result.seconds)
+            self._counters.read_chunks += 1
+            self._counters.read_bytes += len(result.payload)
+            self._counters.read_seconds += result.seconds
             self._costs.read.measure(len(result.payload), result.seconds)
             ledger.enter_payload(chunk, result.payload)
             ledger.shrink_ram()

@@ -19,8 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from emberkeep.kv.disk.chunkfile import Damaged, Description
-from emberkeep.kv.keys import ROOT, ChunkKey, Span, chunk_key
-from emberkeep.kv.tree import Chunk, Cursor, Made, tokens_to
+from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, Made, Span, chunk_key, tokens_to
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.lineage import Lineage
 from emberkeep.values import dataclass

@@ -12,11 +12,11 @@ waits for, has been answered. What stands in the server can be sealed with a key
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,7 +27,16 @@ from emberkeep.values import dataclass
 if TYPE_CHECKING:
     from valkey import Valkey
     from valkey.client import Pipeline
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from emberkeep.files import replace_file
+
+if TYPE_CHECKING:
+    from valkey.client import Pipeline
+
+log = logging.getLogger("emberkeep.kv")
 
 T = TypeVar("T")
 
@@ -378,38 +387,61 @@ def bound(client: Valkey, allowance: Allowance) -> None:
     client.connection_pool.connection_class = Bounded
 
 
-# ── what is in the server ──
+_READ_AT_ONCE = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
-    store: str
-    """The name of the store's folder on every host that has it."""
-    tag: str
-    """What `RemoteLink.tag` makes of a user."""
-    chunks: int = 0
-    bytes: int = 0
-    longest_s: float = 0.0
-    """Until the last of them expires."""
+class ForgottenLog:
+    """Who was forgotten by any host, in order, and how far this one has followed. Safe to use from any thread."""
 
-    def plus(self, size: int, milliseconds: int) -> Holding:
-        longest = max(self.longest_s, milliseconds / 1000)
-        return Holding(self.store, self.tag, self.chunks + 1, self.bytes + size, longest)
+    def __init__(
+        self, link: RemoteLink, let_go: Callable[[Callable[[str], bool]], None], folder: Path | None
+    ) -> None:
+        """`let_go` drops the users of whom a function is true, and raises OSError."""
+        self._link = link
+        self._let_go = let_go
+        self._path = folder / "remote.json" if folder else None
+        self._lock = threading.Lock()
+        self._last = self._saved()
 
+    def ask(self, pipe: Pipeline) -> Any:
+        """Put the question into a pipeline, or ask it at once where that does so."""
+        return pipe.xrange(FORGOTTEN, f"({self._last}", "+", count=_READ_AT_ONCE)
 
-def holdings(link: RemoteLink) -> list[Holding]:
-    """The largest first. Blocks while every name is looked at. Raises Unreachable."""
-    found: dict[tuple[str, str], Holding] = {}
-    for names in link.scan(f"{VERSION}:*:*:*"):
-        values = sorted({name for name in names if not name.endswith((FOLLOWERS, SNAPSHOTS))})
-        answers = link.run(partial(_ask, values))
-        for name, size, left in zip(values, answers[::2], answers[1::2], strict=True):
-            _, store, tag, _ = name.decode("ascii", "replace").split(":", 3)
-            found[store, tag] = found.get((store, tag), Holding(store, tag)).plus(size, left)
-    return sorted(found.values(), key=lambda holding: -holding.bytes)
+    def follow(self, ask: Callable[[], Any]) -> bool:
+        """To the end, with as many questions as it takes; False where this host cannot."""
+        while self._drop(entries := ask()):
+            if len(entries) < _READ_AT_ONCE:
+                return True
+        return False
 
+    def take(self, entries: Any) -> bool:
+        """The answer: drop who was forgotten. Whether that was everybody."""
+        return self._drop(entries) and len(entries) < _READ_AT_ONCE
 
-def _ask(names: Sequence[bytes], pipe: Pipeline) -> None:
-    for name in names:
-        pipe.strlen(name)
-        pipe.pttl(name)
+    def _drop(self, entries: Any) -> bool:
+        if not entries:
+            return True
+        tags = {fields.get(b"user", b"").decode("ascii", "replace") for _, fields in entries}
+        with self._lock:
+            try:
+                self._let_go(lambda user: self._link.tag(user) in tags)
+            except OSError as error:
+                log.warning("a user who was forgotten elsewhere is not forgotten here yet: %s", error)
+                return False
+            self._last = entries[-1][0].decode()
+            self._save()
+        return True
+
+    def _saved(self) -> str:
+        try:
+            return str(json.loads(self._path.read_text())["forgotten"]) if self._path else "0-0"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "0-0"
+
+    def _save(self) -> None:
+        if self._path is None:
+            return
+        try:
+            replace_file(self._path, json.dumps({"forgotten": self._last}).encode())
+        except OSError as error:
+            log.warning("it cannot be kept who was forgotten elsewhere: %s", error)

@@ -15,14 +15,12 @@ from typing import Any
 import numpy as np
 
 from emberkeep.kv.disk.chunkfile import Damaged, Description, verified
-from emberkeep.kv.keys import ChunkKey
-from emberkeep.kv.policy import CostModel
+from emberkeep.kv.lookups import Arrival
+from emberkeep.kv.policy import CostModel, ReadCounters
 from emberkeep.kv.remote.blocks import BLOCK_TOKENS, Place, block_start, blocks_of, place_after
-from emberkeep.kv.remote.forgotten_log import ForgottenLog
-from emberkeep.kv.remote.link import FOLLOWERS, SNAPSHOTS, RemoteLink
-from emberkeep.kv.shared_tier import Arrival
+from emberkeep.kv.remote.link import FOLLOWERS, SNAPSHOTS, ForgottenLog, RemoteLink
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.tree import Chunk, Cursor, place_at
+from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, place_at
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types.lineage import EXACT_BITS, SHARED, Lineage
 from emberkeep.values import dataclass
@@ -272,15 +270,6 @@ class StoredBlock:
     lineage: Lineage
     expected: Description
     size: int
-
-
-@dataclass(slots=True)
-class ReadCounters:
-    read_chunks: int = 0
-    read_bytes: int = 0
-    read_seconds: float = 0.0
-    damaged_chunks: int = 0
-    vanished_chunks: int = 0
 
 
 class BlockReader:

@@ -12,19 +12,25 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from time import monotonic
+from typing import TYPE_CHECKING
 
-from emberkeep.kv.keys import ChunkKey, store_name
 from emberkeep.kv.remote.blocks import BLOCK_TOKENS
-from emberkeep.kv.remote.forgotten_log import ForgottenLog
-from emberkeep.kv.remote.link import RemoteLink, Unreachable
+from emberkeep.kv.remote.link import FOLLOWERS, SNAPSHOTS, VERSION, ForgottenLog, RemoteLink, Unreachable
+from emberkeep.kv.tree import ChunkKey, store_name
+from emberkeep.values import dataclass
+
+if TYPE_CHECKING:
+    from valkey.client import Pipeline
+
+from emberkeep.kv.lookups import Arrival, SharedTier
 from emberkeep.kv.remote.lookup import WORTH_ASKING, BlockReader, Lookup, LookupTools
 from emberkeep.kv.remote.writer import RemoteWriter
-from emberkeep.kv.shared_tier import Arrival, SharedTier
 from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import Chunk, held_at
 from emberkeep.token_arrays import TokenArray
@@ -208,3 +214,43 @@ class RemoteTier(SharedTier):
             "breaker_opened": breaker.opened,
             "is_encrypted": self._link.seal.is_closed,
         }
+
+
+# ── what is in the server ──
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    store: str
+    """The name of the store's folder on every host that has it."""
+    tag: str
+    """What `RemoteLink.tag` makes of a user."""
+    chunks: int = 0
+    bytes: int = 0
+    longest_s: float = 0.0
+    """Until the last of them expires."""
+
+    def plus(self, size: int, milliseconds: int) -> Holding:
+        longest = max(self.longest_s, milliseconds / 1000)
+        return Holding(self.store, self.tag, self.chunks + 1, self.bytes + size, longest)
+
+
+def holdings(link: RemoteLink) -> list[Holding]:
+    """The largest first. Blocks while every name is looked at. Raises Unreachable."""
+    found: dict[tuple[str, str], Holding] = {}
+    for names in link.scan(f"{VERSION}:*:*:*"):
+        values = sorted({name for name in names if not name.endswith((FOLLOWERS, SNAPSHOTS))})
+        answers = link.run(partial(_ask, values))
+        for name, size, left in zip(values, answers[::2], answers[1::2], strict=True):
+            _, store, tag, _ = name.decode("ascii", "replace").split(":", 3)
+            found[store, tag] = found.get((store, tag), Holding(store, tag)).plus(size, left)
+    return sorted(found.values(), key=lambda holding: -holding.bytes)
+
+
+def _ask(names: Sequence[bytes], pipe: Pipeline) -> None:
+    for name in names:
+        pipe.strlen(name)
+        pipe.pttl(name)
+
+
+log = logging.getLogger("emberkeep.kv")

@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING
 
 from emberkeep.kv.disk.chunkfile import parts
 from emberkeep.kv.disk.transfers import give_way
-from emberkeep.kv.keys import ChunkKey, token_bytes
+from emberkeep.kv.lookups import StillElsewhere
 from emberkeep.kv.remote.blocks import BlockPlaces, Placed
-from emberkeep.kv.remote.forgotten_log import ForgottenLog
-from emberkeep.kv.remote.link import FOLLOWERS, SLOTS, SNAPSHOTS, RemoteLink, Unreachable
-from emberkeep.kv.shared_tier import StillElsewhere
+from emberkeep.kv.remote.link import FOLLOWERS, SLOTS, SNAPSHOTS, ForgottenLog, RemoteLink, Unreachable
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.tree import Chunk
+from emberkeep.kv.tree import Chunk, ChunkKey, token_bytes
 from emberkeep.types.lineage import SHARED, Lineage
 from emberkeep.values import dataclass
 

@@ -16,14 +16,20 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Container, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from emberkeep.errors import EmberkeepError
 from emberkeep.files import private_folder, replace_file
-from emberkeep.kv.disk.index import ChunkRow
+from emberkeep.kv.disk.index import SharedIndex
+from emberkeep.kv.holdings import ChunkRow
+from emberkeep.kv.ledger import Transact
+from emberkeep.types.cache import Removed
 from emberkeep.types.lineage import SHARED, owner_of, user_of
 from emberkeep.values import dataclass
 
@@ -60,13 +66,14 @@ NO_USER = Whose(lambda user: False)
 
 def of_user(user: str) -> Whose:
     """`user` "" stands for all who gave no name. It is kept for a while, so it holds a digest and not the name."""
-    salt = secrets.token_bytes(16)
+    salt = secrets.token_hex(16)
     digest = _salted(salt, user)
     return Whose(lambda other: _salted(salt, other) == digest)
 
 
-def _salted(salt: bytes, user: str) -> bytes:
-    return hashlib.blake2b(user.encode("utf-8", "surrogatepass"), key=salt).digest()
+def _salted(salt: str, user: str) -> str:
+    name = user.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(name, key=bytes.fromhex(salt), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +94,9 @@ class Record:
     """Who was forgotten up to this one is not listed any more."""
     listed: tuple[Forgetting, ...] = ()
 
-    def digest(self, user: str) -> str:
-        name = user.encode("utf-8", "surrogatepass")
-        return hashlib.blake2b(name, key=bytes.fromhex(self.salt), digest_size=16).hexdigest()
-
     def whose(self, forgettings: list[Forgetting]) -> Whose:
         digests = {forgetting.digest for forgetting in forgettings}
-        return Whose(lambda user: self.digest(user) in digests)
+        return Whose(lambda user: _salted(self.salt, user) in digests)
 
     def with_one(self, digest: str) -> Record:
         one = Forgetting(self.last + 1, digest, False)
@@ -120,8 +123,6 @@ class ForgottenRecord:
     def __init__(self, root: Path) -> None:
         """Everything that is in the record now is known: the store is about to be opened."""
         self._path = root / RECORD
-        self._lock_path = root / LOCK
-        self._root = root
         self._seen_version: tuple[int, ...] | None = self._version()
         known = self._read()
         self._seen_id, self._seen = (known.id, known.last) if known else ("", 0)
@@ -160,7 +161,7 @@ class ForgottenRecord:
         """From now on, on every process, nothing of what is held of `user` is written or served any more."""
         with self._locked(fcntl.LOCK_EX):
             record = self._read() or Record(secrets.token_hex(8), secrets.token_hex(16))
-            record = record.with_one(record.digest(user))
+            record = record.with_one(_salted(record.salt, user))
             self._write(record)
             return record.listed[-1]
 
@@ -216,12 +217,14 @@ class ForgottenRecord:
             return None
 
     def _write(self, record: Record) -> None:
-        replace_file(self._path, json.dumps(_packed(record)).encode())
+        listed = [[one.seq, one.digest, one.is_done] for one in record.listed]
+        packed = {"id": record.id, "salt": record.salt, "last": record.last, "floor": record.floor}
+        replace_file(self._path, json.dumps({**packed, "forgotten": listed}).encode())
 
     @contextmanager
     def _locked(self, mode: int) -> Iterator[None]:
-        private_folder(self._root)
-        lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        folder = private_folder(self._path.parent)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(lock, mode)
             yield
@@ -234,13 +237,142 @@ def _going(record: Record | None) -> Whose:
     return record.whose(unfinished) if record and unfinished else NO_USER
 
 
-def _packed(record: Record) -> dict[str, Any]:
-    listed = [[f.seq, f.digest, f.is_done] for f in record.listed]
-    return {"id": record.id, "salt": record.salt, "last": record.last, "floor": record.floor, "forgotten": listed}
-
-
 def _unpacked(data: Any) -> Record:
     """Raises ValueError, LookupError, TypeError."""
     listed = tuple(Forgetting(int(seq), str(digest), bool(done)) for seq, digest, done in data["forgotten"])
     bytes.fromhex(data["salt"])
     return Record(str(data["id"]), str(data["salt"]), int(data["last"]), int(data["floor"]), listed)
+
+
+T = TypeVar("T")
+
+
+class Forgetter:
+    """Drops the state of users that any process on this folder has forgotten. Safe to use from any thread; blocks
+    on disk, if there is one."""
+
+    def __init__(self, on_disk: tuple[ForgottenRecord, SharedIndex] | None, transact: Transact) -> None:
+        self._on_disk = on_disk
+        self._transact = transact
+        self._noticing = threading.Lock()
+        self.on_forget: Callable[[Container[str]], None] = lambda owners: None
+        """Called for all who are forgotten, by any process. Must be quick, and must not call the store."""
+
+    def notice(self) -> None:
+        """Drop the state of users that were forgotten meanwhile. One system call if there are none.
+
+        Raises OSError: then it is not known who was.
+        """
+        if self._on_disk is not None and not self._on_disk[0].is_known():
+            with self._noticing:
+                self._notice(*self._on_disk)
+
+    def refresh(self) -> None:
+        """Learn what other processes stored, and which users they forgot. Reads the index. Never raises."""
+        if self._on_disk is None:
+            return
+        record, index = self._on_disk
+        try:
+            with self._noticing:  # else what was read might be entered after its user was let go
+                self._notice(record, index)
+                going = record.going
+                rows = [row for row in record.allowed(index.new_rows()) if row.namespace not in going]
+                self._transact(lambda ledger: ledger.adopt(rows))
+        except OSError as error:
+            log.warning("cannot read what others have stored: %s", error)
+
+    def let_go(self, whose: Whose) -> None:
+        """Drop everything of theirs that this process knows."""
+        self._transact(lambda ledger: ledger.forget(whose))
+        if self._on_disk is not None:
+            self._on_disk[1].forget_untold(whose)
+        self.on_forget(whose)
+
+    def _notice(self, record: ForgottenRecord, index: SharedIndex) -> None:
+        if record.is_known():
+            return
+        whose, known = record.newly_forgotten()
+        if whose is ALL_USERS:
+            # It cannot be told any more who was: what the others have left on disk is all that there is.
+            self._transact(lambda ledger: ledger.forget(ALL_USERS, files_stay=True))
+            index.forget_untold(ALL_USERS)
+            rows, notes = record.allowed(index.new_rows(everything=True)), index.notes()
+            self._transact(lambda ledger: ledger.adopt(rows))
+            self._transact(lambda ledger: ledger.entries.restore(notes.entries))
+            self.on_forget(ALL_USERS)
+        elif whose is not None:
+            self.let_go(whose)
+        known()
+
+
+# ── everything in this process that holds what users sent ──
+
+Forget = Callable[[Container[str]], "Future[Any] | None"]
+"""Drops everything of these owners. Quick, and does not call a store. Returns a future where another thread does
+it."""
+Erase = Callable[[str], Removed]
+"""Leaves nothing of a user on disk or elsewhere. Blocks. Raises EmberkeepError where something may be left: that
+is recorded, and tried again."""
+
+
+class Holders:
+    """Everything that holds what users sent: forgetting a user reaches all who joined, first what is quick and
+    could be stored again, then what is on disk and elsewhere. Safe to use from any thread. What belongs to a model
+    leaves with it; the registry may outlive all models."""
+
+    def __init__(self) -> None:
+        self.opening = threading.Lock()
+        """Held while something that lasts is opened: forgetting waits for it, and misses nothing."""
+        self._holders: tuple[tuple[str, object, Forget], ...] = ()
+        self._lasting: tuple[tuple[object, Erase], ...] = ()
+        self._changing = threading.Lock()
+
+    def join(self, name: str, member: object, forget: Forget) -> None:
+        """`name`: what is held, for the log. `member`: who leaves. Who joins first is told first."""
+        with self._changing:
+            self._holders = (*self._holders, (name, member, forget))
+
+    def join_lasting(self, member: object, erase: Erase) -> None:
+        with self._changing:
+            self._lasting = (*self._lasting, (member, erase))
+
+    def leave(self, member: object) -> None:
+        """Everything that joined for it leaves. Idempotent."""
+        with self._changing:
+            self._holders = tuple(holder for holder in self._holders if holder[1] is not member)
+            self._lasting = tuple(lasting for lasting in self._lasting if lasting[0] is not member)
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _, _ in self._holders]
+
+    def drop(self, owners: Container[str]) -> list[Future[Any]]:
+        """Drop what is quick, also where another process has forgotten them. Never raises: what failed is a failed
+        future and a line in the log, and all others are told all the same."""
+        futures: list[Future[Any]] = []
+        for name, _, forget in self._holders:
+            try:
+                future = forget(owners)
+            except Exception as error:
+                log.exception("something of a user who was forgotten may be left in: %s", name)
+                future = Future()
+                future.set_exception(error)
+            if future is not None:
+                futures.append(future)
+        return futures
+
+    def forget(self, user: str) -> Removed:
+        """Leave nothing of a user; "" stands for all requests without one. Blocks. Raises the first error of all,
+        when everybody was asked."""
+        errors = [error for future in self.drop(of_user(user)) if (error := future.exception())]
+        with self.opening:
+            lasting = self._lasting
+        removed = [Removed(0, 0)]
+        for _, erase in lasting:
+            try:
+                removed.append(erase(user))
+            except EmberkeepError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return Removed(*(sum(column) for column in zip(*map(astuple, removed), strict=True)))

@@ -23,8 +23,8 @@ from time import monotonic
 import numpy as np
 
 from emberkeep.kv.disk.transfers import give_way
-from emberkeep.kv.drafts.ngram_index import MAX_MATCH, Continuation, NgramIndex
 from emberkeep.kv.ledger import Transact
+from emberkeep.kv.ngram_index import MAX_MATCH, Continuation, NgramIndex
 from emberkeep.kv.tree import Chunk, Cursor, RadixTree, places_along
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.lineage import SHARED, Lineage
