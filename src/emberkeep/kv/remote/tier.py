@@ -12,29 +12,22 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING
-
-from emberkeep.kv.remote.blocks import BLOCK_TOKENS
-from emberkeep.kv.remote.link import FOLLOWERS, SNAPSHOTS, VERSION, ForgottenLog, RemoteLink, Unreachable
-from emberkeep.kv.tree import ChunkKey, store_name
-from emberkeep.values import dataclass
-
-if TYPE_CHECKING:
-    from valkey.client import Pipeline
 
 from emberkeep.kv.lookups import Arrival, SharedTier
+from emberkeep.kv.remote.blocks import BLOCK_TOKENS
+from emberkeep.kv.remote.link import FOLLOWERS, SNAPSHOTS, VERSION, ForgottenLog, RemoteLink, Unreachable
 from emberkeep.kv.remote.lookup import WORTH_ASKING, BlockReader, Lookup, LookupTools
 from emberkeep.kv.remote.writer import RemoteWriter
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.tree import Chunk, held_at
+from emberkeep.kv.tree import Chunk, ChunkKey, held_at, store_name
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.lineage import SHARED, Lineage
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")
 
@@ -221,6 +214,8 @@ class RemoteTier(SharedTier):
 
 @dataclass(frozen=True, slots=True)
 class Holding:
+    """State of one user in one store on the server."""
+
     store: str
     """The name of the store's folder on every host that has it."""
     tag: str
@@ -238,19 +233,14 @@ class Holding:
 def holdings(link: RemoteLink) -> list[Holding]:
     """The largest first. Blocks while every name is looked at. Raises Unreachable."""
     found: dict[tuple[str, str], Holding] = {}
+
+    def sizes_and_times(names: list[bytes]) -> list[int]:
+        return link.run(lambda pipe: [(pipe.strlen(name), pipe.pttl(name)) for name in names])
+
     for names in link.scan(f"{VERSION}:*:*:*"):
         values = sorted({name for name in names if not name.endswith((FOLLOWERS, SNAPSHOTS))})
-        answers = link.run(partial(_ask, values))
+        answers = sizes_and_times(values)
         for name, size, left in zip(values, answers[::2], answers[1::2], strict=True):
             _, store, tag, _ = name.decode("ascii", "replace").split(":", 3)
             found[store, tag] = found.get((store, tag), Holding(store, tag)).plus(size, left)
     return sorted(found.values(), key=lambda holding: -holding.bytes)
-
-
-def _ask(names: Sequence[bytes], pipe: Pipeline) -> None:
-    for name in names:
-        pipe.strlen(name)
-        pipe.pttl(name)
-
-
-log = logging.getLogger("emberkeep.kv")
