@@ -26,8 +26,7 @@ from emberkeep.library.results import Result
 from emberkeep.library.verify_report import VerifyReport
 from emberkeep.types.events import TokenLogprob
 from emberkeep.types.lineage import private_namespace
-from emberkeep.types.request import Execution, Message, Request
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Execution, Message, Request, Sampling
 from emberkeep.values import dataclass
 
 TURNS, HOT, RAM, DISK, TURNS_DISK = "turns, hot", "hot", "RAM", "disk", "turns, disk"

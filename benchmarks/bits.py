@@ -36,8 +36,7 @@ from emberkeep.sched.sequence import Sequence as Sequence_
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.events import TokenLogprob
 from emberkeep.types.lineage import EXACT, EXACT_BITS, Lineage, private_namespace
-from emberkeep.types.request import Execution, Request
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Execution, Request, Sampling
 
 Logits = npt.NDArray[np.float32]
 

@@ -28,8 +28,7 @@ from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence as Sequence_
 from emberkeep.sched.sequence_state import Ending
 from emberkeep.types.cache import EntryKind, Label
-from emberkeep.types.request import Request
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Request, Sampling
 
 _CONTEXT = 4096
 _PRINTABLE = (32, 127)

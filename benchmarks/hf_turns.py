@@ -15,8 +15,7 @@ from benchmarks.model_under_test import Reply
 from emberkeep.bench.report import BenchResult, Row, Series, Table, ratios, series
 from emberkeep.bench.turns import TurnsPlan
 from emberkeep.bench.workspace import Workspace
-from emberkeep.types.request import Message, Request
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Message, Request, Sampling
 
 _ROOM = 128
 """For what the template writes around messages."""

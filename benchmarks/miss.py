@@ -29,8 +29,7 @@ from emberkeep.engine.llamacpp.threads import one_core_each
 from emberkeep.runtime.local_model import assemble
 from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types.request import Request
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Request, Sampling
 
 _POLL_S = 0.002
 _ROOM = 64

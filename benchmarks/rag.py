@@ -19,8 +19,7 @@ from emberkeep.bench.report import BenchResult, Row, Table, Value, ratios, serie
 from emberkeep.bench.workspace import Workspace
 from emberkeep.library.verify_report import CANDIDATES, kl
 from emberkeep.types.lineage import Approximation, Repair
-from emberkeep.types.request import Message, Request
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Message, Request, Sampling
 
 _BETWEEN = 2
 """Tokens between two passages."""

@@ -28,8 +28,7 @@ from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence as Sequence_
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.events import LookupRecord
-from emberkeep.types.request import Execution, Request
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Execution, Request, Sampling
 
 T = TypeVar("T")
 

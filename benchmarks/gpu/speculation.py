@@ -22,8 +22,7 @@ from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.sequence_state import Ending
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types.request import Request
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Request, Sampling
 
 _PARALLEL = 8
 _STORED = 4 << 30

@@ -1,5 +1,5 @@
-"""Files and folders that only their owner can read, written so that a crash leaves the old or the new, and their
-digests, computed once per version of each file and remembered in a folder."""
+"""Files and folders that only their owner can read, written so that a crash leaves the old or the new; digests of
+files, computed once per version and remembered in a folder; and files with one JSON object per line."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
+from emberkeep.errors import EmberkeepError
 from emberkeep.values import dataclass
 
 
@@ -83,8 +85,6 @@ def link_or_copy(source: Path | str, target: Path | str) -> None:
 
 
 # ── digests ──
-
-
 BLOCK = 4 << 20
 
 Progress = Callable[[int, int], None]
@@ -166,3 +166,58 @@ def remember(version: FileVersion, digest: str, folder: Path) -> None:
 
 def _entry(version: FileVersion, folder: Path) -> Path:
     return folder / f"{hashlib.sha256(os.fsencode(version.path)).hexdigest()[:32]}.json"
+
+
+# ── lines of JSON ──
+
+
+def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """A new file that only its owner can read, whole or not at all. Raises EmberkeepError, and what `rows` raises;
+    an existing file is left alone."""
+    try:
+        with open(path, "x", encoding="utf-8", opener=_private) as file, _removed_if_unfinished(path):
+            file.writelines(line(row) for row in rows)
+            file.flush()
+    except FileExistsError as error:
+        raise EmberkeepError(f"{path} exists already: give another name.") from error
+    except OSError as error:
+        raise EmberkeepError(f"Cannot write {path}: {error.strerror or error}.") from error
+
+
+def line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False) + "\n"
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The file is open while it is iterated. Raises EmberkeepError."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, text in enumerate(file, 1):
+                yield _parse_line(text, f"Line {number} of {path}")
+    except UnicodeDecodeError as error:
+        raise EmberkeepError(f"{path} is not valid UTF-8: give a file that was exported.") from error
+    except OSError as error:
+        raise EmberkeepError(f"Cannot read {path}: {error.strerror or error}.") from error
+
+
+def _parse_line(text: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, dict):
+        raise EmberkeepError(f"{where} is not a JSON object: give a file that was exported.")
+    return row
+
+
+@contextmanager
+def _removed_if_unfinished(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

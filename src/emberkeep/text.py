@@ -54,6 +54,21 @@ def strip_hidden_json(value: Any) -> Any:
     return value
 
 
+def exceeds_depth(value: Any, levels: int) -> bool:
+    """Whether objects and lists are nested deeper than `levels`. Not recursive."""
+    level = [value]
+    for _ in range(levels):
+        level = [child for parent in level for child in _containers(parent)]
+        if not level:
+            return False
+    return True
+
+
+def _containers(value: Any) -> list[Any]:
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [child for child in children if isinstance(child, (dict, list))]
+
+
 def encodable(text: str) -> str:
     """A plain `str` without halves of characters, which no file can hold and no protocol can send."""
     return text if type(text) is str and text.isascii() else text.encode("utf-8", "replace").decode()

@@ -17,10 +17,8 @@ from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.types.cache import EntryKind
 from emberkeep.types.events import Completed, Marked, Progress
-from emberkeep.types.request import Breakpoint, Message, Request, Tool, Ttl
-from emberkeep.types.sampling import Sampling
-from helpers.events import end_of, read_events
-from helpers.fake_backend import fake_backend, settle
+from emberkeep.types.request import Breakpoint, Message, Request, Sampling, Tool, Ttl
+from helpers.scripted_backend import end_of, fake_backend, read_events, settle
 from helpers.waiting import eventually
 
 TEMPLATE = (

@@ -17,10 +17,8 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import Overloaded
 from emberkeep.types.events import Completed, MissReason
 from emberkeep.types.lineage import private_namespace
-from emberkeep.types.request import Message, Request, Tool
-from emberkeep.types.sampling import Sampling
-from helpers.events import end_of, read_events
-from helpers.fake_backend import fake_backend, settle
+from emberkeep.types.request import Message, Request, Sampling, Tool
+from helpers.scripted_backend import end_of, fake_backend, read_events, settle
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n"

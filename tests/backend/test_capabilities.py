@@ -23,8 +23,8 @@ from emberkeep.backend.capabilities import (
 from emberkeep.backend.remote.backend import RemoteBackend
 from emberkeep.errors import NoSuchEntry, RequestError
 from emberkeep.types.cache import Removed
+from emberkeep.types.models import SpeculationStats
 from emberkeep.types.request import Message, Request
-from emberkeep.types.speculation import SpeculationStats
 from helpers.remote_model import ScriptedProvider, remote
 from helpers.scripted_backend import ScriptedBackend
 

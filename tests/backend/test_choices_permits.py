@@ -18,10 +18,9 @@ from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import InvalidField, Overloaded, RateLimited
 from emberkeep.types.events import Completed
-from emberkeep.types.request import Request
-from emberkeep.types.sampling import Sampling
-from helpers.fake_backend import fake_backend
+from emberkeep.types.request import Request, Sampling
 from helpers.scheduling import Gate
+from helpers.scripted_backend import fake_backend
 
 
 @asynccontextmanager

@@ -13,10 +13,8 @@ from emberkeep.backend.local import LocalBackend
 from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import InvalidField, RequestError
-from emberkeep.types.request import Image, Message, Request
-from emberkeep.types.sampling import Sampling
-from helpers.events import end_of, read_events, text_of
-from helpers.fake_backend import fake_backend, settle
+from emberkeep.types.request import Image, Message, Request, Sampling
+from helpers.scripted_backend import end_of, fake_backend, read_events, settle, text_of
 
 ASKED = Message("user", "Tell me about the harbour of a small town, and of the ships in it.")
 BEGUN = Message("assistant", "The harbour of")

@@ -14,8 +14,8 @@ from emberkeep.backend.embedder import LocalEmbedder
 from emberkeep.errors import EngineError, InputTooLong, InvalidField, Overloaded, RequestError
 from emberkeep.kv.disk.vector_file import VectorFile
 from emberkeep.kv.forgetting import of_user
-from emberkeep.types.embedding import EmbeddingRequest, Pooling, RerankRequest
-from helpers.fake_embedding import FIRST, SEPARATOR, FakeEmbeddingEngine, embedder_over, unit
+from emberkeep.types.request import EmbeddingRequest, Pooling, RerankRequest
+from helpers.on_demand_models import FIRST, SEPARATOR, FakeEmbeddingEngine, embedder_over, unit
 from helpers.waiting import eventually
 
 T = TypeVar("T")

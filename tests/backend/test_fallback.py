@@ -20,8 +20,7 @@ from emberkeep.errors import (
 )
 from emberkeep.types.events import Event, TextDelta
 from emberkeep.types.request import Message, Request
-from helpers.events import end_of, text_of
-from helpers.scripted_backend import ScriptedBackend, Step, answer
+from helpers.scripted_backend import ScriptedBackend, Step, answer, end_of, text_of
 
 HELLO = Request(messages=(Message("user", "Hello"),))
 GONE = RemoteDown("Gone.")

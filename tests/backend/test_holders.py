@@ -28,8 +28,8 @@ from emberkeep.session.sessions import Policy, Sessions
 from emberkeep.types.events import TextDelta
 from emberkeep.types.lineage import private_namespace
 from emberkeep.types.request import Message, Request, Tool, ToolChoice
-from helpers.fake_backend import CHATML, fake_backend, settle
-from helpers.fake_embedding import FakeEmbeddingEngine, embedder_over
+from helpers.on_demand_models import FakeEmbeddingEngine, embedder_over
+from helpers.scripted_backend import CHATML, fake_backend, settle
 
 # No text of any other test, and no constant of this one, has these in it.
 USER, WORD = (hashlib.sha256(one).hexdigest()[:20] for one in (b"user", b"word"))

@@ -16,10 +16,9 @@ from emberkeep.engine.base import Rows
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError, EngineError, StepFailed
 from emberkeep.types.events import TextDelta
-from emberkeep.types.request import Request
-from emberkeep.types.sampling import Sampling
-from helpers.fake_backend import fake_backend
+from emberkeep.types.request import Request, Sampling
 from helpers.scheduling import PATIENCE, Gate
+from helpers.scripted_backend import fake_backend
 
 ASKED = Request(prompt="harbour " * 40, sampling=Sampling(temperature=0), max_tokens=6)
 OTHER = Request(prompt="lighthouse " * 30, sampling=Sampling(temperature=0), max_tokens=6)

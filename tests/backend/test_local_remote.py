@@ -20,10 +20,8 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.kv.remote.link import RemoteSettings
 from emberkeep.types.events import Completed, LookupRecord, Source
 from emberkeep.types.lineage import private_namespace
-from emberkeep.types.request import Message, Request
-from emberkeep.types.sampling import Sampling
-from helpers.events import end_of, read_events, text_of
-from helpers.fake_backend import fake_backend, settle
+from emberkeep.types.request import Message, Request, Sampling
+from helpers.scripted_backend import end_of, fake_backend, read_events, settle, text_of
 from helpers.valkey_server import ValkeyServer, running_valkey
 
 SYSTEM = Message("system", "You are a patient teacher of history. " * 20)

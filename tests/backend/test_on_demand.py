@@ -17,8 +17,8 @@ from emberkeep.errors import DeadlineExceeded, EngineError, ModelError, Overload
 from emberkeep.types.events import Completed, Loading
 from emberkeep.types.models import ModelState
 from emberkeep.types.request import Message, Request
-from helpers.events import text_of
 from helpers.on_demand_models import Loadable, ask, pool_of, until
+from helpers.scripted_backend import text_of
 
 HELLO = Request(messages=(Message("user", "Hello"),))
 

@@ -16,11 +16,9 @@ from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.types.events import Completed
 from emberkeep.types.lineage import SHARED, Lineage, private_namespace
-from emberkeep.types.request import Message, Request, Tool, Ttl
-from emberkeep.types.sampling import Sampling
-from helpers.events import end_of, read_events
-from helpers.fake_backend import fake_backend, settle
+from emberkeep.types.request import Message, Request, Sampling, Tool, Ttl
 from helpers.scheduling import Unmeasured
+from helpers.scripted_backend import end_of, fake_backend, read_events, settle
 from helpers.waiting import eventually
 
 SYSTEM = "You are the assistant of a small library that is open from nine to five. " * 6

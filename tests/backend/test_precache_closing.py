@@ -8,8 +8,8 @@ from pathlib import Path
 from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.types.request import Request
-from helpers.fake_backend import fake_backend
 from helpers.scheduling import PATIENCE, Gate
+from helpers.scripted_backend import fake_backend
 
 PREFIX = Request(prompt="harbour " * 400, max_tokens=0).decided(is_prefix=True)
 

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from emberkeep.backend.samplers import SamplerSource
 from emberkeep.engine.fake import FakeVocab
-from emberkeep.types.request import Request
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Request, Sampling
 
 VOCAB = FakeVocab()
 

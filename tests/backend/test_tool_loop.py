@@ -29,7 +29,7 @@ from emberkeep.types.events import (
     Usage,
 )
 from emberkeep.types.request import Message, Request, ToolCall
-from helpers.events import text_of
+from helpers.scripted_backend import text_of
 
 ASK = Request(messages=(Message("user", "How deep is the harbour?"),))
 COMPLETED = Completed(Usage(10, 5), Timings(), LookupRecord())

@@ -17,11 +17,9 @@ from emberkeep.session.volatility import Volatility
 from emberkeep.types.events import Completed, MissReason
 from emberkeep.types.hygiene import TIMESTAMPS, TOOL_ORDER, HygieneAction, HygieneRule
 from emberkeep.types.lineage import private_namespace
-from emberkeep.types.request import Message, Request, Tool
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Message, Request, Sampling, Tool
 from helpers.conversing import TEMPLATE
-from helpers.events import end_of, read_events
-from helpers.fake_backend import fake_backend, settle
+from helpers.scripted_backend import end_of, fake_backend, read_events, settle
 
 DUTIES = " ".join(f"Duty {word}: look after it, and say what you did." for word in "abcdefgh")
 HEADER = "x-anthropic-billing-header: cc_version=2.1.37.0d9; cc_entrypoint=cli; cch={};\n"

@@ -13,7 +13,7 @@ from benchmarks.doors import DOORS, Door, model_ms
 from emberkeep.backend.models import Models
 from emberkeep.config.settings import Config
 from emberkeep.server.app import create_app
-from helpers.fake_backend import fake_backend
+from helpers.scripted_backend import fake_backend
 
 
 @pytest.fixture

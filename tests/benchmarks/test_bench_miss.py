@@ -16,8 +16,7 @@ from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.sequence_state import Ending
 from emberkeep.types.events import Progress, TokenLogprob
-from emberkeep.types.request import Request
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Request, Sampling
 from helpers.engines import RecordingEngine
 
 pytestmark = pytest.mark.slow

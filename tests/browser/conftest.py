@@ -11,7 +11,7 @@ import pytest
 
 from emberkeep.config.settings import Config
 from helpers.cache_server import Served, served
-from helpers.chromium import chromium
+from helpers.page_view import chromium
 from helpers.scripted_server import Running, ScriptedBackend, running
 
 if TYPE_CHECKING:

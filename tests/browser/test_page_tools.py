@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from emberkeep.types.request import Image
-from helpers.asking_server import asking_server
-from helpers.conversing import ScriptedEngine
+from helpers.conversing import ScriptedEngine, asking_server
 from helpers.scripted_server import Running, ScriptedBackend, says
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from emberkeep.chat.dialects.table import REASONING
 from emberkeep.types.request import Tool
-from helpers.answers import Answer, read_text
-from helpers.byte_vocab import TinyVocab
+from helpers.byte_vocab import Answer, TinyVocab, read_text
 from helpers.chance import examples
 
 Output = dict[str, Any]

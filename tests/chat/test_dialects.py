@@ -10,8 +10,7 @@ from emberkeep.chat.dialects.table import MARKED_DIALECTS, REASONING, STRAY_ENDS
 from emberkeep.chat.output import OutputOptions, TextStream, hidden_tokens
 from emberkeep.types.events import Event, ToolCallDelta
 from emberkeep.types.request import Tool
-from helpers.answers import Answer, read_text
-from helpers.byte_vocab import TinyVocab
+from helpers.byte_vocab import Answer, TinyVocab, read_text
 
 VOCAB = TinyVocab()
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}, "depth": {"type": "integer"}}}

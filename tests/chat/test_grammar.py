@@ -22,8 +22,7 @@ from emberkeep.types.request import (
     Tool,
     ToolChoice,
 )
-from helpers.byte_vocab import TinyVocab
-from helpers.masked_walk import allowed, walk
+from helpers.byte_vocab import TinyVocab, allowed, walk
 
 VOCAB = TinyVocab()
 GRAMMARS = Grammars(VOCAB)

@@ -20,8 +20,8 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import ModelBroken, TemplateFailed
 from emberkeep.runtime.local_model import assemble
 from emberkeep.types.request import Message
-from helpers.heartbeat import Heartbeat
 from helpers.hostile_templates import HOSTILE, STOPPED, when_told
+from helpers.waiting import Heartbeat
 
 pytestmark = pytest.mark.slow
 

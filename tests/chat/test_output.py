@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from emberkeep.chat.output import OutputOptions, TextStream, open_reasoning
 from emberkeep.types.events import Event, ReasoningDelta, TextDelta, TokenLogprob
 from emberkeep.types.request import Message, ReasoningFormat, Request, Tool, ToolChoice
-from helpers.answers import Answer
-from helpers.byte_vocab import TinyVocab
-from helpers.events import text_of
+from helpers.byte_vocab import Answer, TinyVocab
+from helpers.scripted_backend import text_of
 
 VOCAB = TinyVocab(("<|eot|>", "[THINK]", "[/THINK]", "<|im_end|>"))
 TOOLS = (Tool("weather"), Tool("read_file"))

@@ -9,10 +9,8 @@ from emberkeep.chat.messages import later_systems_in_users
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.chat.traits import TAGGED_JSON, CallWriting
 from emberkeep.types.request import Message, Request, Tool, ToolChoice
-from helpers.answers import read_text
-from helpers.byte_vocab import TinyVocab
+from helpers.byte_vocab import TinyVocab, read_text, walk
 from helpers.chance import seed, times
-from helpers.masked_walk import walk
 
 _FRAME = """
 {%- if tools %}{{ tools | tojson }}{% endif %}

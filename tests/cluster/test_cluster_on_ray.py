@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from helpers.cluster import BLOCK_IDS, NodeServer, replay, running, slow_models
 
 from benchmarks.cluster_model import Machine, Outcome, RemoteSettings, simulate
 from benchmarks.trace_file import BLOCK, Visit
@@ -27,12 +28,9 @@ from emberkeep.routing import Affinity
 from emberkeep.server.presence import announce
 from emberkeep.types.models import RemoteModel
 from emberkeep.types.request import Json
-from helpers.chromium import chromium
-from helpers.cluster_models import slow_models
 from helpers.kv_building import CHUNK_BYTES
-from helpers.trace_replay import BLOCK_IDS, replay
+from helpers.page_view import chromium
 from helpers.valkey_server import running_valkey
-from helpers.vendors.node_server import NodeServer, running
 from helpers.waiting import eventually
 
 pytest.importorskip("ray", reason="needs the extra emberkeep[cluster]")

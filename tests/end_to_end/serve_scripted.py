@@ -14,7 +14,7 @@ from emberkeep.server.app import create_app
 from emberkeep.server.http_server import Server
 from emberkeep.server.lifecycle import banner, bind, run_until_stopped
 from helpers.conversing import TEMPLATE, ScriptedEngine
-from helpers.fake_backend import fake_backend
+from helpers.scripted_backend import fake_backend
 
 
 def main() -> None:

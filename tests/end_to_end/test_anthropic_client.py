@@ -12,8 +12,7 @@ import anthropic
 import pydantic
 import pytest
 
-from helpers.serve_command import STEADY, serve
-from helpers.server_process import ServerProcess
+from helpers.server_process import STEADY, ServerProcess, serve
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import pytest
 
 from emberkeep.config.settings import Config
 from emberkeep.library.emberkeep import Emberkeep
-from helpers.awq import quantise
+from helpers.tiny_hf import quantise
 
 pytestmark = pytest.mark.slow
 

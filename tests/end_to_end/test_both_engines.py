@@ -22,11 +22,9 @@ from emberkeep.library.results import Result
 from emberkeep.types.cache import EntryKind
 from emberkeep.types.events import MissReason, Progress
 from emberkeep.types.lineage import private_namespace
-from emberkeep.types.request import Execution, Message, Request
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Execution, Message, Request, Sampling
 from helpers import tiny_gguf
-from helpers.serve_command import assistant, serve, system, user
-from helpers.server_process import ServerProcess
+from helpers.server_process import ServerProcess, assistant, serve, system, user
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.types.request import Json
-from helpers.serve_command import RULES, serve, system, user
-from helpers.server_process import Reply, ServerProcess
+from helpers.server_process import RULES, Reply, ServerProcess, serve, system, user
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.types.request import Json
-from helpers.serve_command import RULES, assistant, serve, system, user
-from helpers.server_process import ServerProcess
+from helpers.server_process import RULES, ServerProcess, assistant, serve, system, user
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.types.request import Json
-from helpers.serve_command import serve, system, user
-from helpers.server_process import START_S, ServerProcess
+from helpers.server_process import START_S, ServerProcess, serve, system, user
 from helpers.waiting import eventually
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 from helpers import tiny_bert
-from helpers.serve_command import serve
-from helpers.server_process import ServerProcess
+from helpers.server_process import ServerProcess, serve
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,7 @@ import pytest
 
 from emberkeep.types.request import Json
 from helpers.commands import emberkeep
-from helpers.serve_command import assistant, serve, system, user
-from helpers.server_process import ServerProcess
+from helpers.server_process import ServerProcess, assistant, serve, system, user
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from helpers.serve_command import STEADY, serve
+from helpers.server_process import STEADY, serve
 
 pytestmark = pytest.mark.slow
 

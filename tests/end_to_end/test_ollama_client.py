@@ -11,8 +11,7 @@ from typing import Any
 import ollama
 import pytest
 
-from helpers.serve_command import STEADY, serve, user
-from helpers.server_process import ServerProcess
+from helpers.server_process import STEADY, ServerProcess, serve, user
 
 pytestmark = pytest.mark.slow
 

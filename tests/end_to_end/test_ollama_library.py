@@ -11,7 +11,7 @@ import pytest
 
 from helpers.gguf_builders import tiny_llama
 from helpers.hub_repo_server import ServedRepo, serving_repo
-from helpers.serve_command import serve
+from helpers.server_process import serve
 from helpers.several_models import install
 
 pytestmark = pytest.mark.slow

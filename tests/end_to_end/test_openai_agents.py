@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from emberkeep.backend.local import LocalBackend
 from emberkeep.config.settings import Config
 from helpers.conversing import TEMPLATE, ScriptedEngine
-from helpers.fake_backend import fake_backend
+from helpers.scripted_backend import fake_backend
 from helpers.scripted_server import running
 
 pytestmark = pytest.mark.slow

@@ -13,8 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from helpers.serve_command import STEADY, serve, user
-from helpers.server_process import ServerProcess
+from helpers.server_process import STEADY, ServerProcess, serve, user
 
 pytestmark = pytest.mark.slow
 

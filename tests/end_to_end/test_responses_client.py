@@ -12,8 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from helpers.serve_command import RULES, STEADY, serve
-from helpers.server_process import ServerProcess
+from helpers.server_process import RULES, STEADY, ServerProcess, serve
 
 pytestmark = pytest.mark.slow
 

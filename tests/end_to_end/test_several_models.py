@@ -10,8 +10,7 @@ from emberkeep.cli.main import app
 from emberkeep.config.settings import Config
 from emberkeep.types.request import Json
 from helpers.commands import Commands
-from helpers.serve_command import serve
-from helpers.server_process import ServerProcess
+from helpers.server_process import ServerProcess, serve
 from helpers.several_models import install, with_memory_for_one
 
 pytestmark = pytest.mark.slow

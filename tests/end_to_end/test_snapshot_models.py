@@ -9,8 +9,7 @@ import pytest
 
 from emberkeep.types.request import Json
 from helpers import tiny_gguf
-from helpers.serve_command import assistant, serve, system, user
-from helpers.server_process import Reply, ServerProcess
+from helpers.server_process import Reply, ServerProcess, assistant, serve, system, user
 
 pytestmark = pytest.mark.slow
 

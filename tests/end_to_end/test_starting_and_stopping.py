@@ -12,8 +12,7 @@ import httpx
 import pytest
 
 from emberkeep.types.request import Json
-from helpers.serve_command import serve, user
-from helpers.server_process import ServerProcess
+from helpers.server_process import ServerProcess, serve, user
 from helpers.tiny_gguf import ENDINGS, dense
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from emberkeep.config.settings import Config
 from emberkeep.engine.llamacpp.threads import available_cores
 from emberkeep.library.emberkeep import Emberkeep
-from helpers.serve_command import RULES, assistant, system, user
+from helpers.server_process import RULES, assistant, system, user
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial]
 

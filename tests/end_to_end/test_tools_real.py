@@ -16,8 +16,7 @@ import pytest
 from emberkeep.server.lifecycle import bind
 from emberkeep.types.request import Json
 from helpers.commands import emberkeep
-from helpers.serve_command import RULES, assistant, serve, system, user
-from helpers.server_process import ServerProcess
+from helpers.server_process import RULES, ServerProcess, assistant, serve, system, user
 
 pytestmark = pytest.mark.slow
 

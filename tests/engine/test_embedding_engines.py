@@ -18,7 +18,7 @@ from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.errors import ModelBroken
 from emberkeep.models.checks import check_charsmap
 from emberkeep.models.gguf import read_header
-from emberkeep.types.embedding import Pooling
+from emberkeep.types.request import Pooling
 from helpers import tiny_bert, tiny_gguf
 
 pytestmark = pytest.mark.slow

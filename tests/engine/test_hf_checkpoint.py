@@ -18,7 +18,7 @@ from emberkeep.engine.hf.streaming import place_layers
 from emberkeep.errors import ModelBroken
 from emberkeep.types.models import Residency
 from helpers import tiny_hf
-from helpers.awq import quantise
+from helpers.tiny_hf import quantise
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from emberkeep.errors import EngineError
 from emberkeep.runtime.placement import layer_sizes
 from emberkeep.types.models import Quantization, Residency
 from helpers import tiny_hf
-from helpers.awq import quantise
+from helpers.tiny_hf import quantise
 
 pytestmark = pytest.mark.slow
 

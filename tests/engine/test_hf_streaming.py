@@ -21,7 +21,7 @@ from emberkeep.engine.hf.whole_engine import open_engine
 from emberkeep.errors import EngineError, ModelBroken
 from emberkeep.types.models import AttentionTier, Residency
 from helpers import tiny_hf
-from helpers.awq import quantise
+from helpers.tiny_hf import quantise
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from emberkeep.engine import text_splitter
 from emberkeep.engine.text_splitter import RUNS, Run, TextSplitter
-from helpers.heartbeat import Heartbeat
+from helpers.waiting import Heartbeat
 
 SPECIALS = ["<s>", "<|im_end|>", "\n\n"]
 LETTERS = st.sampled_from([*"ab0 \n./<>s'_好\u0301", "\r\n", "<s>", "<|im_end|>", "aaaaaaaa", "        "])

@@ -17,8 +17,7 @@ from emberkeep.engine.llamacpp.vocab import CALLER_CHARS, LlamaVocab, run_on_lar
 from emberkeep.engine.text_splitter import MAX_MATCH, MAX_SPECIALS
 from emberkeep.errors import EngineError, ModelBroken
 from helpers.chance import examples
-from helpers.long_texts import COMMON, SHAPES
-from helpers.tiny_vocab import OTHER_TOKENIZERS, PRE_TOKENIZERS, REFUSED, load, read
+from helpers.tiny_vocab import COMMON, OTHER_TOKENIZERS, PRE_TOKENIZERS, REFUSED, SHAPES, load, read
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +55,7 @@ def tokenize_elsewhere(folder: Path, chars: int, shapes: tuple[str, ...], *vocab
     command = [
         sys.executable,
         "-m",
-        "helpers.long_texts",
+        "helpers.tiny_vocab",
         str(folder),
         str(chars),
         ",".join(shapes),

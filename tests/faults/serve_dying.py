@@ -11,7 +11,7 @@ from emberkeep.config.settings import Config
 from emberkeep.engine.base import Rows
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.runtime import served_models
-from helpers.fake_backend import fake_backend
+from helpers.scripted_backend import fake_backend
 
 LONG = 1000
 

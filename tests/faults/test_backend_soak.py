@@ -12,11 +12,10 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.kv.holdings import Ghosts
 from emberkeep.types.events import Completed
 from emberkeep.types.lineage import private_namespace
-from emberkeep.types.request import Message, Request
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Message, Request, Sampling
 from helpers.chance import times
-from helpers.fake_backend import fake_backend
 from helpers.growth import descriptors, sizes_below, threads
+from helpers.scripted_backend import fake_backend
 from helpers.waiting import eventually
 
 USERS = times(160)

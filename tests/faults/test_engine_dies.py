@@ -12,7 +12,7 @@ import pytest
 from emberkeep.backend.models import Models
 from emberkeep.config.settings import Config
 from emberkeep.server.app import create_app
-from helpers.fake_backend import fake_backend
+from helpers.scripted_backend import fake_backend
 from helpers.server_process import ServerProcess
 
 _SERVER = Path(__file__).with_name("serve_dying.py")

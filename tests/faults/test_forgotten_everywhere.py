@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from emberkeep.types.request import Json
-from helpers.fake_reference import possible_prompts, said
 from helpers.server_process import ServerProcess
-from helpers.stored_chats import files_of, start
+from helpers.stored_chats import files_of, possible_prompts, said, start
 
 CANARY = "xqcanari"
 USER = f"{CANARY}-ann"

@@ -10,8 +10,7 @@ import httpx
 import pytest
 
 from helpers.chance import seed, times
-from helpers.fake_reference import said
-from helpers.stored_chats import cold, start
+from helpers.stored_chats import cold, said, start
 from helpers.storm import Client, Tally, ask
 
 KILLS = times(10)

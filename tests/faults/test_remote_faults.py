@@ -15,10 +15,9 @@ import pytest
 
 from helpers import serve_fake
 from helpers.chance import seed
-from helpers.faulty_proxy import FAULTS, FaultyProxy, faulty_proxy
 from helpers.server_process import ServerProcess
 from helpers.storm import Client, Tally
-from helpers.valkey_server import ValkeyServer, running_valkey
+from helpers.valkey_server import FAULTS, FaultyProxy, ValkeyServer, faulty_proxy, running_valkey
 from helpers.waiting import eventually
 
 pytestmark = pytest.mark.slow

@@ -19,8 +19,8 @@ from emberkeep.config.settings import Config
 from emberkeep.engine.fake import CHATML, FakeEngine
 from emberkeep.kv.policy import Keeping, StoreClock
 from emberkeep.types.request import Json
-from helpers.fake_backend import fake_backend
 from helpers.scheduling import PATIENCE, Unmeasured
+from helpers.scripted_backend import fake_backend
 from helpers.scripted_server import Running, running
 from helpers.waiting import eventually
 

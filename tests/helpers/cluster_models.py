@@ -9,7 +9,7 @@ from emberkeep.backend.models import Models
 from emberkeep.config.settings import Config
 from emberkeep.engine.base import Rows
 from emberkeep.engine.fake import FakeEngine
-from helpers.fake_backend import fake_backend
+from helpers.scripted_backend import fake_backend
 
 
 def slow_models(seconds_per_step: float, seconds_per_token: float = 0.0) -> Callable[[Config], Models]:

@@ -21,10 +21,8 @@ from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence as Sequence_
 from emberkeep.types.events import Completed, Event, Eviction, Finished, FinishReason, LookupRecord, TextDelta
 from emberkeep.types.lineage import private_namespace
-from emberkeep.types.request import Json, Message, Request, Tool, ToolCall
-from emberkeep.types.sampling import Sampling
-from helpers.events import calls_of, text_of
-from helpers.fake_backend import fake_backend, settle
+from emberkeep.types.request import Json, Message, Request, Sampling, Tool, ToolCall
+from helpers.scripted_backend import calls_of, fake_backend, settle, text_of
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n"

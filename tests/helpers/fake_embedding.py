@@ -17,7 +17,7 @@ from emberkeep.engine.embedding import EmbeddingCapabilities, Framing, TokenInpu
 from emberkeep.errors import EngineError
 from emberkeep.kv.disk.vector_file import VectorFile
 from emberkeep.sched.engine_thread import EngineThread
-from emberkeep.types.embedding import Pooling
+from emberkeep.types.request import Pooling
 
 FIRST, SEPARATOR = 256, 257
 

@@ -25,7 +25,7 @@ from emberkeep.sched.sequence import Sequence as Sequence_
 from emberkeep.types.cache import Label
 from emberkeep.types.events import Admitted, Plan, TokenLogprob
 from emberkeep.types.lineage import EXACT, Approximation, Lineage, Repair
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Sampling
 from helpers.kv_building import check_ledger
 from helpers.scheduling import GREEDY, Recorder, Rig, no_pins, prompt_of, reference, text
 from helpers.waiting import eventually

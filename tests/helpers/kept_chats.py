@@ -13,7 +13,7 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.server.presence import announce
 from emberkeep.types.request import Json
-from helpers.fake_backend import fake_backend
+from helpers.scripted_backend import fake_backend
 from helpers.scripted_server import running
 
 WAIT_S = 60.0

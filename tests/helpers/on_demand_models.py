@@ -12,7 +12,7 @@ from emberkeep.backend.on_demand import OnDemandBackend
 from emberkeep.errors import EmberkeepError
 from emberkeep.types.events import Event
 from emberkeep.types.request import Request
-from helpers.fake_embedding import FakeEmbeddingEngine, embedding_backend
+from helpers.on_demand_models import FakeEmbeddingEngine, embedding_backend
 from helpers.scripted_backend import ScriptedBackend, answer
 
 HELD = 10.0

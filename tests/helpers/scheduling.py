@@ -31,8 +31,7 @@ from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import Label
 from emberkeep.types.events import LookupRecord, Progress, TokenLogprob
 from emberkeep.types.lineage import EXACT, Approximation, Lineage
-from emberkeep.types.request import Execution, Request
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Execution, Request, Sampling
 from helpers.kv_building import chunks_of, lineage_of
 
 GREEDY = Sampling(temperature=0)

@@ -28,9 +28,8 @@ from emberkeep.types.events import (
     Timings,
     Usage,
 )
+from emberkeep.types.models import SpeculationStats, TimelineRecord
 from emberkeep.types.request import Json, Message, Request, Tool
-from emberkeep.types.speculation import SpeculationStats
-from emberkeep.types.timeline import TimelineRecord
 
 if TYPE_CHECKING:
     from emberkeep.backend.server_tools import ToolDesk

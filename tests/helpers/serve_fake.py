@@ -21,7 +21,7 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import Server
 from emberkeep.server.lifecycle import banner, bind, run_until_stopped
-from helpers.fake_backend import fake_backend
+from helpers.scripted_backend import fake_backend
 
 SECONDS_PER_TOKEN = 1e-4
 """Slow enough that loading is worth its while, as with a real model, and that a kill can come in between."""

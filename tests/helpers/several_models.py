@@ -26,7 +26,7 @@ from emberkeep.server.http_server import Server
 from emberkeep.server.lifecycle import bind
 from emberkeep.server.presence import announce
 from helpers import tiny_gguf
-from helpers.fake_backend import fake_backend
+from helpers.scripted_backend import fake_backend
 
 WAIT_S = 60.0
 

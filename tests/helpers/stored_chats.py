@@ -6,8 +6,8 @@ from pathlib import Path
 
 from emberkeep.kv.disk import chunkfile
 from emberkeep.types.request import Json
-from helpers.fake_reference import greedy, possible_prompts, said, text_of
 from helpers.server_process import Reply, ServerProcess
+from helpers.stored_chats import greedy, possible_prompts, said, text_of
 
 _SERVER = Path(__file__).with_name("serve_fake.py")
 _MAX_TOKENS = 8

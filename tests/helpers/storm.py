@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from helpers.fake_reference import Ids, Said, greedy, possible_prompts, said, text_of
 from helpers.server_process import ServerProcess
+from helpers.stored_chats import Ids, Said, greedy, possible_prompts, said, text_of
 
 BIAS = {ord(letter): 4.0 for letter in "thean s."}
 """Letters that the tokenizer would join: the ids it gives for an answer are often not those that were sampled."""

@@ -24,8 +24,7 @@ from emberkeep.errors import ConfigError
 from emberkeep.kv.disk.chunkfile import Damaged
 from emberkeep.kv.remote.blocks import KeySeal, Seal
 from emberkeep.kv.remote.link import Allowance, BoundedSocket, Breaker, RemoteLink, RemoteSettings, Unreachable
-from helpers.faulty_proxy import faulty_proxy
-from helpers.valkey_server import ValkeyServer, running_valkey
+from helpers.valkey_server import ValkeyServer, faulty_proxy, running_valkey
 
 
 class Clock:

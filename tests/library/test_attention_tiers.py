@@ -13,7 +13,7 @@ from emberkeep.engine.fake import FakeEngine, FakeTiers
 from emberkeep.errors import RequestError
 from emberkeep.types.events import MissReason
 from emberkeep.types.request import Request
-from helpers.fake_backend import fake_backend
+from helpers.scripted_backend import fake_backend
 
 STORY = "Once upon a time there was a harbour with seven ships. " * 10
 

@@ -16,8 +16,8 @@ from emberkeep.api.openai.body import ChatBody
 from emberkeep.errors import ConfigError, EmberkeepError, InvalidField, Overloaded, RequestError
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.types.events import Finished, FinishReason, ReasoningDelta, TextDelta, ToolCallDelta
+from emberkeep.types.models import SourceStats, SpeculationStats
 from emberkeep.types.request import JsonFormat, Message, Request, Tool, ToolCall, Ttl
-from emberkeep.types.speculation import SourceStats, SpeculationStats
 from helpers.scripted_backend import FOREVER, ScriptedBackend, Step, answer
 
 

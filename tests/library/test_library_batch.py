@@ -17,8 +17,7 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import ContextExceeded, EngineError, InvalidField, Overloaded, RateLimited
 from emberkeep.types.events import Event
 from emberkeep.types.request import Message, Request
-from helpers.fake_backend import fake_backend
-from helpers.scripted_backend import ScriptedBackend, answer
+from helpers.scripted_backend import ScriptedBackend, answer, fake_backend
 
 SHARED = " ".join(f"word{i}" for i in range(80))
 PROMPTS = [f"{SHARED} question {number} of them" for number in "ABCDEFGH"]

@@ -26,8 +26,7 @@ from emberkeep.library.arguments import (
 from emberkeep.library.options import HTTP_NAMES, ChatOptions, PrefixOptions, PromptOptions
 from emberkeep.types.events import Finished, FinishReason, Progress, TextDelta, TokenLogprob
 from emberkeep.types.request import Request
-from helpers.fake_backend import fake_backend
-from helpers.scripted_backend import ScriptedBackend, answer
+from helpers.scripted_backend import ScriptedBackend, answer, fake_backend
 
 HELLO = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "t"}}

@@ -11,7 +11,7 @@ import pytest
 
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError, InvalidField, MemoryFailed, MemoryOff
-from emberkeep.json_lines import write_lines
+from emberkeep.files import write_lines
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.user_memory import UserMemory, open_memory
 from emberkeep.memory.memory import Memory

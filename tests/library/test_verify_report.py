@@ -16,7 +16,7 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import ContextExceeded, InvalidField
 from emberkeep.library.verify_report import kl
 from emberkeep.types.events import TokenLogprob
-from helpers.fake_backend import fake_backend
+from helpers.scripted_backend import fake_backend
 
 pytestmark = pytest.mark.slow
 

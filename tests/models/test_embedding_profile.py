@@ -15,8 +15,7 @@ from emberkeep.models.embedding import EmbeddingProfile, embedding_folder, embed
 from emberkeep.models.gguf import GgufHeader, Value
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.pull import pull
-from emberkeep.types.embedding import Pooling
-from emberkeep.types.request import Json
+from emberkeep.types.request import Json, Pooling
 from helpers.hub_repo_server import ServedRepo, serving_repo
 
 TRANSFORMER = {"path": "", "type": "sentence_transformers.models.Transformer"}

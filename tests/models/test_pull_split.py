@@ -23,8 +23,7 @@ from emberkeep.models.pull import pull
 from emberkeep.models.spec import HubFile, HubQuantisation, LocalFile, UrlFile, parse
 from helpers.gguf_builders import PARTS, split_llama, tiny_llama
 from helpers.hub_repo_server import ServedRepo, serving_repo
-from helpers.model_file_server import ServedFile, serving_folder
-from helpers.pull_reporter import Watching
+from helpers.model_file_server import ServedFile, Watching, serving_folder
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,7 @@ from emberkeep.models import hub
 from emberkeep.models.library import InstalledModel, ModelLibrary
 from emberkeep.models.pull import pull
 from helpers.gguf_builders import tiny_llama
-from helpers.model_file_server import ServedFile, serving
-from helpers.pull_reporter import Watching
+from helpers.model_file_server import ServedFile, Watching, serving
 
 pytestmark = pytest.mark.slow
 

@@ -20,8 +20,7 @@ from emberkeep.models.parts import part_files
 from emberkeep.models.pull import pull
 from emberkeep.runtime.served_models import open_backend
 from emberkeep.types.events import Completed
-from emberkeep.types.request import Request
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Request, Sampling
 from helpers import tiny_gguf
 from helpers.engines import TOKENS, evaluate
 

@@ -9,8 +9,7 @@ import pytest
 from emberkeep.config.settings import Config
 from emberkeep.runtime.served_models import open_backend
 from emberkeep.types.events import Completed
-from emberkeep.types.request import Request
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Request, Sampling
 from helpers import tiny_gguf
 
 ASKED = Request(prompt="tell me more than sixteen tokens about state", max_tokens=2, sampling=Sampling(seed=1))

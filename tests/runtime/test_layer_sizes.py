@@ -21,7 +21,7 @@ def test_sizes_are_told_by_headers_as_they_are_in_memory(tmp_path, family):
 def test_four_bits_are_told_by_headers_as_they_are_in_memory(tmp_path):
     from emberkeep.engine.hf.model_loader import HfSource, load_model
     from helpers import tiny_hf
-    from helpers.awq import quantise
+    from helpers.tiny_hf import quantise
 
     packed, _ = quantise(tiny_hf.write(tmp_path / "tiny"), tmp_path, group=32)
     model = load_model(HfSource(packed), device="cpu", dtype="float32", attention="eager")

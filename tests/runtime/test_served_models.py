@@ -20,8 +20,7 @@ from emberkeep.runtime.placement import room_for_models, weight_bytes
 from emberkeep.runtime.served_models import open_models, serves_others
 from emberkeep.types.events import Completed
 from emberkeep.types.models import ModelState, RemoteModel
-from emberkeep.types.request import Execution, Message, Request
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Execution, Message, Request, Sampling
 from helpers.several_models import install, load_fake_engines, with_memory_for_one
 
 LONG = "The tides, the winds and the harbours of this coast. " * 8

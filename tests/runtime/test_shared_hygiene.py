@@ -13,10 +13,8 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.runtime.parts import SharedParts, open_store
 from emberkeep.types.hygiene import HygieneAction, HygieneRule
 from emberkeep.types.lineage import private_namespace
-from emberkeep.types.request import Message, Request, Tool
-from emberkeep.types.sampling import Sampling
-from helpers.events import end_of, read_events
-from helpers.fake_backend import fake_backend, settle
+from emberkeep.types.request import Message, Request, Sampling, Tool
+from helpers.scripted_backend import end_of, fake_backend, read_events, settle
 
 BUILD = HygieneRule("build", r"^Build \d+$", action=HygieneAction.FREEZE)
 TOOLS = (Tool("b"), Tool("a"), Tool("c"))

@@ -16,7 +16,7 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
 from emberkeep.sched.sequence_state import EndReason
 from emberkeep.types.lineage import Lineage
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Sampling
 from helpers.chance import examples
 from helpers.kv_building import check_ledger, chunk_files
 from helpers.scheduling import CLOSING, Recorder, Rig, no_pins, prompt_of, reference, text

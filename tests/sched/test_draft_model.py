@@ -16,7 +16,7 @@ from emberkeep.kv.forgetting import of_user
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.speculation import ModelDrafts, _Plan
 from emberkeep.types.lineage import Lineage, private_namespace
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Sampling
 from helpers.chance import examples
 from helpers.drafting import LONG, PROMPT, SmallEngine, ToldCorpus, answer_of, knows
 from helpers.engines import RecordingEngine

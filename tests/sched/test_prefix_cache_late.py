@@ -13,9 +13,8 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
 from emberkeep.kv.tree import Chunk
 from emberkeep.types.lineage import Lineage
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Sampling
 from helpers.kv_building import check_ledger, chunks_of, exported
-from helpers.late_exports import LateEngine
 from helpers.scheduling import (
     CLOSING,
     LONG,
@@ -23,6 +22,7 @@ from helpers.scheduling import (
     PROMPT,
     SLICE,
     Gate,
+    LateEngine,
     Recorder,
     Rig,
     no_pins,

@@ -13,7 +13,7 @@ import pytest
 
 from emberkeep.sched.sampler_chain import Chain, ChainedSampler, find_breakers
 from emberkeep.sched.sampling import Sampler
-from emberkeep.types.sampling import DEFAULT_SAMPLERS, Sampling
+from emberkeep.types.request import DEFAULT_SAMPLERS, Sampling
 from helpers.chance import seed, times
 
 OFF = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0, seed=1)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from emberkeep.sched.sampling import Sampler
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Sampling
 
 PLAIN = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0, seed=1)
 PIECES = [bytes([65 + i]) for i in range(26)]

@@ -20,7 +20,7 @@ from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.sequence_state import SequenceOutput
 from emberkeep.sched.slots import SlotAffinity
 from emberkeep.sched.steps import Planner
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Sampling
 from helpers.chance import times
 from helpers.faulty_crowd import (
     ERRORS,

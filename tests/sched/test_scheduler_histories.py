@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from emberkeep.engine.fake import FakeEngine
 from helpers.chance import examples
 from helpers.kv_building import check_ledger
-from helpers.late_exports import LateEngine
-from helpers.scheduling import CLOSING, Recorder, Rig, reference, text
+from helpers.scheduling import CLOSING, LateEngine, Recorder, Rig, reference, text
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 

@@ -12,7 +12,7 @@ from emberkeep.engine.base import KvUnit, Outcome, Payload, Rows
 from emberkeep.engine.fake import FakeEngine, FakeTiers
 from emberkeep.types.events import MissReason
 from emberkeep.types.models import AttentionTier
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Sampling
 from helpers.chance import seed, times
 from helpers.scheduling import PATIENCE, PROMPT, SLICE, Gate, Rig, reference, text
 

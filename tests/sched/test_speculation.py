@@ -15,8 +15,7 @@ from emberkeep.chat.grammar import Grammars
 from emberkeep.engine.base import KvUnit, Logits
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.sched.sampling import Sampler
-from emberkeep.types.request import JsonFormat, Request
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import JsonFormat, Request, Sampling
 from helpers.chance import examples
 from helpers.drafting import LONG, PROMPT, SmallEngine, ToldCorpus, answer_of, knows, wrong_at
 from helpers.engines import RecordingEngine

@@ -9,7 +9,7 @@ import pytest
 
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.sched import slots
-from emberkeep.types.timeline import RequestState, TimelineRecord
+from emberkeep.types.models import RequestState, TimelineRecord
 from helpers.scheduling import PATIENCE, Gate, Recorder, Rig, text
 
 PROMPT = text(700)

@@ -15,7 +15,7 @@ from emberkeep.errors import ConfigError
 from emberkeep.types.lineage import SHARED
 from emberkeep.types.request import Message, Request
 from helpers.cache_server import SYSTEM, Served, served, user
-from helpers.fake_backend import fake_backend
+from helpers.scripted_backend import fake_backend
 
 QUESTION = user("What is the tide today? " * 40)
 

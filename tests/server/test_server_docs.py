@@ -13,7 +13,7 @@ from emberkeep.server.routes.cache import EntryBody, VerifyBody
 from emberkeep.server.routes.memory import AnswerBody, FactBody
 from emberkeep.server.routes.warm import WarmBody
 from emberkeep.types.events import MissReason
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Sampling
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("apis.md", "cache-api.md", "operating.md")

@@ -20,10 +20,8 @@ from emberkeep.config.settings import Config
 from emberkeep.engine.embedding import TokenInput
 from emberkeep.server.app import create_app
 from emberkeep.server.routes import embeddings as embedding_routes
-from emberkeep.types.embedding import Pooling
-from emberkeep.types.request import Json
-from helpers.fake_embedding import FakeEmbeddingEngine, embedding_backend, unit
-from helpers.on_demand_models import embedding_on_demand
+from emberkeep.types.request import Json, Pooling
+from helpers.on_demand_models import FakeEmbeddingEngine, embedding_backend, embedding_on_demand, unit
 from helpers.scripted_server import ScriptedBackend
 
 T = TypeVar("T")

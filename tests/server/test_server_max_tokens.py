@@ -16,8 +16,8 @@ from emberkeep.server.app import create_app
 from emberkeep.types.events import Completed
 from emberkeep.types.request import Message, Request
 from helpers.conversing import Harbour, ScriptedEngine
-from helpers.events import read_events
 from helpers.remote_model import ScriptedProvider, remote, said
+from helpers.scripted_backend import read_events
 
 LONG = "The tide comes in at noon, and every boat that lies in the harbour rises with it."
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -23,11 +23,9 @@ from emberkeep.server.app import create_app
 from emberkeep.server.metrics import FIGURES
 from emberkeep.server.request_log import RequestLog
 from emberkeep.types.events import Finished, FinishReason, MissReason, TextDelta
-from emberkeep.types.request import Json, Request
-from emberkeep.types.sampling import Sampling
-from emberkeep.types.speculation import LENGTH_BUCKETS, SourceStats, SpeculationStats
-from helpers.events import text_of
-from helpers.fake_backend import fake_backend
+from emberkeep.types.models import LENGTH_BUCKETS, SourceStats, SpeculationStats
+from emberkeep.types.request import Json, Request, Sampling
+from helpers.scripted_backend import fake_backend, text_of
 from helpers.scripted_server import COMPLETED, HANG, WAIT_S, ScriptedBackend, Step, running
 
 CHAT = "/v1/chat/completions"

@@ -12,7 +12,7 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import ConfigError
 from helpers.cache_server import Served
 from helpers.cache_server import served as serving
-from helpers.fake_backend import fake_backend
+from helpers.scripted_backend import fake_backend
 
 DOCUMENTS = [f"Document {n}. " + " ".join(f"word {n * 37 + i * 11}" for i in range(40)) for n in range(3)]
 

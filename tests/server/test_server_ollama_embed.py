@@ -12,8 +12,7 @@ from starlette.testclient import TestClient
 from emberkeep.backend.models import Models
 from emberkeep.config.settings import Config
 from emberkeep.server.app import create_app
-from helpers.fake_embedding import FakeEmbeddingEngine, embedding_backend, unit
-from helpers.on_demand_models import embedding_on_demand
+from helpers.on_demand_models import FakeEmbeddingEngine, embedding_backend, embedding_on_demand, unit
 from helpers.waiting import eventually
 
 MODEL = "tiny-embed"

@@ -20,7 +20,7 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.server.app import create_app
 from emberkeep.types.request import Json
 from helpers.chance import is_torture, seed, times
-from helpers.fake_backend import fake_backend
+from helpers.scripted_backend import fake_backend
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from emberkeep.models.spec import Reporter, Silent
 from emberkeep.runtime import served_models
 from emberkeep.runtime.parts import ModelParts
 from emberkeep.runtime.served_models import EarlyOpening, begin_models
-from helpers.fake_backend import fake_backend
+from helpers.scripted_backend import fake_backend
 from helpers.scripted_server import ScriptedBackend
 from helpers.several_models import serving
 

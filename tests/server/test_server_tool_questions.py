@@ -19,8 +19,7 @@ from emberkeep.errors import RemoteError
 from emberkeep.tools import permissions
 from emberkeep.types.events import Event
 from emberkeep.types.request import Json, Request
-from helpers.asking_server import asking_server
-from helpers.conversing import Harbour, ScriptedEngine
+from helpers.conversing import Harbour, ScriptedEngine, asking_server
 from helpers.scripted_server import ScriptedBackend, running
 from helpers.waiting import eventually
 

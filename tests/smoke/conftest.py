@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.serve_command import serve
-from helpers.server_lives import ServerLives
-from helpers.server_process import ServerProcess
+from helpers.server_process import ServerLives, ServerProcess, serve
 
 SETTINGS = ("--ctx", "2048", "--parallel", "2", "--threads", "1")
 """One thread: two of them wait for each other by spinning where something else wants the cores."""

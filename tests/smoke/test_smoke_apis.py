@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from emberkeep.types.request import Json
-from helpers.serve_command import user
-from helpers.server_process import ServerProcess
+from helpers.server_process import ServerProcess, user
 
 QUESTION = "Name three animals that live in the sea."
 BEGINNING = "The three primary colours are"

@@ -12,8 +12,7 @@ from emberkeep.config.settings import Config
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.types.request import Json
 from helpers import tiny_gguf
-from helpers.serve_command import serve
-from helpers.server_process import ServerProcess
+from helpers.server_process import ServerProcess, serve
 from helpers.several_models import install, with_memory_for_one
 
 PROMPT = "ships wait at the pier until the tide comes in, and pay with coins. " * 6

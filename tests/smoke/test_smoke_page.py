@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from helpers.chromium import chromium
+from helpers.page_view import chromium
 from helpers.server_process import ServerProcess
 
 

@@ -9,9 +9,7 @@ import numpy as np
 
 from emberkeep.types.request import Json
 from helpers.commands import emberkeep
-from helpers.serve_command import assistant, system, user
-from helpers.server_lives import ServerLives
-from helpers.server_process import Reply, ServerProcess
+from helpers.server_process import Reply, ServerLives, ServerProcess, assistant, system, user
 from helpers.stored_chats import cold, files_of, is_all_reused, store_folder
 from helpers.waiting import eventually
 

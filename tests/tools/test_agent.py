@@ -29,8 +29,7 @@ from emberkeep.types.events import (
 )
 from emberkeep.types.lineage import private_namespace
 from emberkeep.types.request import Execution, Message, Request, Tool, ToolCall
-from helpers.events import outcomes_of, text_of
-from helpers.scripted_backend import ScriptedBackend, Step, answer
+from helpers.scripted_backend import ScriptedBackend, Step, answer, outcomes_of, text_of
 from helpers.tool_calls import calling_all, depth, sink
 
 ASK = (Message("user", "How deep is the harbour?"),)

@@ -26,8 +26,7 @@ from emberkeep.types.events import (
     ToolCallDelta,
 )
 from emberkeep.types.request import Message, Request, Tool, ToolCall
-from helpers.events import outcomes_of, text_of
-from helpers.scripted_backend import ScriptedBackend, Step, answer
+from helpers.scripted_backend import ScriptedBackend, Step, answer, outcomes_of, text_of
 from helpers.tool_calls import calling_all, depth, sink
 
 ASK = Request(messages=(Message("user", "How deep is the harbour?"),))

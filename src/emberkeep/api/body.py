@@ -20,7 +20,8 @@ from pydantic_core import core_schema
 
 from emberkeep.api.errors import HALF_A_CHARACTER, refusal
 from emberkeep.errors import InvalidField, RequestError
-from emberkeep.types.request import Json, exceeds_depth
+from emberkeep.text import exceeds_depth
+from emberkeep.types.request import Json
 
 MAX_DEPTH = 64
 MAX_VALUES = 600_000

@@ -14,8 +14,7 @@ from emberkeep.api.body import INT32_MAX, WHOLE, Body, Count, one_of
 from emberkeep.api.fields import UserFields
 from emberkeep.api.openai.body import to_prompts
 from emberkeep.errors import InvalidField
-from emberkeep.types.embedding import Embedded, EmbeddingInput, EmbeddingRequest, Ranked, RerankRequest, Vector
-from emberkeep.types.request import Json
+from emberkeep.types.request import Embedded, EmbeddingInput, EmbeddingRequest, Json, Ranked, RerankRequest, Vector
 
 MAX_INPUTS = 2048
 MAX_DOCUMENTS = 2048

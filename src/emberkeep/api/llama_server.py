@@ -32,8 +32,7 @@ from emberkeep.types.events import (
     Timings,
     TokenLogprob,
 )
-from emberkeep.types.request import Infill, Json, Request, SourceFile
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Infill, Json, Request, Sampling, SourceFile
 from emberkeep.values import dataclass
 
 Tokenize = Callable[[str, bool], list[int]]

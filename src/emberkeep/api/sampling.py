@@ -11,8 +11,7 @@ from emberkeep.api.body import BY_KIND, INT32_MAX, NO_OTHERS, WHOLE, Body, Count
 from emberkeep.api.errors import TOKEN_ID
 from emberkeep.config.settings import OFF
 from emberkeep.types.lineage import Approximation, Repair
-from emberkeep.types.request import Json, Request
-from emberkeep.types.sampling import DEFAULT_SAMPLERS, Sampling
+from emberkeep.types.request import DEFAULT_SAMPLERS, Json, Request, Sampling
 
 NO_LIMIT = -1
 ANY_SLOT = -1

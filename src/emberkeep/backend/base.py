@@ -13,12 +13,19 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 from emberkeep.types.cache import CacheEntry, CacheTree, EntryText, Explanation, Removed, Verified, Warmed
-from emberkeep.types.embedding import Embedded, EmbeddingRequest, Pooling, Ranked, RerankRequest
 from emberkeep.types.events import Completed, Events, TextDelta, Usage
-from emberkeep.types.models import AttentionTier, ExpertStats
-from emberkeep.types.request import Json, Message, Request, Tool
-from emberkeep.types.speculation import SpeculationStats
-from emberkeep.types.timeline import TimelineRecord
+from emberkeep.types.models import AttentionTier, ExpertStats, SpeculationStats, TimelineRecord
+from emberkeep.types.request import (
+    Embedded,
+    EmbeddingRequest,
+    Json,
+    Message,
+    Pooling,
+    Ranked,
+    Request,
+    RerankRequest,
+    Tool,
+)
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

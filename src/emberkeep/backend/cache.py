@@ -11,6 +11,7 @@ from emberkeep.errors import NoSuchEntry
 from emberkeep.kv.lookups import Peek
 from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import Cursor, tokens_to
+from emberkeep.sched.admission import Lineages
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence_state import Reuse
 from emberkeep.session.conversation import Conversations
@@ -29,8 +30,7 @@ from emberkeep.types.events import (
 )
 from emberkeep.types.lineage import SHARED, Approximation, Lineage
 from emberkeep.types.models import Vocab
-from emberkeep.types.request import Execution, Lineages, Request
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Execution, Request, Sampling
 from emberkeep.values import dataclass
 
 _EXCERPT_TOKENS = 12

@@ -10,8 +10,8 @@ from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Embedder, Ex
 from emberkeep.errors import NoSuchEntry, RequestError
 from emberkeep.kv.forgetting import Holders
 from emberkeep.types.cache import CacheEntry, CacheTree, Removed, Verified, Warmed
+from emberkeep.types.models import SpeculationStats
 from emberkeep.types.request import Request
-from emberkeep.types.speculation import SpeculationStats
 
 log = logging.getLogger("emberkeep.remote")
 

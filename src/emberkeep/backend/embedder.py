@@ -19,8 +19,7 @@ from emberkeep.backend.vector_cache import VectorCache
 from emberkeep.engine.embedding import EmbeddingEngine, TokenInput, Vectors
 from emberkeep.errors import InputTooLong, InvalidField, Overloaded
 from emberkeep.sched.engine_thread import SHUTTING_DOWN
-from emberkeep.types.embedding import Embedded, EmbeddingInput, EmbeddingRequest, Ranked, RerankRequest, Vector
-from emberkeep.types.request import Json
+from emberkeep.types.request import Embedded, EmbeddingInput, EmbeddingRequest, Json, Ranked, RerankRequest, Vector
 from emberkeep.values import dataclass
 
 T = TypeVar("T")

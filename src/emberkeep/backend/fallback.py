@@ -30,9 +30,8 @@ from emberkeep.kv.forgetting import Holders
 from emberkeep.memory.memory import Memory
 from emberkeep.types.cache import Warmed
 from emberkeep.types.events import Accepted, Completed, Event, Events, ToolEvent
+from emberkeep.types.models import SpeculationStats, TimelineRecord
 from emberkeep.types.request import Json, Request
-from emberkeep.types.speculation import SpeculationStats
-from emberkeep.types.timeline import TimelineRecord
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.backend")

@@ -54,7 +54,7 @@ from emberkeep.kv.forgetting import Forget
 from emberkeep.kv.lookups import Arrival
 from emberkeep.kv.store import KvStore
 from emberkeep.memory.memory import Memory
-from emberkeep.sched.admission import Admission
+from emberkeep.sched.admission import Admission, Lineages
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence import Sequence
@@ -72,10 +72,8 @@ from emberkeep.types.events import (
     TokenLogprob,
 )
 from emberkeep.types.lineage import Lineage
-from emberkeep.types.request import Json, Lineages, ReasoningFormat, Request
-from emberkeep.types.sampling import Sampling
-from emberkeep.types.speculation import SpeculationStats
-from emberkeep.types.timeline import TimelineRecord
+from emberkeep.types.models import SpeculationStats, TimelineRecord
+from emberkeep.types.request import Json, ReasoningFormat, Request, Sampling
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.backend")

@@ -24,10 +24,8 @@ from emberkeep.errors import EmberkeepError, EngineError, Overloaded
 from emberkeep.memory.memory import Memory
 from emberkeep.types.cache import Warmed
 from emberkeep.types.events import Events, Loading
-from emberkeep.types.models import ModelState, ModelStatus
+from emberkeep.types.models import ModelState, ModelStatus, SpeculationStats, TimelineRecord
 from emberkeep.types.request import Json, Request
-from emberkeep.types.speculation import SpeculationStats
-from emberkeep.types.timeline import TimelineRecord
 
 log = logging.getLogger("emberkeep.backend")
 

@@ -12,12 +12,12 @@ from time import monotonic
 from emberkeep.chat.prompt import Prompt
 from emberkeep.errors import ContextExceeded, TooLarge
 from emberkeep.kv.lookups import Arrival
-from emberkeep.sched.admission import Admission
+from emberkeep.sched.admission import Admission, Lineages
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.session.conversation import Conversation, Conversations
 from emberkeep.types.events import Fit, LookupRecord
 from emberkeep.types.lineage import Lineage
-from emberkeep.types.request import Json, Lineages, Request
+from emberkeep.types.request import Json, Request
 
 log = logging.getLogger("emberkeep.backend")
 

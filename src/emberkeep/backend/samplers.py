@@ -11,8 +11,7 @@ from emberkeep.latest import Latest
 from emberkeep.sched.sampler_chain import Breakers, Chain, ChainedSampler, find_breakers
 from emberkeep.sched.sampling import Sampler
 from emberkeep.types.models import Vocab
-from emberkeep.types.request import Request
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Request, Sampling
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

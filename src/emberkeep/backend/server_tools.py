@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from enum import StrEnum
 from functools import partial
 from time import perf_counter
 from typing import Protocol
@@ -21,7 +22,6 @@ from emberkeep.session.recall import SEARCH
 from emberkeep.session.sessions import Sessions
 from emberkeep.types.events import Caller, Decision, Events, ToolOutcome, Usage
 from emberkeep.types.request import Message, Recall, Request, Tool, ToolCall, ToolChoice
-from emberkeep.types.tools import HostTool, ToolServer
 from emberkeep.values import dataclass
 
 _SEARCH_ROUNDS = 4
@@ -44,6 +44,37 @@ class RequestTools(LoopTools, Protocol):
     def definitions(self) -> tuple[Tool, ...]: ...
 
     def is_ours(self, name: str) -> bool: ...
+
+
+class ToolMode(StrEnum):
+    RUNS = "runs"  # whenever a model calls it
+    ASKS = "asks"  # a person is asked first; where none can be, models do not get it
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class HostTool:
+    name: str
+    group: str
+    description: str
+    mode: ToolMode
+    allowed_by: str
+    """A setting that would let it run unasked, if there is one of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolServer:
+    """An MCP server whose tools are used here."""
+
+    name: str
+    status: str
+    reason: str
+    """Why it has stopped."""
+    about: str
+    """The server's own name and version."""
+    tools: int
+    unapproved: tuple[str, ...]
+    """Tools that are new, or have changed since they were approved."""
 
 
 class ToolDesk(Protocol):

@@ -13,7 +13,7 @@ import numpy as np
 
 from emberkeep.engine.embedding import TokenInput
 from emberkeep.kv.disk.vector_file import VectorFile
-from emberkeep.types.embedding import Vector
+from emberkeep.types.request import Vector
 from emberkeep.values import dataclass
 
 RAM_BYTES = 64 << 20

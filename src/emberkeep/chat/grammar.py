@@ -19,6 +19,7 @@ from emberkeep.chat.output import hidden_tokens
 from emberkeep.chat.traits import TAGGED_JSON, CallWriting
 from emberkeep.errors import InvalidField
 from emberkeep.latest import Latest
+from emberkeep.text import exceeds_depth
 from emberkeep.types.models import Vocab
 from emberkeep.types.request import (
     AnswerFormat,
@@ -29,7 +30,6 @@ from emberkeep.types.request import (
     RegexFormat,
     Request,
     Tool,
-    exceeds_depth,
 )
 
 Mask = npt.NDArray[np.uint32]

@@ -39,8 +39,7 @@ from emberkeep.errors import EmberkeepError, ModelNotFound
 from emberkeep.files import private_folder
 from emberkeep.logs import is_verbose
 from emberkeep.types.memory import SavedConversation
-from emberkeep.types.request import Message
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Message, Sampling
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:

@@ -101,7 +101,7 @@ def export(
     user: OfUserOrAll = None,
 ) -> None:
     """Write everything that is remembered, one JSON object per line. An existing file is left alone."""
-    from emberkeep.json_lines import line, write_lines
+    from emberkeep.files import line, write_lines
     from emberkeep.library.user_memory import open_memory
 
     with open_memory(config) as memory:
@@ -120,7 +120,7 @@ def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that was exported.")],
 ) -> None:
     """Read what was exported, each row for its own user. What is known already is not added twice."""
-    from emberkeep.json_lines import read_lines
+    from emberkeep.files import read_lines
     from emberkeep.library.user_memory import open_memory
 
     with open_memory(config) as memory:

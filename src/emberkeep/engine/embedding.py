@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.types.embedding import Pooling
+from emberkeep.types.request import Pooling
 from emberkeep.values import dataclass
 
 Vectors = npt.NDArray[np.float32]

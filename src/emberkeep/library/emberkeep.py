@@ -45,9 +45,8 @@ from emberkeep.text import shorten
 from emberkeep.types.cache import Verified
 from emberkeep.types.events import Events
 from emberkeep.types.lineage import SHARED
-from emberkeep.types.models import AttentionTier, ExpertStats
+from emberkeep.types.models import AttentionTier, ExpertStats, SpeculationStats
 from emberkeep.types.request import Json, Request
-from emberkeep.types.speculation import SpeculationStats
 
 log = logging.getLogger("emberkeep")
 

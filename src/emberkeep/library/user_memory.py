@@ -11,7 +11,7 @@ from emberkeep.api.body import Body, Label, Name, validate
 from emberkeep.api.fields import FactName, MaxConversations, MaxResults, Question, Remembered
 from emberkeep.config.settings import Config
 from emberkeep.errors import InvalidField, MemoryOff
-from emberkeep.json_lines import read_lines, write_lines
+from emberkeep.files import read_lines, write_lines
 from emberkeep.types.lineage import private_namespace
 from emberkeep.types.memory import Fact, Forgotten, Recollection, SavedConversation
 from emberkeep.types.request import Json, Message

@@ -14,6 +14,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from emberkeep.backend.server_tools import ToolServer
 from emberkeep.config.settings import Config
 from emberkeep.config.tables import McpServer
 from emberkeep.errors import NoSuchEntry, ToolFailed
@@ -31,7 +32,6 @@ from emberkeep.tools.function import ToolFunction, tool, tools_of
 from emberkeep.tools.toolbox import ALL, ToolPolicy
 from emberkeep.types.events import Caller
 from emberkeep.types.request import Json, Message, Tool
-from emberkeep.types.tools import ToolServer
 from emberkeep.values import dataclass
 
 GROUP = "mcp"

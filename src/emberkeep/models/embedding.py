@@ -7,7 +7,7 @@ from pathlib import Path
 from emberkeep.errors import ModelBroken
 from emberkeep.models.gguf import GgufHeader, read_header
 from emberkeep.models.profile import CONFIG, read_json, read_json_objects
-from emberkeep.types.embedding import Pooling
+from emberkeep.types.request import Pooling
 from emberkeep.values import dataclass
 
 MODULE_LIST = "modules.json"

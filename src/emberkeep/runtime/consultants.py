@@ -9,6 +9,7 @@ from dataclasses import replace
 from time import perf_counter
 
 from emberkeep.backend.base import Backend, read_answer
+from emberkeep.backend.server_tools import ToolServer
 from emberkeep.config.settings import OFF, Config, TooLong
 from emberkeep.errors import EmberkeepError, ToolFailed
 from emberkeep.memory.memory import Memory
@@ -18,7 +19,6 @@ from emberkeep.tools.function import Answered, ToolFunction, as_tool, tool
 from emberkeep.types.events import Caller
 from emberkeep.types.models import RemoteModel
 from emberkeep.types.request import Execution, Message, Request
-from emberkeep.types.tools import ToolServer
 from emberkeep.values import dataclass
 
 

@@ -26,8 +26,7 @@ from emberkeep.models.profile import profile
 from emberkeep.runtime.parts import open_vectors
 from emberkeep.runtime.placement import gguf_details, live_kv_bytes, open_placed, place, read_adapters
 from emberkeep.sched.engine_thread import EngineThread
-from emberkeep.types.embedding import Pooling
-from emberkeep.types.request import Json
+from emberkeep.types.request import Json, Pooling
 
 if TYPE_CHECKING:
     from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingSettings

@@ -28,14 +28,14 @@ from emberkeep.runtime.engines import open_hf, open_llamacpp
 from emberkeep.runtime.memory import open_sessions
 from emberkeep.runtime.parts import ModelParts, OwnParts
 from emberkeep.runtime.tools import server_tools
-from emberkeep.sched.admission import Admission, open_admission
+from emberkeep.sched.admission import Admission, Lineages, open_admission
 from emberkeep.sched.draft_model import LoadedDraft
 from emberkeep.sched.engine_thread import EngineThread
 from emberkeep.sched.lifetimes import SchedulerSettings
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.types.lineage import Approximation, Repair
 from emberkeep.types.models import Quantization, Vocab
-from emberkeep.types.request import Lineages, ReasoningFormat
+from emberkeep.types.request import ReasoningFormat
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep")

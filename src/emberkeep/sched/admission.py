@@ -1,4 +1,5 @@
 """Does a request fit, and with which plan: its peak of memory is predicted before anything is allocated for it.
+And whose state it may reuse, in how many bits.
 
 Two places can run out: the engine's device, where a step needs room for its slice of the prompt, and RAM, which
 takes up the state on its way into the store. A smaller slice helps the first, fewer bits help the second.
@@ -17,10 +18,11 @@ import numpy as np
 from emberkeep.config.kinds import readable_size
 from emberkeep.config.machine import free_ram
 from emberkeep.engine.base import Capabilities, Engine, Footprint
-from emberkeep.errors import TooLarge
+from emberkeep.errors import ConfigError, InvalidField, TooLarge
 from emberkeep.sched.sequence import Sequence as Running
 from emberkeep.types.events import Admitted, Plan
-from emberkeep.types.request import Json
+from emberkeep.types.lineage import EXACT_BITS, Approximation, Lineage
+from emberkeep.types.request import Json, Request
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")
@@ -320,3 +322,78 @@ def _margin(ratios: list[float]) -> float | None:
 
 def _quantile(ratios: list[float], share: float) -> float:
     return round(float(np.quantile(ratios, share, method="higher")), 4)
+
+
+# ── which lineage a request has ──
+
+_CANNOT_MOVE = "needs an engine that can move stored state: use --engine hf, or ask for exact answers."
+
+
+@dataclass(frozen=True, slots=True)
+class Lineages:
+    default_bits: int
+    """In how many bits state is stored, unless a request says otherwise."""
+    packs: frozenset[int]
+    """What the engine can do."""
+    approximation_by_default: Approximation | None = None
+    """For requests that do not say whether state may be moved."""
+    can_move: bool = False
+    """The engine can move state."""
+    exact: bool = False
+    """Nothing is approximate, and who asks for it is refused."""
+    can_splice: bool = False
+    """The engine can splice its state."""
+
+    def check(self) -> None:
+        """Raises ConfigError unless the engine can do the default."""
+        if self.exact and self.default_bits != EXACT_BITS:
+            raise ConfigError(
+                f"approximate = never wants exact state, and kv_bits = {self.default_bits} is not: leave one out."
+            )
+        if self.approximation_by_default is not None and not self.can_move:
+            raise ConfigError(f"approximate = {self.approximation_by_default.repair} {_CANNOT_MOVE}")
+        if self.default_bits not in self.packs:
+            raise ConfigError(f"kv_bits {self.default_bits} is nothing for this model: {_possible(self.packs)}.")
+
+    def of(self, request: Request) -> Lineage:
+        """What `request` may reuse and may leave behind. Raises InvalidField for what the engine cannot do."""
+        if request.execution.lineage is not None:
+            return request.execution.lineage
+        if self.exact:
+            self._check_exact(request)
+            return Lineage(request.namespace)
+        if request.kv_bits is not None and request.kv_bits not in self.packs:
+            raise InvalidField("kv_bits", f"this model cannot do {request.kv_bits}: {_possible(self.packs)}.")
+        bits = self.default_bits if request.kv_bits is None else request.kv_bits
+        approximation = self.approximation(request)
+        return Lineage(request.namespace, bits, approximation.repair if approximation else None)
+
+    def _check_exact(self, request: Request) -> None:
+        """Raises InvalidField for a request that wants anything else."""
+        wanted = {"approximate": bool(request.approximate), "kv_bits": request.kv_bits not in (None, EXACT_BITS)}
+        for name, is_wanted in wanted.items():
+            if is_wanted:
+                raise InvalidField(name, "this server answers exactly only (approximate = never): leave it out.")
+
+    def approximation(self, request: Request) -> Approximation | None:
+        """How state from other places may be reused for `request`. None: it may not.
+
+        Prefixes are made for others, who may want them exact. Raises InvalidField for what the engine cannot do.
+        """
+        if self.exact or request.execution.is_prefix or request.approximate is False:
+            return None
+        if request.approximate is not None and not self.can_move:
+            raise InvalidField("approximate", _CANNOT_MOVE)
+        return request.approximate or self.approximation_by_default
+
+    def may_splice(self, request: Request) -> bool:
+        """Where messages leave its context, its state may be spliced, and not be evaluated again."""
+        return self.can_splice and not self.exact and request.approximate is not False
+
+    def repacked(self, lineage: Lineage, bits: int) -> Lineage:
+        """The same, stored in other bits."""
+        return lineage if self.exact else replace(lineage, bits=bits)
+
+
+def _possible(packs: frozenset[int]) -> str:
+    return f"use {' or '.join(str(bits) for bits in sorted(packs, reverse=True))}"

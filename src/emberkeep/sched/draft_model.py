@@ -28,7 +28,7 @@ from emberkeep.sched.sequence import FAIR_SLICE, Sequence, slice_within
 from emberkeep.sched.sequence_state import Phase
 from emberkeep.sched.slots import Slots
 from emberkeep.types.lineage import EXACT_BITS
-from emberkeep.types.speculation import DraftModelStats, DraftSource
+from emberkeep.types.models import DraftModelStats, DraftSource
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")

@@ -17,8 +17,7 @@ from emberkeep.kv.corpus import TokenCorpus
 from emberkeep.kv.ngram_index import MAX_MATCH, NgramIndex, agreement
 from emberkeep.sched.sampling import Sampler
 from emberkeep.token_arrays import TokenArray, common_prefix
-from emberkeep.types.models import Vocab
-from emberkeep.types.speculation import DraftSource
+from emberkeep.types.models import DraftSource, Vocab
 from emberkeep.values import dataclass
 
 PATH_TOKENS = 512

@@ -26,7 +26,7 @@ from emberkeep.sched.sequence_state import Ending, EndReason, Phase, SequenceOut
 from emberkeep.sched.slots import Slots, Timeline, WaitingQueue
 from emberkeep.sched.speculation import Speculation
 from emberkeep.types.events import Source
-from emberkeep.types.timeline import RequestState
+from emberkeep.types.models import RequestState
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")

@@ -26,7 +26,7 @@ from emberkeep.sched.sampling import (
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.events import TokenLogprob
 from emberkeep.types.models import Vocab
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Sampling
 
 _MIROSTAT_TOKENS = 100
 """The likeliest tokens, from which Mirostat estimates how quickly tokens become unlikely."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.events import TokenLogprob
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Sampling
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.intp]

@@ -42,8 +42,7 @@ from emberkeep.sched.sequence_state import Phase
 from emberkeep.sched.steps import Gaps, Steps
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.lineage import Lineage
-from emberkeep.types.speculation import SpeculationStats
-from emberkeep.types.timeline import TimelineRecord
+from emberkeep.types.models import SpeculationStats, TimelineRecord
 
 log = logging.getLogger("emberkeep.sched")
 

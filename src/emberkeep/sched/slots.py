@@ -23,8 +23,8 @@ from emberkeep.sched.sequence_state import Phase
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types.events import Source
 from emberkeep.types.lineage import Lineage
+from emberkeep.types.models import RequestState, TimelineRecord
 from emberkeep.types.request import Json
-from emberkeep.types.timeline import RequestState, TimelineRecord
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")

@@ -21,7 +21,7 @@ from emberkeep.kv.corpus import TokenCorpus
 from emberkeep.sched.draft_model import DraftModel
 from emberkeep.sched.drafts import Acceptance, Draft, SequenceDrafts
 from emberkeep.sched.sequence import Sequence as Running
-from emberkeep.types.speculation import LENGTH_BUCKETS, DraftSource, SourceStats, SpeculationStats
+from emberkeep.types.models import LENGTH_BUCKETS, DraftSource, SourceStats, SpeculationStats
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")

@@ -19,12 +19,12 @@ from functools import partial
 from types import coroutine
 from typing import Any, Protocol, TypeVar, overload
 
+from emberkeep.backend.server_tools import ToolServer
 from emberkeep.errors import ToolFailed
 from emberkeep.signals import Leaving
 from emberkeep.tools.schema import Signature, read_signature
 from emberkeep.types.events import Caller
 from emberkeep.types.request import Json, Tool
-from emberkeep.types.tools import ToolServer
 from emberkeep.values import dataclass
 
 F = TypeVar("F", bound=Callable[..., Any])

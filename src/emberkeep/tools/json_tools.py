@@ -13,9 +13,10 @@ from pydantic import BeforeValidator, Field
 
 from emberkeep.errors import ToolFailed
 from emberkeep.signals import with_default_signals
+from emberkeep.text import exceeds_depth
 from emberkeep.tools import json_worker
 from emberkeep.tools.function import tool
-from emberkeep.types.request import Json, exceeds_depth
+from emberkeep.types.request import Json
 
 GROUP = "json"
 

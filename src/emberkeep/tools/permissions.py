@@ -14,6 +14,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 
 from emberkeep.backend.base import Backend
+from emberkeep.backend.server_tools import HostTool, ToolMode, ToolServer
 from emberkeep.backend.tool_loop import Gate, ToolLoop
 from emberkeep.errors import RequestError
 from emberkeep.session.sessions import about_tokens
@@ -22,7 +23,6 @@ from emberkeep.tools.function import ToolFunction
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
 from emberkeep.types.events import Decision, Events, PermissionAsked, Usage
 from emberkeep.types.request import Message, Request, Tool, ToolCall, ToolChoice
-from emberkeep.types.tools import HostTool, ToolMode, ToolServer
 from emberkeep.values import dataclass
 
 _REFUSED = "The user did not allow this call: ask for another way, or go on without it."

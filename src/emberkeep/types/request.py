@@ -1,4 +1,4 @@
-"""A request, and the lineage of the state that it may reuse."""
+"""What is asked for: an answer, with how its tokens are drawn; vectors of texts; or a ranking of documents."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import field, replace
 from enum import StrEnum
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from emberkeep.errors import ConfigError, InvalidField
 from emberkeep.types.hygiene import NOT_TIDIED, Tidied
-from emberkeep.types.lineage import EXACT_BITS, Approximation, Lineage
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.lineage import Approximation, Lineage
 from emberkeep.values import dataclass
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 Json = Any
 """Anything that `json.loads` returns."""
@@ -158,6 +160,91 @@ class ReasoningFormat(StrEnum):
     INLINE = "inline"  # it stays in the text, as the model wrote it
 
 
+DEFAULT_SAMPLERS = (
+    "penalties",
+    "dry",
+    "top_n_sigma",
+    "top_k",
+    "typ_p",
+    "top_p",
+    "min_p",
+    "xtc",
+    "temperature",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is drawn. `temperature == 0` is greedy. Names and meanings are llama.cpp's."""
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    text_bias: tuple[tuple[str, float], ...] = ()
+    """The same for every token of a text."""
+    ignore_eos: bool = False
+    """Nothing that ends a generation is drawn."""
+    repeat_last_n: int | None = None
+    """Penalties look at so many tokens, those of the prompt included. None: at all of the answer, and no more."""
+    dry_multiplier: float = 0.0
+    """Above 0: a token that would go on with a repetition is penalised, the more the longer that is."""
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = 64
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    top_n_sigma: float = -1.0
+    """Above 0: only logits within so many standard deviations of the highest."""
+    xtc_probability: float = 0.0
+    """How often all but the least likely of the tokens above `xtc_threshold` are left out."""
+    xtc_threshold: float = 0.1
+    dynatemp_range: float = 0.0
+    """The temperature is up to so much lower or higher, by how sure the model is."""
+    dynatemp_exponent: float = 1.0
+    mirostat: Literal[0, 1, 2] = 0
+    """1 and 2 take the place of every other sampler but the temperature."""
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    samplers: tuple[str, ...] = DEFAULT_SAMPLERS
+    """Which are used, and in which order."""
+    min_keep: int = 0
+    """So many tokens at least are left to draw from by top-p, min-p, typical-p and XTC."""
+
+    @property
+    def penalises(self) -> bool:
+        """Tokens that came before are less likely, or more."""
+        return bool(self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0)
+
+    @property
+    def uses_dry(self) -> bool:
+        return self.dry_multiplier != 0 and self.dry_base >= 1 and self.dry_penalty_last_n > 0
+
+    @property
+    def uses_xtc(self) -> bool:
+        return self.xtc_probability > 0 and self.xtc_threshold <= 0.5
+
+    @property
+    def needs_chain(self) -> bool:
+        """Whether something is asked for besides bias, penalties on the answer, top-k, typical-p, top-p, min-p and
+        temperature in their usual order."""
+        return bool(
+            self.samplers != DEFAULT_SAMPLERS
+            or self.mirostat
+            or self.min_keep
+            or self.dynatemp_range > 0
+            or self.top_n_sigma > 0
+            or self.uses_xtc
+            or self.uses_dry
+            or (self.repeat_last_n is not None and self.penalises)
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Execution:
     """What was decided about a request where it is answered. Its client says none of it."""
@@ -297,91 +384,61 @@ class Request:
         return self.speculation if self.speculation is not None else self.sampling.seed is None
 
 
-def exceeds_depth(value: Json, levels: int) -> bool:
-    """Whether objects and lists are nested deeper than `levels`. Not recursive."""
-    level = [value]
-    for _ in range(levels):
-        level = [child for parent in level for child in _containers(parent)]
-        if not level:
-            return False
-    return True
+# ── vectors, and documents by how well they answer a query ──
+
+Vector: TypeAlias = "npt.NDArray[np.float32]"
+
+EmbeddingInput = str | tuple[int, ...]
+"""As it was written, or as the model's own token ids, to which nothing is added then."""
 
 
-def _containers(value: Json) -> list[Json]:
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [child for child in children if isinstance(child, (dict, list))]
+class Pooling(StrEnum):
+    """How the states of an input's tokens become one vector."""
 
-
-# ── which lineage a request has ──
-
-_CANNOT_MOVE = "needs an engine that can move stored state: use --engine hf, or ask for exact answers."
+    MEAN = "mean"
+    CLS = "cls"  # the state of the first token
+    LAST = "last"  # the state of the last token
+    RANK = "rank"  # a head on top of it gives one number: how well a document answers a query
 
 
 @dataclass(frozen=True, slots=True)
-class Lineages:
-    default_bits: int
-    """In how many bits state is stored, unless a request says otherwise."""
-    packs: frozenset[int]
-    """What the engine can do."""
-    approximation_by_default: Approximation | None = None
-    """For requests that do not say whether state may be moved."""
-    can_move: bool = False
-    """The engine can move state."""
-    exact: bool = False
-    """Nothing is approximate, and who asks for it is refused."""
-    can_splice: bool = False
-    """The engine can splice its state."""
-
-    def check(self) -> None:
-        """Raises ConfigError unless the engine can do the default."""
-        if self.exact and self.default_bits != EXACT_BITS:
-            raise ConfigError(
-                f"approximate = never wants exact state, and kv_bits = {self.default_bits} is not: leave one out."
-            )
-        if self.approximation_by_default is not None and not self.can_move:
-            raise ConfigError(f"approximate = {self.approximation_by_default.repair} {_CANNOT_MOVE}")
-        if self.default_bits not in self.packs:
-            raise ConfigError(f"kv_bits {self.default_bits} is nothing for this model: {_possible(self.packs)}.")
-
-    def of(self, request: Request) -> Lineage:
-        """What `request` may reuse and may leave behind. Raises InvalidField for what the engine cannot do."""
-        if request.execution.lineage is not None:
-            return request.execution.lineage
-        if self.exact:
-            self._check_exact(request)
-            return Lineage(request.namespace)
-        if request.kv_bits is not None and request.kv_bits not in self.packs:
-            raise InvalidField("kv_bits", f"this model cannot do {request.kv_bits}: {_possible(self.packs)}.")
-        bits = self.default_bits if request.kv_bits is None else request.kv_bits
-        approximation = self.approximation(request)
-        return Lineage(request.namespace, bits, approximation.repair if approximation else None)
-
-    def _check_exact(self, request: Request) -> None:
-        """Raises InvalidField for a request that wants anything else."""
-        wanted = {"approximate": bool(request.approximate), "kv_bits": request.kv_bits not in (None, EXACT_BITS)}
-        for name, is_wanted in wanted.items():
-            if is_wanted:
-                raise InvalidField(name, "this server answers exactly only (approximate = never): leave it out.")
-
-    def approximation(self, request: Request) -> Approximation | None:
-        """How state from other places may be reused for `request`. None: it may not.
-
-        Prefixes are made for others, who may want them exact. Raises InvalidField for what the engine cannot do.
-        """
-        if self.exact or request.execution.is_prefix or request.approximate is False:
-            return None
-        if request.approximate is not None and not self.can_move:
-            raise InvalidField("approximate", _CANNOT_MOVE)
-        return request.approximate or self.approximation_by_default
-
-    def may_splice(self, request: Request) -> bool:
-        """Where messages leave its context, its state may be spliced, and not be evaluated again."""
-        return self.can_splice and not self.exact and request.approximate is not False
-
-    def repacked(self, lineage: Lineage, bits: int) -> Lineage:
-        """The same, stored in other bits."""
-        return lineage if self.exact else replace(lineage, bits=bits)
+class EmbeddingRequest:
+    inputs: tuple[EmbeddingInput, ...]
+    dimensions: int | None = None
+    """How many of the model's own to keep; None: all of them."""
+    normalize: bool = True
+    """Vectors get the length 1."""
+    truncate: bool | None = None
+    """The end of an input that is longer than the model's context is left out; otherwise it is refused. None: as
+    configured."""
+    user: str = ""
+    namespace: str = ""
+    """Vectors that were computed for others are not looked for; see `private_namespace`."""
 
 
-def _possible(packs: frozenset[int]) -> str:
-    return f"use {' or '.join(str(bits) for bits in sorted(packs, reverse=True))}"
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    vectors: tuple[Vector, ...]
+    """One for each input, in their order."""
+    prompt_tokens: int
+    cached_tokens: int
+    """Those of inputs whose vectors were known already."""
+
+
+@dataclass(frozen=True, slots=True)
+class RerankRequest:
+    query: str
+    documents: tuple[str, ...]
+    truncate: bool = True
+    """The end of a document that is too long beside the query is left out; otherwise it is refused."""
+    user: str = ""
+    namespace: str = ""
+    """As in `EmbeddingRequest`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    logits: tuple[float, ...]
+    """One for each document, in their order: the more, the better it answers the query."""
+    prompt_tokens: int
+    cached_tokens: int

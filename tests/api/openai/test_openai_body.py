@@ -22,10 +22,10 @@ from emberkeep.types.request import (
     JsonFormat,
     RegexFormat,
     Request,
+    Sampling,
     ToolCall,
     Ttl,
 )
-from emberkeep.types.sampling import Sampling
 
 HELLO = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "t"}}

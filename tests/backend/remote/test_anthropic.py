@@ -11,8 +11,7 @@ from emberkeep.backend.remote.anthropic import AnthropicProvider
 from emberkeep.errors import InvalidField, RequestError
 from emberkeep.types.events import Completed, Event, Finished, FinishReason, Marked, ToolCallDelta, Usage
 from emberkeep.types.models import RemoteModel
-from emberkeep.types.request import Image, JsonFormat, Message, Request, Tool, ToolCall, ToolChoice, Ttl
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Image, JsonFormat, Message, Request, Sampling, Tool, ToolCall, ToolChoice, Ttl
 from helpers.vendors.anthropic_server import (
     KEY,
     MODELS,
@@ -26,8 +25,8 @@ from helpers.vendors.anthropic_server import (
     thinking_block,
     tool_block,
 )
-from helpers.vendors.driving import HELLO, asking, drive
 from helpers.vendors.loopback import Stream
+from helpers.vendors.wires import HELLO, asking, drive
 
 pytestmark = pytest.mark.slow
 

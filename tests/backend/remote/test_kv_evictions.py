@@ -16,8 +16,7 @@ from emberkeep.types.events import Usage
 from emberkeep.types.models import RemoteModel
 from emberkeep.types.request import Message, Request, Tool
 from helpers.remote_model import remote
-from helpers.vendors.driving import drive
-from helpers.vendors.trtllm_server import (
+from helpers.vendors.openai_server import (
     ANSWER,
     SYSTEM,
     USER,
@@ -30,6 +29,7 @@ from helpers.vendors.trtllm_server import (
     stored,
     used,
 )
+from helpers.vendors.wires import drive
 
 BOAT = Message("user", "My boat is called Zephyr and lies at pier 3.")
 NOTED = Message("assistant", "Noted, Zephyr at pier 3.")

@@ -15,11 +15,10 @@ from emberkeep.config.settings import Config
 from emberkeep.errors import ContextExceeded, EmberkeepError, Overloaded, RemoteDown, RemoteFull
 from emberkeep.types.events import Event, Finished, FinishReason, ReasoningDelta, TextDelta, ToolCallDelta
 from emberkeep.types.models import RemoteModel
-from emberkeep.types.request import Message, Request, Tool
-from emberkeep.types.sampling import Sampling
-from helpers.events import end_of, text_of
+from emberkeep.types.request import Message, Request, Sampling, Tool
+from helpers.scripted_backend import end_of, text_of
 from helpers.scripted_server import COMPLETED, HANG, Running, ScriptedBackend, running, says
-from helpers.vendors.driving import CALLED, HELLO, RAIN, events_of
+from helpers.vendors.wires import CALLED, HELLO, RAIN, events_of
 
 WEATHER = Tool("weather", "Of a place.", {"type": "object", "properties": {"place": {"type": "string"}}})
 

@@ -37,8 +37,8 @@ from emberkeep.types.events import (
     Usage,
 )
 from emberkeep.types.request import JsonFormat, Message, ReasoningFormat, Recall, Request, Tool, ToolChoice
-from helpers.events import outcomes_of, read_events, text_of
 from helpers.remote_model import ScriptedProvider, Step, remote, said, tokens_of
+from helpers.scripted_backend import outcomes_of, read_events, text_of
 from helpers.tool_calls import calling, depth
 
 HELLO = Request(messages=(Message("user", "Hello"),))

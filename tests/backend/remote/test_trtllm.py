@@ -12,11 +12,10 @@ import pytest
 from emberkeep.backend.remote.trtllm import TrtllmProvider
 from emberkeep.types.models import RemoteModel
 from emberkeep.types.request import Message, ToolCall
-from helpers.events import text_of
-from helpers.vendors.driving import drive, events_of
+from helpers.scripted_backend import text_of
 from helpers.vendors.loopback import Reply, Stream
-from helpers.vendors.openai_server import answer, call
-from helpers.vendors.trtllm_server import Told, TrtllmServer, conversation, removed, stored, used
+from helpers.vendors.openai_server import Told, TrtllmServer, answer, call, conversation, removed, stored, used
+from helpers.vendors.wires import drive, events_of
 
 
 def with_provider(

@@ -20,25 +20,39 @@ from emberkeep.tools.function import as_tool
 from emberkeep.tools.permissions import HostToolBox
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
 from emberkeep.types.events import Event, FinishReason, ReasoningDelta, TextDelta
-from emberkeep.types.request import Image, JsonFormat, Message, RegexFormat, Request, Tool, ToolCall, ToolChoice
-from emberkeep.types.sampling import Sampling
-from helpers.events import calls_of, end_of, outcomes_of, text_of
+from emberkeep.types.request import (
+    Image,
+    JsonFormat,
+    Message,
+    RegexFormat,
+    Request,
+    Sampling,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from helpers.scripted_backend import calls_of, end_of, outcomes_of, text_of
 from helpers.tool_calls import depth
-from helpers.vendors.driving import (
+from helpers.vendors.loopback import Reply, Stream
+from helpers.vendors.openai_server import answer, call
+from helpers.vendors.wires import (
     CALLED,
     HELLO,
+    OPENAI_WIRES,
     RAIN,
+    WIRES,
+    OpenAIWire,
+    Thought,
+    Wire,
     about,
     ask_when_it_is_gone,
     asking,
     drive,
     events_of,
     leave_early,
+    provider_at,
     sending,
 )
-from helpers.vendors.loopback import Reply, Stream
-from helpers.vendors.openai_server import answer, call
-from helpers.vendors.wires import OPENAI_WIRES, WIRES, OpenAIWire, Thought, Wire, provider_at
 
 CALLS = (ToolCall("c1", "weather", '{"place": "Lyon"}'), ToolCall("c2", "clock", '{"utc": true}'))
 TOOLS = (Tool("weather", "Of a place.", {"properties": {"place": {"type": "string"}}}), Tool("clock", "The time."))

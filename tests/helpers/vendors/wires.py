@@ -14,8 +14,7 @@ from emberkeep.types.request import ToolCall
 from helpers.vendors import anthropic_server as anthropic
 from helpers.vendors import openai_server as openai
 from helpers.vendors.loopback import LoopbackServer, Reply, Stream
-from helpers.vendors.openai_server import OpenAIServer
-from helpers.vendors.trtllm_server import TrtllmServer
+from helpers.vendors.openai_server import OpenAIServer, TrtllmServer
 
 
 @dataclass(frozen=True)

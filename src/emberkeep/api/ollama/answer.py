@@ -12,9 +12,8 @@ from time import perf_counter
 from emberkeep.api.answer import Answer, chat_logprobs, detail_json
 from emberkeep.api.errors import OLLAMA_ERRORS, Failure
 from emberkeep.api.ollama.body import to_context
-from emberkeep.types.embedding import Embedded
 from emberkeep.types.events import Event, FinishReason, ReasoningDelta, TextDelta, TokenLogprob, ToolCallDelta
-from emberkeep.types.request import Json, Message, Request, ToolCall
+from emberkeep.types.request import Embedded, Json, Message, Request, ToolCall
 from emberkeep.values import dataclass
 
 

@@ -23,8 +23,8 @@ from emberkeep.api.openai.body import USUAL_COMPLETION
 from emberkeep.api.openai.messages import MAX_MESSAGES, ToolList
 from emberkeep.api.sampling import GenerationFields, TopLogprobs, to_limit
 from emberkeep.errors import InvalidField
-from emberkeep.types.embedding import EmbeddingRequest
 from emberkeep.types.request import (
+    EmbeddingRequest,
     Image,
     Infill,
     Json,
@@ -33,9 +33,9 @@ from emberkeep.types.request import (
     ReasoningFormat,
     Request,
     Role,
+    Sampling,
     ToolCall,
 )
-from emberkeep.types.sampling import Sampling
 
 _FILL_CONTEXT = -2
 """As `num_predict`: as many tokens as the context has room for, which is what no limit means here."""

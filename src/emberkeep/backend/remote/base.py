@@ -15,8 +15,7 @@ from emberkeep.errors import InvalidField
 from emberkeep.latest import Latest
 from emberkeep.types.events import Events
 from emberkeep.types.models import RemoteModel
-from emberkeep.types.request import Json, JsonFormat, Request
-from emberkeep.types.sampling import Sampling
+from emberkeep.types.request import Json, JsonFormat, Request, Sampling
 from emberkeep.values import dataclass
 
 T = TypeVar("T")

@@ -26,8 +26,7 @@ from emberkeep.engine.hf.device import choose_device, choose_dtype
 from emberkeep.engine.hf.model_loader import HfSource, local_files, own_dtype, quiet, translate_errors
 from emberkeep.engine.hf.vocab import encodable, splitter_for
 from emberkeep.errors import EngineError, ModelBroken
-from emberkeep.types.embedding import Pooling
-from emberkeep.types.request import Json
+from emberkeep.types.request import Json, Pooling
 from emberkeep.values import dataclass
 
 _SEQUENCES = 256

@@ -29,7 +29,7 @@ from emberkeep.engine.llamacpp.shared_library import (
 )
 from emberkeep.engine.llamacpp.threads import ThreadPool, available_cores
 from emberkeep.errors import EngineError, ModelBroken
-from emberkeep.types.embedding import Pooling
+from emberkeep.types.request import Pooling
 from emberkeep.values import dataclass
 
 SEQUENCES = 63

@@ -44,7 +44,7 @@ from emberkeep.engine.llamacpp.specimen import write_specimen
 from emberkeep.errors import EngineError, ModelBroken, ModelError
 from emberkeep.files import private_folder, replace_file
 from emberkeep.signals import with_default_signals
-from emberkeep.types.embedding import Pooling
+from emberkeep.types.request import Pooling
 
 log = logging.getLogger("emberkeep.engine")
 _SHAPES = (1, 2, 8, 33, 64, 128, 512)

@@ -14,8 +14,7 @@ from emberkeep.backend.capabilities import embedder_of, ranker_of
 from emberkeep.backend.models import loaded
 from emberkeep.server.routes.base import Routes, Served, list_response
 from emberkeep.server.stream import make_of_body, while_connected
-from emberkeep.types.embedding import Embedded, EmbeddingRequest, Ranked, RerankRequest
-from emberkeep.types.request import Json
+from emberkeep.types.request import Embedded, EmbeddingRequest, Json, Ranked, RerankRequest
 
 _TEXT = "Why is the sky blue?"
 

@@ -22,7 +22,7 @@ from emberkeep.api.openai.messages import message_json
 from emberkeep.api.stored import found_json
 from emberkeep.backend.base import Backend
 from emberkeep.errors import EmberkeepError, InvalidField, NoSuchEntry
-from emberkeep.json_lines import line
+from emberkeep.files import line
 from emberkeep.library.user_memory import require_memory
 from emberkeep.server.routes.base import LINES, PageParameters, Routes, Served, json_response, page_response
 from emberkeep.server.side_work import SideWork

@@ -29,8 +29,7 @@ from emberkeep.models.spec import parse, spec_of_ollama
 from emberkeep.server.routes.base import HELLO, LINES, Routes, Served, json_response, passed_on, respond
 from emberkeep.server.routes.embeddings import embed_with
 from emberkeep.server.stream import make_of_body, while_connected
-from emberkeep.types.embedding import Embedded
-from emberkeep.types.request import Json, Request
+from emberkeep.types.request import Embedded, Json, Request
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from starlette.responses import Response
 from emberkeep.api.answer import lookup_json
 from emberkeep.backend.models import Models
 from emberkeep.server.routes.base import PageParameters, Routes, Served, page_response
+from emberkeep.types.models import RequestState, TimelineRecord
 from emberkeep.types.request import Json
-from emberkeep.types.timeline import RequestState, TimelineRecord
 
 _OfModel = tuple[str, TimelineRecord]
 """The model's name, and the record."""

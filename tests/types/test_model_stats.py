@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from emberkeep.types.speculation import LENGTH_BUCKETS, DraftSource, SourceStats, SpeculationStats
+from emberkeep.types.models import LENGTH_BUCKETS, DraftSource, SourceStats, SpeculationStats
 
 
 def test_acceptance_is_the_share_of_what_was_drafted() -> None:
