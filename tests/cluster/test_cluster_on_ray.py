@@ -17,7 +17,6 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from helpers.cluster import BLOCK_IDS, NodeServer, replay, running, slow_models
 
 from benchmarks.cluster_model import Machine, Outcome, RemoteSettings, simulate
 from benchmarks.trace_file import BLOCK, Visit
@@ -28,6 +27,7 @@ from emberkeep.routing import Affinity
 from emberkeep.server.presence import announce
 from emberkeep.types.models import RemoteModel
 from emberkeep.types.request import Json
+from helpers.cluster import BLOCK_IDS, NodeServer, replay, running, slow_models
 from helpers.kv_building import CHUNK_BYTES
 from helpers.page_view import chromium
 from helpers.valkey_server import running_valkey

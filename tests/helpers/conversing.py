@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event as Event_
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from emberkeep.types.events import Completed, Event, Eviction, Finished, FinishR
 from emberkeep.types.lineage import private_namespace
 from emberkeep.types.request import Json, Message, Request, Sampling, Tool, ToolCall
 from helpers.scripted_backend import calls_of, fake_backend, settle, text_of
+from helpers.scripted_server import Running, running
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n"
@@ -33,10 +36,15 @@ TEMPLATE = (
     "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
 CONTEXT = 768
+
 SYSTEM = "You keep the books of a harbour."
+
 EOG = FakeEngine().vocab.eog
+
 GREEDY = Sampling(temperature=0)
+
 ENDLESS = Sampling(temperature=0, logit_bias=dict.fromkeys(EOG, -1e9))
 
 
@@ -246,4 +254,16 @@ def line(number: int, words: int = 10) -> str:
 
 
 SEARCH_CALL = '<tool_call>\n{{"name": "search_memory", "arguments": {{"query": "{}"}}}}\n</tool_call>'
+
 FERRY = Tool("ferry", "When the ferry leaves.", {"type": "object"})
+
+
+@contextmanager
+def asking_server(engine: ScriptedEngine, root: Path, **config: Any) -> Iterator[Running]:
+    """`root`: the folder of its file tools."""
+    options = {"server_tools": "ask", "tools_root": root, **config}
+    with (
+        Harbour(root.parent / "data", engine, **options) as harbour,
+        running(harbour.backend, Config()) as server,  # type: ignore[arg-type]
+    ):
+        yield server

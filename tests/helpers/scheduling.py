@@ -14,9 +14,9 @@ from emberkeep.chat.messages import CacheKeys
 from emberkeep.chat.prompt import Prompt, Stable
 from emberkeep.chat.prompt_tokens import TokenizedText
 from emberkeep.chat.seams import SeamedText
-from emberkeep.engine.base import Engine, Rows
+from emberkeep.engine.base import Engine, Exported, KvExport, Payload, Rows
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.errors import EmberkeepError
+from emberkeep.errors import EmberkeepError, EngineError
 from emberkeep.kv.corpus import TokenCorpus
 from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.policy import CHUNK_TOKENS, Keeping, Rate
@@ -35,9 +35,13 @@ from emberkeep.types.request import Execution, Request, Sampling
 from helpers.kv_building import chunks_of, lineage_of
 
 GREEDY = Sampling(temperature=0)
+
 SEEDED = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=11)
+
 CLOSING = (FakeEngine().vocab.specials["<|im_end|>"], 10)
+
 PATIENCE = 60.0
+
 SLICE = 128  # the smallest there is: the measured speed of a paused engine must not change it
 
 
@@ -219,6 +223,7 @@ class Rig:
 
 
 _REQUEST = {field.name for field in fields(Request)} - {"namespace", "prediction"}
+
 _EXECUTION = {field.name for field in fields(Execution)} - {"lineage"}
 
 
@@ -304,6 +309,7 @@ def text(length: int, seed: int = 0) -> list[int]:
 
 
 PROMPT = text(700)
+
 LONG = text(2000)
 
 
@@ -316,3 +322,32 @@ class Unmeasured(Rate):
 
     def measure(self, amount: float, seconds: float) -> None:
         pass
+
+
+class LateExport:
+    is_done = False
+
+    def __init__(self, engine: LateEngine, copies: Exported) -> None:
+        self._engine = engine
+        self._copies = copies
+
+    def payloads(self) -> list[Payload]:
+        self._engine.asked += 1
+        if self._engine.asked in self._engine.failing:
+            raise EngineError("the device is gone")
+        return self._copies.payloads()
+
+
+class LateEngine(FakeEngine):
+    """What it copies is never there before it is asked for."""
+
+    def __init__(self, *, failing: Sequence[int] = (), **settings: int) -> None:
+        super().__init__(**{"cells": 1 << 15} | settings)
+        self.failing = failing
+        """Which of the exports that were asked for fail, from 1 on."""
+        self.begun = self.asked = self.copied_tokens = 0
+
+    def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> KvExport:
+        self.begun += 1
+        self.copied_tokens += borders[-1] - borders[0]
+        return LateExport(self, super().export_kv(sequence, borders, bits))

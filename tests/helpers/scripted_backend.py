@@ -1,16 +1,23 @@
-"""A backend that answers from a script: what a test says is what happens."""
+"""A backend that answers from a script, the real one over the deterministic engine, and what their events hold."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from emberkeep.backend.base import NO_ARGS, Extras, ModelCard, ModelTexts
+from emberkeep.backend.local import LocalBackend
+from emberkeep.config.settings import Config
+from emberkeep.engine.fake import CHATML, FakeEngine
 from emberkeep.errors import EmberkeepError
 from emberkeep.kv.forgetting import Holders
+from emberkeep.runtime.local_model import assemble
+from emberkeep.runtime.parts import ModelParts
 from emberkeep.types.cache import Warmed
 from emberkeep.types.events import (
+    CallEnded,
     Completed,
     Event,
     Finished,
@@ -18,9 +25,30 @@ from emberkeep.types.events import (
     LookupRecord,
     TextDelta,
     Timings,
+    ToolCallDelta,
     Usage,
 )
-from emberkeep.types.request import Json, Message, Request, Tool
+from emberkeep.types.request import Json, Message, Request, Tool, ToolCall
+
+
+def fake_backend(
+    config: Config,
+    engine: FakeEngine | None = None,
+    *,
+    template: str = CHATML,
+    name: str = "fake",
+    parts: ModelParts | None = None,
+) -> LocalBackend:
+    engine = engine or FakeEngine()
+    return assemble(config, engine, template, ModelCard(name, 0, engine.capabilities.context), parts=parts)
+
+
+def settle(backend: LocalBackend) -> None:
+    """Wait until no turn is being closed any more, which happens a moment after its answer."""
+    # Between two steps: within one a turn is no longer active and not stored yet.
+    while backend.scheduler.call(lambda: backend.scheduler.stats()["active"]).result():
+        pass
+
 
 FOREVER = "forever"
 """In a script: nothing more comes until the request is cancelled."""
@@ -121,3 +149,34 @@ class ScriptedBackend(Extras):
 
     async def close(self) -> None:
         self.closed = True
+
+
+def read_events(backend: Any, request: Request) -> list[Event]:
+    async def read() -> list[Event]:
+        return [event async for event in backend.generate(request)]
+
+    return asyncio.run(read())
+
+
+def text_of(events: Iterable[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, TextDelta))
+
+
+def calls_of(events: Iterable[Event]) -> list[ToolCall]:
+    found: dict[int, ToolCall] = {}
+    for event in events:
+        if isinstance(event, ToolCallDelta):
+            found[event.call_index] = event.added_to(found.get(event.call_index))
+    assert list(found) == list(range(len(found)))
+    return list(found.values())
+
+
+def outcomes_of(events: Iterable[Event]) -> list[tuple[str, bool]]:
+    """What each tool said, and whether that was a failure."""
+    return [(event.outcome.text, event.outcome.failed) for event in events if isinstance(event, CallEnded)]
+
+
+def end_of(events: list[Event]) -> tuple[Finished, Completed]:
+    finished, completed = events[-2:]
+    assert isinstance(finished, Finished) and isinstance(completed, Completed)
+    return finished, completed

@@ -1,4 +1,4 @@
-"""A server in a process of its own: started, asked, stopped, killed."""
+"""A server in a process of its own: started as a person would, asked, stopped, killed, started again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 import httpx
@@ -18,6 +20,7 @@ from helpers import slowing
 from helpers.waiting import eventually
 
 START_S = 240.0
+
 _READY = re.compile(r"ready at (http://\S+)/v1")
 
 
@@ -143,3 +146,68 @@ def reply_of(answer: Json) -> Reply:
         cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
         detail=answer["emberkeep"],
     )
+
+
+_LAST_LINES = 80
+
+
+class ServerLives:
+    """Starts a process when one is needed and none runs; what is left is killed at the end of its `with` block."""
+
+    def __init__(self, start: Callable[[], ServerProcess]) -> None:
+        self._start = start
+        self._lives: list[ServerProcess] = []
+
+    @property
+    def now(self) -> ServerProcess:
+        """The process that runs; blocks until it is ready where it had to be started."""
+        if not self._lives or self._lives[-1].has_ended:
+            self._lives.append(self._start())
+            assert self._lives[-1].url
+        return self._lives[-1]
+
+    @property
+    def log(self) -> str:
+        """The last lines of every life."""
+        logs = (life.log.splitlines(keepends=True)[-_LAST_LINES:] for life in self._lives)
+        return "─ another life ─\n".join("".join(lines) for lines in logs)
+
+    def __enter__(self) -> ServerLives:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for life in self._lives:
+            life.__exit__(kind, error, trace)
+
+
+RULES = "You are the careful secretary of a small harbour. " + " ".join(
+    f"Rule {i}: ships of type {i} wait at pier {i * 7 % 13} and pay {i * 3 + 2} coins." for i in range(1, 25)
+)
+"""About 600 tokens that every agent would send with every call."""
+
+STEADY = ("--flash-attention", "on")
+"""Options of a server whose answers are compared: else it changes between two of them to the attention that is
+quicker here, which rounds otherwise. The last token of a prompt also rounds otherwise beside all others than
+alone, as after a reuse: the first answer to a question is compared with no other one."""
+
+
+def serve(model: Path | str, data_dir: Path, *options: str) -> ServerProcess:
+    """On a free port, unless the options name one."""
+    return ServerProcess(
+        *("-m", "emberkeep", "serve", "--port", "0", "--model", str(model)),
+        *("--data-dir", str(data_dir), *options),
+    )
+
+
+def system(text: str = RULES) -> Json:
+    return {"role": "system", "content": text}
+
+
+def user(text: str) -> Json:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> Json:
+    return {"role": "assistant", "content": text}

@@ -1,7 +1,14 @@
-"""Vocabularies without a model around them, as llama.cpp loads them, one for each tokenizer that it has."""
+"""Vocabularies without a model around them, one for each tokenizer of llama.cpp, and long texts for them.
+
+Run as a program it tokenizes the texts: what it looks for would end the process.
+"""
 
 from __future__ import annotations
 
+import random
+import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from gguf import GGUFWriter, TokenType
@@ -11,6 +18,7 @@ from emberkeep.engine.llamacpp.shared_library import llama, start_backend
 from emberkeep.engine.llamacpp.vocab import LlamaVocab
 
 SPECIALS = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
+
 PRE_TOKENIZERS = (
     *(
         "default",
@@ -62,6 +70,7 @@ _TEXT_PIECES = ("gemma4", "sarvam-moe")
 """Pre-tokenizers of vocabularies whose pieces are text, not letters for bytes."""
 
 _MERGES = ("t h", "h e", "th e", "i n", "e r", "a n", "a b", "ab c", "a a", "aa aa", "7 7", "好 好")
+
 _BYTE_MERGES = ("Ġ the", "Ġ a", "Ġ Ġ", "ĠĠ ĠĠ", "Ċ Ċ", "å ¥", "å¥ ½")
 
 
@@ -118,3 +127,73 @@ def _text_pieces(model: str, merges: tuple[str, ...]) -> tuple[list[str], list[T
 
 def _merged(merges: tuple[str, ...]) -> list[str]:
     return [merge.replace(" ", "") for merge in merges]
+
+
+UNITS: Mapping[str, str] = {
+    "letters": "a",
+    "capitals": "A",
+    "cases": "aBc",
+    "cjk": "好",
+    "kana": "か・",
+    "accents": "é",
+    "marks": "\u0301",
+    "letters and marks": "a\u0301",
+    "thai": "ก็ที่",
+    "blanks": " ",
+    "wide blanks": "\u3000",
+    "tabs": "\t ",
+    "newlines": "\n",
+    "line ends": "\r\n",
+    "slashes and newlines": "/\n",
+    "digits": "7",
+    "other digits": "٣",
+    "punctuation": "!",
+    "symbols": "→≠",
+    "brackets": "<",
+    "words": "a ",
+    "words with marks": "a\u0301 ",
+    "emoji": "👩‍👧🏽",
+    "nothing": "\0",
+    "half pairs": "\ud83d",
+    "json": '{"key":[1,"好"],',
+    "specials": "<|im_end|>",
+    "quoted specials": "<|im_end|",
+}
+
+COMMON = ("letters", "cjk", "blanks", "digits", "base64")
+
+
+def text_of(shape: str, chars: int) -> str:
+    """`chars` characters of it, and then something else, for what looks ahead."""
+    if shape == "base64":
+        return _random("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/", chars) + "=\n"
+    if shape == "mixed":
+        return _random("".join(UNITS.values()), chars)
+    unit = UNITS[shape]
+    return unit * (chars // len(unit)) + "好7 x"
+
+
+def _random(alphabet: str, chars: int) -> str:
+    return "".join(random.Random(0).choices(alphabet, k=chars))
+
+
+SHAPES = (*UNITS, "base64", "mixed")
+
+
+def main(folder: str, chars: str, shapes: str, *vocabularies: str) -> None:
+
+    for name in vocabularies:
+        model, _, pre = name.partition(":")
+        vocab = load(Path(folder), model, pre or "default")
+        for shape in (shapes.split(",") if shapes else SHAPES) if vocab else ():
+            print(name, shape, end=" ", flush=True)
+            text = text_of(shape, int(chars))
+            began = time.perf_counter()
+            ids = vocab.tokenize(text)
+            print(f"{time.perf_counter() - began:.3f}", flush=True)
+            if model == "gpt2":
+                assert b"".join(map(vocab.pieces.__getitem__, ids)) == text.encode("utf-8", "surrogatepass")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
