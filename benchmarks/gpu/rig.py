@@ -123,7 +123,8 @@ def _open_llamacpp(plan: GpuPlan, shape: Shape) -> tuple[Engine, int]:
     from benchmarks.gpu.random_gguf import write_random_gguf
     from emberkeep.engine.llamacpp.context import LlamaSettings
     from emberkeep.engine.llamacpp.engine import LlamaEngine
-    from emberkeep.engine.llamacpp.model import LlamaModel, Placement
+    from emberkeep.engine.llamacpp.gpus import Placement
+    from emberkeep.engine.llamacpp.model import LlamaModel
 
     settings = LlamaSettings(plan.longest, _CONTEXTS * plan.longest, _SEQUENCES, max(plan.slice, _SEQUENCES))
     with TemporaryDirectory() as folder:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from emberkeep.cli.main import app
 from emberkeep.config.machine import total_ram
 from emberkeep.engine.devices import Device
-from emberkeep.engine.llamacpp import model as llama_model
+from emberkeep.engine.llamacpp import gpus as llama_gpus
 from emberkeep.engine.llamacpp import shared_library
 
 pytestmark = pytest.mark.slow
@@ -38,9 +38,9 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that llama.cpp sees through Vulkan, and torch through CUDA."""
     from emberkeep.engine.hf import device
 
-    gpu = llama_model.Gpu(1, VULKAN.name, VULKAN.description, 3 << 30, 4 << 30)
-    monkeypatch.setattr(llama_model, "gpus", lambda: [gpu])
-    monkeypatch.setattr(llama_model, "seen_devices", lambda: [VULKAN])
+    gpu = llama_gpus.Gpu(1, VULKAN.name, VULKAN.description, 3 << 30, 4 << 30)
+    monkeypatch.setattr(llama_gpus, "gpus", lambda: [gpu])
+    monkeypatch.setattr(llama_gpus, "seen_devices", lambda: [VULKAN])
     monkeypatch.setattr(device, "seen_devices", lambda: [CUDA])
     monkeypatch.setattr(device, "choose_device", lambda name: "cpu" if name == "cpu" else "cuda:0")
 

@@ -16,7 +16,7 @@ from emberkeep.config.machine import total_ram
 from emberkeep.config.settings import Config
 from emberkeep.config.tables import McpServer
 from emberkeep.engine.devices import Device
-from emberkeep.engine.llamacpp import model as llama_model
+from emberkeep.engine.llamacpp import gpus as llama_gpus
 from emberkeep.types.models import RemoteModel
 from helpers import tiny_gguf
 
@@ -49,7 +49,7 @@ def test_adapters_are_checked_against_the_model(tmp_path: Path) -> None:
 
 def test_gpus_are_told_or_that_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the CPU computes" in findings(tmp_path)["gpu"].text
-    monkeypatch.setattr(llama_model, "seen_devices", lambda: [Device("CUDA", "CUDA0", "A card", 3 << 30, 4 << 30)])
+    monkeypatch.setattr(llama_gpus, "seen_devices", lambda: [Device("CUDA", "CUDA0", "A card", 3 << 30, 4 << 30)])
     assert findings(tmp_path)["gpu"].text == "CUDA0 (A card), 3.0 GiB free"
 
 

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from emberkeep.engine.base import Rows
-from emberkeep.engine.llamacpp import early_load as module
+from emberkeep.engine.llamacpp import model as module
 from emberkeep.engine.llamacpp.context import LlamaSettings
-from emberkeep.engine.llamacpp.early_load import EarlyLoad, Tell, begin, begun
 from emberkeep.engine.llamacpp.engine import LlamaEngine
-from emberkeep.engine.llamacpp.model import LlamaModel, WeightsLoading
+from emberkeep.engine.llamacpp.model import EarlyLoad, LlamaModel, Tell, WeightsLoading, begin, begun
 from emberkeep.files import FileVersion
 from helpers import tiny_gguf
 

@@ -10,10 +10,9 @@ import pytest
 
 from emberkeep.engine.base import Outcome, Rows
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.engine.llamacpp import expert_counter
-from emberkeep.engine.llamacpp.context import LlamaSettings
+from emberkeep.engine.llamacpp import context
+from emberkeep.engine.llamacpp.context import GraphExpertCounter, LlamaSettings
 from emberkeep.engine.llamacpp.engine import LlamaEngine
-from emberkeep.engine.llamacpp.expert_counter import GraphExpertCounter
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.errors import EngineError
@@ -165,7 +164,7 @@ def test_what_goes_wrong_while_counting_does_not_touch_the_answer(monkeypatch, t
     def fail(tensor):
         raise MemoryError
 
-    monkeypatch.setattr(expert_counter, "_read", fail)
+    monkeypatch.setattr(context, "_read_experts", fail)
     assert np.array_equal(evaluate(tracked, 0, 100), expected)
     assert tracked.experts.stats().layers == ()
     assert "not counted" in caplog.text

@@ -10,7 +10,8 @@ from emberkeep.engine.base import Footprint
 from emberkeep.engine.llamacpp import context, step_timing
 from emberkeep.engine.llamacpp.context import LlamaSettings, on_gpu
 from emberkeep.engine.llamacpp.engine import LlamaEngine
-from emberkeep.engine.llamacpp.model import Gpu, LlamaModel
+from emberkeep.engine.llamacpp.gpus import Gpu
+from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import Allocation, _on_log, take_buffers
 from emberkeep.engine.llamacpp.step_timing import measure
 from emberkeep.engine.step_table import StepTable

@@ -7,18 +7,18 @@ import ctypes
 import pytest
 
 from emberkeep.engine.llamacpp.c_api import defaults
-from emberkeep.engine.llamacpp.model import (
+from emberkeep.engine.llamacpp.gpus import (
     ON_CPU,
     Gpu,
-    LlamaModel,
     ModelBytes,
     PlacedLayer,
     Placement,
-    PlacementParams,
     gpus,
     plan_placement,
+    put_placement,
     share_layers,
 )
+from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import llama
 
 GIB = 1 << 30
@@ -137,8 +137,7 @@ def test_facts_are_the_same_for_all_ways_to_say_the_same() -> None:
 def test_llama_cpp_is_told_which_gpus_how_many_layers_and_what_stays() -> None:
     found = [Gpu(0x10, "GPU0", "", GIB, GIB), Gpu(0x20, "GPU1", "", GIB, GIB)]
     params = defaults(llama().llama_model_default_params)
-    told = PlacementParams(Placement(4, 5, (3.0, 1.0), 2), found)
-    told.put_into(params)
+    put_placement(params, Placement(4, 5, (3.0, 1.0), 2), found)
     assert params.n_gpu_layers == 5
     assert list(params.tensor_split[:2]) == [3.0, 1.0]
     overrides = [params.tensor_buft_overrides[index] for index in range(3)]
@@ -150,14 +149,13 @@ def test_llama_cpp_is_told_which_gpus_how_many_layers_and_what_stays() -> None:
 def test_a_gpu_without_layers_is_denied_to_llama_cpp() -> None:
     """It would compute long prompts on it all the same."""
     params = defaults(llama().llama_model_default_params)
-    told = PlacementParams(Placement(4, 0), [gpu(8)])
-    told.put_into(params)
+    put_placement(params, Placement(4, 0), [gpu(8)])
     assert ctypes.cast(params.devices, ctypes.POINTER(ctypes.c_void_p))[0] is None
 
 
 def test_without_a_gpu_llama_cpp_is_told_nothing_new() -> None:
     params, untouched = (defaults(llama().llama_model_default_params) for _ in range(2))
-    PlacementParams(Placement(4, 5, (), 2), []).put_into(params)
+    put_placement(params, Placement(4, 5, (), 2), [])
     untouched.n_gpu_layers = 5
     assert all_fields(params) == all_fields(untouched)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.config.settings import Config
-from emberkeep.engine.llamacpp import early_load, trial
+from emberkeep.engine.llamacpp import model, trial
 from emberkeep.engine.llamacpp.shared_library import candidates
 from emberkeep.engine.llamacpp.trial import choose_known_library
 from emberkeep.errors import EmberkeepError
@@ -24,10 +24,10 @@ def config(tmp_path: Path) -> Config:
 
 
 @pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> dict[Path, early_load.Prove]:
+def begun(monkeypatch: pytest.MonkeyPatch) -> dict[Path, model.Prove]:
     """How it is found out whether they work, for each file of which a load was begun."""
-    proving: dict[Path, early_load.Prove] = {}
-    monkeypatch.setattr(early_load, "begin", lambda path, versions, prove: proving.update({path: prove}))
+    proving: dict[Path, model.Prove] = {}
+    monkeypatch.setattr(model, "begin", lambda path, versions, prove: proving.update({path: prove}))
     return proving
 
 
@@ -36,7 +36,7 @@ def no_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "cache_folder", lambda: tmp_path / "cache")
 
 
-def test_a_load_is_begun(config: Config, begun: dict[Path, early_load.Prove]) -> None:
+def test_a_load_is_begun(config: Config, begun: dict[Path, model.Prove]) -> None:
     with loaded_early(config):
         assert list(begun) == [Path(config.model or "")]
 
@@ -52,9 +52,7 @@ def test_a_load_is_begun(config: Config, begun: dict[Path, early_load.Prove]) ->
         {"model": "./absent.gguf"},
     ],
 )
-def test_another_one_is_not(
-    config: Config, begun: dict[Path, early_load.Prove], change: dict[str, object]
-) -> None:
+def test_another_one_is_not(config: Config, begun: dict[Path, model.Prove], change: dict[str, object]) -> None:
     with loaded_early(replace(config, **change)):
         assert not begun
 
@@ -62,7 +60,7 @@ def test_another_one_is_not(
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_verdicts")
 def test_the_first_start_tries_the_library_while_it_reads_the_weights_and_the_second_tries_nothing(
-    config: Config, begun: dict[Path, early_load.Prove], monkeypatch: pytest.MonkeyPatch
+    config: Config, begun: dict[Path, model.Prove], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, told = Path(config.model or ""), list[str]()
     with loaded_early(config):
@@ -83,7 +81,7 @@ def test_the_first_start_tries_the_library_while_it_reads_the_weights_and_the_se
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_verdicts")
 def test_weights_of_another_folder_that_work_are_not_tried_again(
-    config: Config, begun: dict[Path, early_load.Prove], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Config, begun: dict[Path, model.Prove], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = Path(config.model or "")
     with loaded_early(config):
@@ -95,7 +93,7 @@ def test_weights_of_another_folder_that_work_are_not_tried_again(
 
 @pytest.mark.usefixtures("no_verdicts")
 def test_what_ends_the_trial_is_not_loaded(
-    config: Config, begun: dict[Path, early_load.Prove], monkeypatch: pytest.MonkeyPatch
+    config: Config, begun: dict[Path, model.Prove], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trial, "_try_all", lambda *_: (["library"], "was ended by SIGSEGV"))
     path = Path(config.model or "")
@@ -107,7 +105,7 @@ def test_what_ends_the_trial_is_not_loaded(
 
 @pytest.mark.usefixtures("no_verdicts")
 def test_of_weights_that_are_replaced_meanwhile_nothing_is_remembered(
-    config: Config, begun: dict[Path, early_load.Prove], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    config: Config, begun: dict[Path, model.Prove], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path, told = Path(config.model or ""), list[str]()
 
@@ -123,7 +121,7 @@ def test_of_weights_that_are_replaced_meanwhile_nothing_is_remembered(
 
 
 def test_neither_is_a_model_that_embeds_which_is_tried_otherwise(
-    config: Config, begun: dict[Path, early_load.Prove], monkeypatch: pytest.MonkeyPatch
+    config: Config, begun: dict[Path, model.Prove], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("emberkeep.models.early_load.embedding_gguf", lambda header: object())
     monkeypatch.setattr("emberkeep.engine.llamacpp.trial.try_together", lambda *_: pytest.fail("it was tried"))
@@ -132,10 +130,10 @@ def test_neither_is_a_model_that_embeds_which_is_tried_otherwise(
 
 
 def test_a_start_that_fails_waits_for_it(
-    config: Config, begun: dict[Path, early_load.Prove], monkeypatch: pytest.MonkeyPatch
+    config: Config, begun: dict[Path, model.Prove], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[bool] = []
-    monkeypatch.setattr(early_load, "wait", lambda: waited.append(True))
+    monkeypatch.setattr(model, "wait", lambda: waited.append(True))
     with pytest.raises(EmberkeepError), loaded_early(config):
         raise EmberkeepError("injected")
     assert waited == [True]

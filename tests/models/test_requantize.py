@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.engine.llamacpp.quantize import requantize
+from emberkeep.engine.llamacpp.model import requantize
 from emberkeep.errors import EngineError
 from emberkeep.models.gguf import read_header
 from emberkeep.models.profile import profile

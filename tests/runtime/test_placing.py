@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from emberkeep.config.settings import Config
-from emberkeep.engine.llamacpp import model as llama_model
+from emberkeep.engine.llamacpp import gpus as llama_gpus
 from emberkeep.engine.llamacpp.context import LlamaSettings
-from emberkeep.engine.llamacpp.model import ON_CPU, Gpu, Placement
+from emberkeep.engine.llamacpp.gpus import ON_CPU, Gpu, Placement
 from emberkeep.errors import EngineError, ModelBroken
 from emberkeep.models.gguf import GgufHeader, read_header
 from emberkeep.models.profile import ModelProfile, profile
@@ -44,7 +44,7 @@ def gpu(free: int, number: int = 0) -> Gpu:
 def placed(
     monkeypatch: pytest.MonkeyPatch, header: GgufHeader, *found: Gpu, shape: ModelProfile | None = None, **settings
 ) -> tuple[Placement, LlamaSettings]:
-    monkeypatch.setattr(llama_model, "gpus", lambda: list(found))
+    monkeypatch.setattr(llama_gpus, "gpus", lambda: list(found))
     shape = shape or profile(header)
     return place(replace(Config(), **settings), [header], shape, SETTINGS, live_kv_bytes(shape, "f16"))
 

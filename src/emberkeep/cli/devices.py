@@ -57,7 +57,7 @@ def devices(config: Config, as_json: JsonFlag = False) -> None:
 
 def llamacpp_view(config: Config) -> EngineView:
     """Loads its library, which is tried first in a process of its own. Blocks for a second the first time."""
-    from emberkeep.engine.llamacpp.model import gpus, seen_devices
+    from emberkeep.engine.llamacpp.gpus import gpus, seen_devices
     from emberkeep.engine.llamacpp.shared_library import is_installed
     from emberkeep.engine.llamacpp.trial import choose_library
 

@@ -17,7 +17,7 @@ from emberkeep.models.library import ModelFile, ModelLibrary
 from emberkeep.models.remotes import Remotes
 
 if TYPE_CHECKING:
-    from emberkeep.engine.llamacpp.early_load import Tell
+    from emberkeep.engine.llamacpp.model import Tell
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def loaded_early(config: Config) -> Generator[None, None, None]:
         yield
     except EmberkeepError:
         if has_begun:
-            from emberkeep.engine.llamacpp.early_load import wait
+            from emberkeep.engine.llamacpp.model import wait
 
             wait()
         raise
@@ -51,7 +51,7 @@ def _begin(config: Config) -> bool:
     model = library.resolve(config.local_model)
     if model.is_folder:
         return False
-    from emberkeep.engine.llamacpp.early_load import begin
+    from emberkeep.engine.llamacpp.model import begin
 
     begin(model.path, file_versions(model.path), partial(_prove, config, model, library.digests))
     return True

@@ -328,7 +328,7 @@ def requantize_apart(source: Path, target: Path) -> None:
         sys.executable,
         "-P",
         "-m",
-        "emberkeep.engine.llamacpp.quantize",
+        "emberkeep.engine.llamacpp.model",
         str(source),
         str(target),
         FAST_FORMAT,

@@ -30,7 +30,8 @@ from emberkeep.types.request import Json, Pooling
 
 if TYPE_CHECKING:
     from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingSettings
-    from emberkeep.engine.llamacpp.model import LlamaModel, Placement
+    from emberkeep.engine.llamacpp.gpus import Placement
+    from emberkeep.engine.llamacpp.model import LlamaModel
 
 log = logging.getLogger("emberkeep")
 

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from emberkeep.engine.hf.model_loader import HfModel, HfSettings, HfSource
     from emberkeep.engine.hf.residency import Placing
     from emberkeep.engine.llamacpp.context import LlamaSettings
-    from emberkeep.engine.llamacpp.model import LlamaModel, Placement
+    from emberkeep.engine.llamacpp.gpus import Placement
+    from emberkeep.engine.llamacpp.model import LlamaModel
 
 log = logging.getLogger("emberkeep")
 
@@ -166,9 +167,8 @@ _FLASH = {"auto": None, "on": True, "off": False}
 
 def open_llamacpp(model: ModelFile, config: Config, digests: Path, *, report: Report = tell_nobody) -> OpenedModel:
     """Blocks while the model is tried out and loaded. Raises ConfigError, ModelError, EngineError."""
-    from emberkeep.engine.llamacpp.early_load import begun
     from emberkeep.engine.llamacpp.engine import LlamaEngine
-    from emberkeep.engine.llamacpp.model import LlamaModel, WeightsLoading
+    from emberkeep.engine.llamacpp.model import LlamaModel, WeightsLoading, begun
     from emberkeep.engine.llamacpp.shared_library import facts_about
     from emberkeep.engine.llamacpp.threads import name_workers
     from emberkeep.engine.llamacpp.trial import choose_library, prove_model

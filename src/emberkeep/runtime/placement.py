@@ -41,7 +41,8 @@ from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from emberkeep.engine.llamacpp.context import LlamaSettings
-    from emberkeep.engine.llamacpp.model import Adapter, Gpu, LlamaModel, ModelBytes, Placement
+    from emberkeep.engine.llamacpp.gpus import Gpu, ModelBytes, Placement
+    from emberkeep.engine.llamacpp.model import Adapter, LlamaModel
 
 log = logging.getLogger("emberkeep")
 
@@ -73,7 +74,7 @@ def place(
 
     `headers`: of the model and its adapters; `kv_bytes`: of a token in all layers. Raises EngineError.
     """
-    from emberkeep.engine.llamacpp.model import ON_CPU, Placement, gpus, share_layers
+    from emberkeep.engine.llamacpp.gpus import ON_CPU, Placement, gpus, share_layers
 
     found = gpus()
     _check(config, shape, found)
@@ -122,7 +123,7 @@ def _fitting(
     found: Sequence[Gpu],
 ) -> tuple[Placement, LlamaSettings]:
     """Rather all layers and fewer cells than the other way round, as long as one context has room."""
-    from emberkeep.engine.llamacpp.model import plan_placement
+    from emberkeep.engine.llamacpp.gpus import plan_placement
 
     for contexts in range(settings.cells // settings.context, 0, -1):
         smaller = replace(settings, cells=contexts * settings.context)
@@ -177,7 +178,7 @@ def bytes_on_gpus(
 
     Every layer with keys and values is counted as if it saw the whole context.
     """
-    from emberkeep.engine.llamacpp.model import ModelBytes, PlacedLayer
+    from emberkeep.engine.llamacpp.gpus import ModelBytes, PlacedLayer
 
     tensors = [tensor for header in headers for tensor in header.tensors]
     # They stay in RAM, unless they are the output as well.
@@ -319,7 +320,7 @@ def free_on_gpus() -> int:
 
 def _gpus() -> list[tuple[int, int]]:
     """Free and all bytes of each."""
-    from emberkeep.engine.llamacpp.model import gpus
+    from emberkeep.engine.llamacpp.gpus import gpus
 
     torch = sys.modules.get("torch")  # it is slow to import, and there once a model of its kind was loaded
     if torch is not None and torch.cuda.is_available():

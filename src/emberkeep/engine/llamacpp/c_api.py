@@ -212,7 +212,6 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_log_set": (None, (LogCallback, c_void_p)),
     "llama_backend_init": (None, ()),
     "llama_print_system_info": (c_char_p, ()),
-    "llama_supports_gpu_offload": (c_bool, ()),
     "llama_max_devices": (c_size_t, ()),
     # models
     "llama_model_default_params": (ModelParams, ()),
@@ -249,7 +248,6 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_context_default_params": (ContextParams05, ()),
     "llama_init_from_model": (c_void_p, (c_void_p, ContextParams05)),
     "llama_free": (None, (c_void_p,)),
-    "llama_n_ctx": (c_uint32, (c_void_p,)),
     "llama_n_ctx_seq": (c_uint32, (c_void_p,)),
     "llama_n_ubatch": (c_uint32, (c_void_p,)),
     "llama_decode": (c_int32, (c_void_p, LlamaBatch)),

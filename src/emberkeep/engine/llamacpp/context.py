@@ -1,5 +1,5 @@
 """Opening a llama.cpp context, with one unified KV cache for all sequences: what it is opened with, the
-fingerprint of its state, what it needs of memory, and the batches that extend it.
+fingerprint of its state, the batches that extend it, what it needs of memory, and what it tells of experts.
 
 With a context nearly all memory is allocated: weights, cells and buffers for the largest step. In RAM, pages
 count when they are touched: those of weights and cells when the engine is open, those of buffers in a step. On
@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from emberkeep.config.machine import resident_ram, total_ram
 from emberkeep.engine.base import DRAFT_ROWS, Footprint, Rows
@@ -27,10 +29,13 @@ from emberkeep.engine.llamacpp.c_api import (
     TYPES,
     Handle,
     LlamaBatch,
+    NodeCallback,
+    Tensor,
     defaults,
 )
+from emberkeep.engine.llamacpp.gpus import Gpu, gpus
 from emberkeep.engine.llamacpp.kv_state import Layout
-from emberkeep.engine.llamacpp.model import Gpu, LlamaModel, gpus
+from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import (
     Allocation,
     llama,
@@ -42,6 +47,7 @@ from emberkeep.engine.llamacpp.shared_library import (
 )
 from emberkeep.engine.llamacpp.threads import available_cores
 from emberkeep.errors import EngineError
+from emberkeep.types.models import ExpertStats, LayerExperts
 from emberkeep.values import dataclass
 
 
@@ -142,7 +148,7 @@ def fingerprint(
         layout,
         settings.kv_type,
         # Its own switches: with one of them it does not rotate what it quantises, and writes nowhere that it did.
-        [said for said in loader_variables() if said.startswith(("GGML_", "LLAMA_"))],
+        [each for each in loader_variables() if each.startswith(("GGML_", "LLAMA_"))],
         [(adapter.digest, adapter.scale) for adapter in model.adapters],
         # llama.cpp adds up more than two in the order of their addresses, which are others at every start.
         os.urandom(16) if len(model.adapters) > 2 else None,
@@ -176,21 +182,11 @@ def windows_suffice(context: Handle, layout: Layout, settings: LlamaSettings) ->
 
 
 def _original_context(model: LlamaModel) -> int:
-    given = model.metadata(f"{model.metadata('general.architecture')}.rope.scaling.original_context_length")
+    given = model.hyperparameter("rope.scaling.original_context_length")
     return int(given) if given else model.train_context
 
 
 # ── threads and memory ──
-
-_F32 = 4
-
-
-def score_bytes(model: LlamaModel, settings: LlamaSettings) -> int:
-    """What a step takes without flash attention at most: a number for each row, cell and head."""
-    heads = max(int(llama().llama_model_n_head(model.handle)), 1)
-    return settings.batch * settings.cells * heads * _F32
-
-
 class BatchBuffer:
     """Owns the memory that its `llama_batch` points to."""
 
@@ -247,30 +243,40 @@ def _pointer(array: np.ndarray[tuple[int], np.dtype[np.generic]], to: type) -> o
     return ctypes.cast(array.ctypes.data, ctypes.POINTER(to))
 
 
+# ── memory ──
+
 _OF_STEPS = ("compute", "output")
 """Kinds of buffers that are not touched before a step needs them."""
+
 _F32 = 4
+
 _UNPACKED = 4
 """So many times as large are keys and values as f16, at most."""
+
+
+def score_bytes(model: LlamaModel, settings: LlamaSettings) -> int:
+    """What a step takes without flash attention at most: a number for each row, cell and head."""
+    heads = max(int(llama().llama_model_n_head(model.handle)), 1)
+    return settings.batch * settings.cells * heads * _F32
 
 
 def footprint_of(
     model: LlamaModel,
     settings: LlamaSettings,
-    told: Sequence[Allocation],
+    buffers: Sequence[Allocation],
     kv_bytes_per_token: int,
     has_scores: bool,
 ) -> Footprint | None:
     """What an engine needs that is open, idle, and has taken a step. None where it does not say what is on a GPU.
 
-    `told`: what was allocated for it. `has_scores`: it may be opened without flash attention, although it was
+    `buffers`: what was allocated for it. `has_scores`: it may be opened without flash attention, although it was
     opened with it or with fewer cells.
     """
     if model.offloads:
-        return on_gpu(model, settings, told, kv_bytes_per_token, gpus())
-    later = _sum(told, _OF_STEPS) + (score_bytes(model, settings) if has_scores else 0)
+        return on_gpu(model, settings, buffers, kv_bytes_per_token, gpus())
+    later = _sum(buffers, _OF_STEPS) + (score_bytes(model, settings) if has_scores else 0)
     least = int(llama().llama_model_size(model.handle)) + settings.cells * kv_bytes_per_token
-    held = max(sum(buffer.size for buffer in told) - _sum(told, _OF_STEPS), least)
+    held = max(sum(buffer.size for buffer in buffers) - _sum(buffers, _OF_STEPS), least)
     return Footprint(
         device="cpu",
         capacity=total_ram(),
@@ -287,13 +293,13 @@ def footprint_of(
 def on_gpu(
     model: LlamaModel,
     settings: LlamaSettings,
-    told: Sequence[Allocation],
+    buffers: Sequence[Allocation],
     kv_bytes_per_token: int,
     found: Sequence[Gpu],
 ) -> Footprint | None:
     """What is needed of the GPU in use that has least free: what a step adds, it adds on each of them. None where
     it is not told which has what, or what is free."""
-    used = {gpu.name: sum(buffer.size for buffer in told if _is_on(gpu, buffer)) for gpu in found}
+    used = {gpu.name: sum(buffer.size for buffer in buffers if _is_on(gpu, buffer)) for gpu in found}
     tightest = min((gpu for gpu in found if used[gpu.name] and gpu.total), key=lambda gpu: gpu.free, default=None)
     if tightest is None:
         return None
@@ -309,7 +315,7 @@ def on_gpu(
         per_context_token=_UNPACKED * kv_bytes_per_token / _number(model, "block_count", 1) if is_packed else 0,
         per_pair=0,
         per_logits_row=0,
-        in_ram=sum(buffer.size for buffer in told) - sum(used.values()),
+        in_ram=sum(buffer.size for buffer in buffers) - sum(used.values()),
     )
 
 
@@ -327,9 +333,99 @@ def _scratch(model: LlamaModel) -> int:
 
 def _number(model: LlamaModel, key: str, otherwise: int) -> int:
     """The largest, where each layer has its own."""
-    said = model.metadata(f"{model.metadata('general.architecture')}.{key}") or ""
-    return max(map(int, re.findall(r"\d+", said)), default=otherwise)
+    return max(map(int, re.findall(r"\d+", model.hyperparameter(key) or "")), default=otherwise)
 
 
-def _sum(told: Iterable[Allocation], kinds: Sequence[str]) -> int:
-    return sum(buffer.size for buffer in told if buffer.kind in kinds)
+def _sum(buffers: Iterable[Allocation], kinds: Sequence[str]) -> int:
+    return sum(buffer.size for buffer in buffers if buffer.kind in kinds)
+
+
+# ── which experts of a mixture are chosen ──
+
+log = logging.getLogger("emberkeep.engine")
+_CHOSEN = b"ffn_moe_topk-"
+"""How llama.cpp names the node that holds the chosen experts, before the number of the layer."""
+_NAME = Tensor.name.offset
+_Totals = npt.NDArray[np.int64]
+"""Per expert how many tokens chose it, and after that the number of tokens."""
+
+
+class GraphExpertCounter:
+    """See `ExpertTracking` for the contracts. `reopen` opens the engine's context anew, with this `callback`.
+
+    llama.cpp asks the callback about every node of a graph, some thousand per step, and computes the graph in one
+    go where there is none. It takes one only when a context is opened: watching begins with opening another one.
+    """
+
+    def __init__(self, experts: int, used: int | None, reopen: Callable[[], None]) -> None:
+        self._experts = experts
+        self._used = used
+        self._reopen = reopen
+        self._step: dict[int, _Totals] = {}
+        self._totals: Mapping[int, _Totals] = {}
+        self._on_node = NodeCallback(self._see)
+        self.enabled = False
+
+    @classmethod
+    def of(cls, model: LlamaModel, reopen: Callable[[], None]) -> GraphExpertCounter | None:
+        """None for a model without experts to choose from."""
+        experts = int(model.hyperparameter("expert_count") or 0)
+        used = model.hyperparameter("expert_used_count")  # a list of numbers is not among the metadata
+        return cls(experts, int(used) if used else None, reopen) if experts > 1 else None
+
+    @property
+    def callback(self) -> Callable[..., bool] | None:
+        """What a context is to be opened with; it must outlive the context."""
+        return self._on_node if self.enabled else None
+
+    def track(self, enabled: bool) -> None:
+        if enabled != self.enabled:
+            self.enabled = enabled
+            self._reopen()
+
+    def reset(self) -> None:
+        self._totals = {}
+
+    def stats(self) -> ExpertStats:
+        layers = tuple(
+            LayerExperts(layer, tokens, tuple(counts))
+            for layer, (*counts, tokens) in sorted((n, total.tolist()) for n, total in self._totals.items())
+        )
+        return ExpertStats(self.enabled, self._experts, self._used, layers)
+
+    def step_done(self) -> None:
+        """Count what was seen since the last call. Cheap when that is nothing."""
+        if self._step:
+            # One assignment of a new mapping: readers need no lock, and see all layers after the same step.
+            self._totals = {**self._totals, **{n: self._totals.get(n, 0) + seen for n, seen in self._step.items()}}
+            self._step = {}
+
+    def _see(self, address: int, is_question: bool, _user_data: object) -> bool:
+        """Asked about every node before it is computed, and told about those that it answered True for."""
+        if is_question:
+            return ctypes.string_at(address + _NAME, len(_CHOSEN)) == _CHOSEN
+        try:
+            self._count(Tensor.from_address(address))
+        except BaseException:
+            log.exception("the experts of a step were not counted")
+        return True  # anything else, an exception included, would leave the rest of the graph uncomputed
+
+    def _count(self, tensor: Tensor) -> None:
+        chosen = _read_experts(tensor)
+        if len(chosen):
+            layer = int(tensor.name.removeprefix(_CHOSEN))
+            seen = np.append(np.bincount(chosen.ravel(), minlength=self._experts), len(chosen))
+            self._step[layer] = self._step.get(layer, 0) + seen
+
+
+def _read_experts(tensor: Tensor) -> npt.NDArray[np.int32]:
+    """One row per token. The last layer has none in a step without logits."""
+    used, tokens = tensor.ne[:2]
+    if not tokens:
+        return np.empty((0, used), np.int32)
+    # A view of all experts, sorted: its rows are further apart than they are long.
+    step, row = tensor.nb[:2]
+    size = (tokens - 1) * row + used * step
+    buffer = np.empty(size, np.uint8)
+    llama().ggml_backend_tensor_get(ctypes.byref(tensor), buffer.ctypes.data_as(ctypes.c_void_p), 0, size)
+    return np.ndarray((tokens, used), np.int32, buffer, strides=(row, step))

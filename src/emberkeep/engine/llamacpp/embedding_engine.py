@@ -134,8 +134,8 @@ class LlamaEmbeddingEngine:
 
 def own_pooling(model: LlamaModel) -> Pooling:
     """As the model's file says. Raises ModelBroken where it says nothing that is known here."""
-    said = model.metadata(f"{model.metadata('general.architecture')}.pooling_type")
-    pooling = _POOLING.get(int(said) if said and said.isdecimal() else 0)
+    number = model.hyperparameter("pooling_type") or ""
+    pooling = _POOLING.get(int(number) if number.isdecimal() else 0)
     if pooling is None:
         raise ModelBroken(
             f"{model.path.name} does not say how its tokens become one vector: set pooling to mean, cls or last."
@@ -145,8 +145,7 @@ def own_pooling(model: LlamaModel) -> Pooling:
 
 def _can_cut(model: LlamaModel, pooling: Pooling) -> bool:
     """An input may be computed in several steps."""
-    causal = model.metadata(f"{model.metadata('general.architecture')}.attention.causal")
-    return pooling is Pooling.LAST and causal != "false"
+    return pooling is Pooling.LAST and model.hyperparameter("attention.causal") != "false"
 
 
 def framing_of(model: LlamaModel) -> Framing:

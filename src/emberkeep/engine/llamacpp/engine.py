@@ -33,11 +33,12 @@ from emberkeep.engine.llamacpp.context import (
     outputs,
     windows_suffice,
 )
+from emberkeep.engine.llamacpp.gpus import gpus
 from emberkeep.engine.llamacpp.kv_forms import packs
 from emberkeep.engine.llamacpp.kv_state import PARTIAL, write_state
 from emberkeep.engine.llamacpp.learning import StateFacts
 from emberkeep.engine.llamacpp.live_context import SCRATCH, LiveContext
-from emberkeep.engine.llamacpp.model import LlamaModel, gpus
+from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import llama, take_buffers, take_errors
 from emberkeep.engine.llamacpp.staging import Staging, StateTransfer
 from emberkeep.engine.llamacpp.threads import one_core_each

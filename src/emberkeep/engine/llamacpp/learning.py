@@ -299,7 +299,7 @@ def _survives_trial(model: LlamaModel, kv_type: str) -> bool:
 
 def _rotates_whole_heads(model: LlamaModel) -> bool:
     def number(key: str) -> int:
-        text = model.metadata(f"{model.metadata('general.architecture')}.{key}") or ""
+        text = model.hyperparameter(key) or ""
         return int(text) if text.isdigit() else 0
 
     heads = max(number("attention.head_count"), 1)

@@ -19,8 +19,7 @@ import numpy.typing as npt
 from emberkeep.config.machine import free_ram
 from emberkeep.engine.base import KvUnit, Logits
 from emberkeep.engine.llamacpp.c_api import Handle
-from emberkeep.engine.llamacpp.context import LlamaSettings, open_context, score_bytes
-from emberkeep.engine.llamacpp.expert_counter import GraphExpertCounter
+from emberkeep.engine.llamacpp.context import GraphExpertCounter, LlamaSettings, open_context, score_bytes
 from emberkeep.engine.llamacpp.kv_forms import Layouts
 from emberkeep.engine.llamacpp.kv_parts import Bytes
 from emberkeep.engine.llamacpp.kv_state import WHOLE, read_state, share_range, write_state

@@ -27,8 +27,9 @@ from emberkeep.engine.embedding import TokenInput
 from emberkeep.engine.facts import Facts
 from emberkeep.engine.llamacpp.context import BatchBuffer, LlamaSettings, open_context
 from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingEngine, LlamaEmbeddingSettings
+from emberkeep.engine.llamacpp.gpus import gpus
 from emberkeep.engine.llamacpp.learning import StateFacts
-from emberkeep.engine.llamacpp.model import LlamaModel, WeightsLoading, gpus
+from emberkeep.engine.llamacpp.model import LlamaModel, WeightsLoading
 from emberkeep.engine.llamacpp.shared_library import (
     NATIVE,
     LibraryFile,
