@@ -13,7 +13,7 @@ from typing import get_type_hints
 
 from benchmarks.arguments import add_flags, given
 from emberkeep.cli.bench import KINDS, Benchmark, run_all
-from emberkeep.cli.flags import load_config
+from emberkeep.cli.commands import settle
 from emberkeep.cli.main import run
 
 _HERE = Path(__file__).parent
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> None:
     found = parser.parse_args(arguments[len(asked) :])
     flags = given(found, *plans)
     benchmarks = [Benchmark.load(name, module, flags, quick=found.quick) for name, module in modules.items()]
-    run_all(benchmarks, load_config(model=found.model), found.data_dir, found.json)
+    run_all(benchmarks, settle(model=found.model).config, found.data_dir, found.json)
 
 
 def _listing() -> str:

@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from emberkeep.cli.flags import with_settings
+from emberkeep.cli.commands import with_settings
 from emberkeep.cli.main import COMMANDS, app
 from emberkeep.config.settings import Config
 from emberkeep.errors import ConfigError

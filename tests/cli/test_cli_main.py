@@ -10,8 +10,9 @@ from typing import TextIO
 
 import pytest
 
+from emberkeep.cli.commands import default_of, help_for
 from emberkeep.cli.main import app, main
-from emberkeep.config.describe import default_of, help_for, type_of
+from emberkeep.config.settings import kind_of
 from emberkeep.errors import ModelNotFound
 from emberkeep.library.emberkeep import Emberkeep
 from helpers.commands import Commands
@@ -57,7 +58,7 @@ def test_every_flag_of_a_setting_tells_its_type_and_its_default() -> None:
     text = " ".join(run("serve", "--help").output.split())
     for flag in SETTING_FLAGS:
         key = flag.removeprefix("--").replace("-", "_")
-        assert f"{flag} <{type_of(key)}> {help_for(key)} [default: {default_of(key)}]" in text
+        assert f"{flag} <{kind_of(key).type}> {help_for(key)} [default: {default_of(key)}]" in text
     assert "--port <int> Port to listen on; 0 takes any free one. [default: 8080]" in text
     assert "--disk-budget <size> Disk space for stored prompt state. [default: 20 GiB]" in text
 

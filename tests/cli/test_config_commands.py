@@ -10,7 +10,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from emberkeep.cli.flags import load_config
+from emberkeep.cli.commands import settle
 from emberkeep.cli.main import app
 
 HOSTILE = """
@@ -141,7 +141,7 @@ def test_a_command_that_loads_its_settings_twice_warns_once(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(folder)
-    assert load_config().port == load_config().port == 8080
+    assert settle().config.port == settle().config.port == 8080
     assert capsys.readouterr().err.count(str(file)) == 1
 
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config.describe import default_of, help_for
-from emberkeep.config.exposure import check_exposure
+from emberkeep.cli.commands import default_of, help_for
 from emberkeep.config.kinds import parse_size
 from emberkeep.config.machine import total_ram
 from emberkeep.config.settings import Config, public_values, show_value
 from emberkeep.config.sources import file_in, load_config
 from emberkeep.errors import ConfigError
+from emberkeep.server.presence import check_exposure
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
+from emberkeep.cli.commands import GROUPS, USED_FIRST, grouped
 from emberkeep.cli.main import app
-from emberkeep.config.describe import GROUPS, USED_FIRST, grouped
 from emberkeep.config.settings import FIELDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"

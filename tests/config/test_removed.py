@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from emberkeep.cli.main import COMMANDS
-from emberkeep.config.removed import REMOVED
 from emberkeep.config.settings import FIELDS
-from emberkeep.config.sources import load_config
+from emberkeep.config.sources import REMOVED, load_config
 from emberkeep.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

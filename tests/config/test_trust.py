@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config.describe import default_of
+from emberkeep.cli.commands import default_of
 from emberkeep.config.settings import FIELDS
 from emberkeep.config.sources import LoadedConfig, load_config, read_config_file
 from emberkeep.config.trust import trust, withdraw

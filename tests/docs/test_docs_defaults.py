@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.config.describe import default_of
+from emberkeep.cli.commands import default_of
 from emberkeep.config.settings import Config, public_values
 
 ROOT = Path(__file__).parents[2]

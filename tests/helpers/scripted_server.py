@@ -16,7 +16,7 @@ from emberkeep.kv.forgetting import Holders
 from emberkeep.server.app import create_app
 from emberkeep.server.http_server import Server
 from emberkeep.server.lifecycle import bind
-from emberkeep.server.limits import Limits
+from emberkeep.server.middleware import Limits
 from emberkeep.types.events import (
     Completed,
     Event,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from emberkeep.server.limits import Limits
+from emberkeep.server.middleware import Limits
 from helpers.scripted_server import ScriptedBackend
 
 MAX_BODY_BYTES = Limits().body_bytes

@@ -9,9 +9,8 @@ import pytest
 
 from emberkeep.api.openai.body import ChatBody, CompletionBody
 from emberkeep.api.responses.body import ResponseBody
-from emberkeep.server.routes.cache import EntryBody, VerifyBody
+from emberkeep.server.routes.cache import EntryBody, VerifyBody, WarmBody
 from emberkeep.server.routes.memory import AnswerBody, FactBody
-from emberkeep.server.routes.warm import WarmBody
 from emberkeep.types.events import MissReason
 from emberkeep.types.request import Sampling
 

@@ -20,7 +20,7 @@ import pytest
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.server.lifecycle import bind
-from emberkeep.server.limits import Limits
+from emberkeep.server.middleware import Limits
 from emberkeep.types.events import TextDelta
 from helpers.scripted_server import HANG, WAIT_S, ScriptedBackend, running, says
 
@@ -111,7 +111,7 @@ from emberkeep.server.app import create_app
 from emberkeep.server.http_server import Server
 from emberkeep.server.lifecycle import run_until_stopped
 from emberkeep.server.lifecycle import bind
-from emberkeep.server.limits import Limits
+from emberkeep.server.middleware import Limits
 from emberkeep.types.events import TextDelta
 
 config = Config(log_level="info")

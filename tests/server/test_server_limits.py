@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from emberkeep.config.settings import Config
-from emberkeep.server.limits import Limits, affordable
+from emberkeep.server.middleware import Limits, affordable
 from emberkeep.types.events import TextDelta
 from helpers.scripted_server import HANG, WAIT_S, Running, ScriptedBackend, running, says
 from helpers.waiting import eventually

@@ -11,7 +11,7 @@ import pytest
 
 import emberkeep.server
 from emberkeep.config.settings import Config
-from emberkeep.server.routes.page import assets
+from emberkeep.server.routes.native import assets
 from helpers.scripted_server import ScriptedBackend, running
 
 PAGE = Path(emberkeep.server.__file__).parent / "page"

@@ -12,8 +12,8 @@ import pytest
 
 from emberkeep.config.settings import Config
 from emberkeep.errors import Overloaded
-from emberkeep.server import pulse
-from emberkeep.server.pulse import Pulse
+from emberkeep.server.routes import pulse
+from emberkeep.server.routes.pulse import Pulse
 from helpers.cache_server import SYSTEM, Served, served, user
 from helpers.scripted_server import ScriptedBackend, running
 

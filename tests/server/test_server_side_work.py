@@ -17,9 +17,8 @@ from emberkeep.api.body import MAX_VALUES
 from emberkeep.backend.base import Backend
 from emberkeep.backend.models import Models
 from emberkeep.config.settings import Config
-from emberkeep.server.routes.base import PAGE
-from emberkeep.server.routes.native import MAX_CHARS, MAX_PIECES, MAX_TOKENS
-from emberkeep.server.side_work import THREADS, WAITING, SideWork
+from emberkeep.server.routes.base import PAGE, THREADS, WAITING, SideWork
+from emberkeep.server.routes.llama_server import MAX_CHARS, MAX_PIECES, MAX_TOKENS
 from emberkeep.types.cache import CacheEntry
 from emberkeep.types.memory import Fact
 from emberkeep.types.request import Json, Ttl

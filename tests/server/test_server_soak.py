@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from emberkeep.config.settings import Config
-from emberkeep.server.limits import Limits
+from emberkeep.server.middleware import Limits
 from helpers.chance import seed, times
 from helpers.scripted_server import WAIT_S, Running, ScriptedBackend, running
 from helpers.waiting import eventually

@@ -12,9 +12,9 @@ from starlette.exceptions import HTTPException
 
 from emberkeep.backend.models import Models
 from emberkeep.config.settings import Config
-from emberkeep.server import subjects
+from emberkeep.server import app
+from emberkeep.server.app import SUBJECTS, Subjects, make_routes
 from emberkeep.server.routes.base import Routes, Served
-from emberkeep.server.subjects import SUBJECTS, Subjects, make_routes
 from helpers.scripted_server import ScriptedBackend
 
 
@@ -23,7 +23,7 @@ def served(tmp_path: Path) -> Served:
     from emberkeep.models.library import ModelLibrary
     from emberkeep.server.middleware import Drain
     from emberkeep.server.request_log import RequestMetrics
-    from emberkeep.server.side_work import SideWork
+    from emberkeep.server.routes.base import SideWork
 
     return Served(
         Models(ScriptedBackend()),
@@ -104,8 +104,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         made.append(name)
         return Routes()
 
-    monkeypatch.setattr(subjects, "SUBJECTS", (("a", "/a"), ("ab", "/a/b")))
-    monkeypatch.setattr(subjects, "make_routes", making)
+    monkeypatch.setattr(app, "SUBJECTS", (("a", "/a"), ("ab", "/a/b")))
+    monkeypatch.setattr(app, "make_routes", making)
     return made
 
 
@@ -142,10 +142,10 @@ def test_a_subject_that_two_threads_ask_for_is_made_once(served: Served, monkeyp
         made.append(Routes())
         return made[-1]
 
-    monkeypatch.setattr(subjects, "SUBJECTS", (("a", "/a"),))
-    monkeypatch.setattr(subjects, "make_routes", make)
-    app = Subjects(served)
-    asking = [threading.Thread(target=lambda: list(app.routes())) for _ in range(2)]
+    monkeypatch.setattr(app, "SUBJECTS", (("a", "/a"),))
+    monkeypatch.setattr(app, "make_routes", make)
+    subjects = Subjects(served)
+    asking = [threading.Thread(target=lambda: list(subjects.routes())) for _ in range(2)]
     asking[0].start()
     assert begun.wait(60)
     asking[1].start()

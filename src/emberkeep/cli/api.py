@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from emberkeep.cli.commands import JsonFlag, with_settings
 from emberkeep.cli.console import console, plural, show_facts, show_table
-from emberkeep.cli.flags import JsonFlag, with_settings
 from emberkeep.config.kinds import public_url
 from emberkeep.config.settings import Config
 from emberkeep.config.tables import public_remotes

@@ -17,8 +17,8 @@ from typer import Argument, BadParameter, Option, Typer
 from typer.core import TyperCommand
 
 from emberkeep import __version__
+from emberkeep.cli.commands import ConfigFlag, ModelFlag, logged, settle
 from emberkeep.cli.console import console, show, show_facts
-from emberkeep.cli.flags import ConfigFlag, ModelFlag, load_config, logged
 from emberkeep.cli.model_setup import install_model
 from emberkeep.config.settings import Config
 from emberkeep.types.request import Json
@@ -100,7 +100,7 @@ def bench(
     for name in chosen:
         if not any(name in benchmark.flags for benchmark in benchmarks):
             raise BadParameter(f"--{name} does not belong to {' or '.join(names)}.")
-    run_all(benchmarks, load_config(model=model, config=config), data_dir, json_file)
+    run_all(benchmarks, settle(model=model, config=config).config, data_dir, json_file)
 
 
 # ── running and printing, for benchmarks/ too ──

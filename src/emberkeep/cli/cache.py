@@ -23,8 +23,8 @@ from emberkeep.cli.cache_table import (
     removed_line,
     what,
 )
+from emberkeep.cli.commands import JsonFlag, ModelFlag, YesFlag, with_settings
 from emberkeep.cli.console import ask_first, complain, console, plural, printable, whose
-from emberkeep.cli.flags import JsonFlag, ModelFlag, YesFlag, with_settings
 from emberkeep.cli.model_setup import pull_reporter
 from emberkeep.config.kinds import readable_size
 from emberkeep.config.settings import Config

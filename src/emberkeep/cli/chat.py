@@ -28,9 +28,8 @@ from emberkeep.cli.chat_history import (
     with_its_model,
 )
 from emberkeep.cli.chat_session import ChatSession, Terminal
-from emberkeep.cli.commands import one_command
+from emberkeep.cli.commands import one_command, with_settings
 from emberkeep.cli.console import complain
-from emberkeep.cli.flags import with_settings
 from emberkeep.cli.model_setup import install_model, open_model
 from emberkeep.config.settings import DEFAULT_MODEL, OFF, Config, TooLong
 from emberkeep.config.sources import LoadedConfig

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from emberkeep.cli.flags import JsonFlag, with_settings
+from emberkeep.cli.commands import JsonFlag, with_settings
 from emberkeep.cli.model_setup import install_model
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError

@@ -14,9 +14,18 @@ from typing import Annotated
 
 import typer
 
+from emberkeep.cli.commands import (
+    ConfigFlag,
+    JsonFlag,
+    YesFlag,
+    accepted_briefly,
+    default_of,
+    grouped,
+    help_for,
+    logged,
+    settle,
+)
 from emberkeep.cli.console import ask_first, plural, printable
-from emberkeep.cli.flags import ConfigFlag, JsonFlag, YesFlag, logged, settle
-from emberkeep.config.describe import accepted_briefly, default_of, grouped, help_for
 from emberkeep.config.kinds import public_url
 from emberkeep.config.settings import FIELDS, is_harmless, public_values, show_value
 from emberkeep.config.sources import FILE_NAMES, ConfigFile, LoadedConfig, file_in, read_config_file

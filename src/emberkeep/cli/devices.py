@@ -7,9 +7,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
-from emberkeep.cli.commands import one_command
+from emberkeep.cli.commands import JsonFlag, one_command, with_settings
 from emberkeep.cli.console import show_table
-from emberkeep.cli.flags import JsonFlag, with_settings
 from emberkeep.config.kinds import readable_size
 from emberkeep.config.machine import free_ram, total_ram
 from emberkeep.config.settings import Config

@@ -7,21 +7,22 @@ import platform
 import shutil
 import socket
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from errno import EISDIR
 from importlib import metadata
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING
 
+import numpy as np
 import typer
 
 from emberkeep import large_pages
-from emberkeep.cli.commands import one_command
+from emberkeep.cli.commands import one_command, with_settings
 from emberkeep.cli.console import console
 from emberkeep.cli.devices import describe, describe_cpu, llamacpp_view, torch_view
-from emberkeep.cli.flags import with_settings
-from emberkeep.config.exposure import check_exposure
 from emberkeep.config.kinds import readable_size
 from emberkeep.config.machine import free_ram, total_ram
 from emberkeep.config.settings import DEFAULT_MODEL, Config, memory_file
@@ -30,6 +31,8 @@ from emberkeep.engine.devices import amd_advice, has_hf, hf_versions, read_cpu
 from emberkeep.engine.locked_memory import lockable
 from emberkeep.errors import ConfigError, EngineError, ModelError, ModelNotFound
 from emberkeep.files import nearest_folder
+from emberkeep.sched.engine_thread import promised
+from emberkeep.server.presence import check_exposure
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
@@ -180,7 +183,6 @@ def _disk(config: Config) -> Finding:
 
 
 def _speed(config: Config) -> Finding:
-    from emberkeep.cli.speeds import copy_speed, disk_speed, measured
 
     speeds = {
         "RAM is copied at": copy_speed(),
@@ -354,6 +356,55 @@ CHECKS: dict[str, Callable[[Config], Finding]] = {
     "port": _port,
     "access": _exposure,
 }
+
+# ── how fast this machine moves bytes: per second, and None where that cannot be measured within a moment ──
+
+_EACH_S = 0.6
+_COPIED = 32 << 20
+_READ = 8 << 20
+
+
+def copy_speed() -> float | None:
+    """Copies within RAM, by one thread."""
+    return measured(_copy_speed)
+
+
+def disk_speed(folder: Path) -> float | None:
+    """Writes and reads in `folder`, where nothing stays."""
+    return measured(lambda: _disk_speed(folder))
+
+
+def measured(measure: Callable[[], float]) -> float | None:
+    """Never raises."""
+    future, run = promised(measure)
+    threading.Thread(target=run, name="speed", daemon=True).start()
+    try:
+        return future.result(_EACH_S)
+    except Exception:
+        return None
+
+
+def _copy_speed() -> float:
+    source = np.ones(_COPIED, np.uint8)
+    target = np.empty_like(source)
+    np.copyto(target, source)  # the first one also brings the pages in
+    begin = perf_counter()
+    np.copyto(target, source)
+    return _COPIED / (perf_counter() - begin)
+
+
+def _disk_speed(folder: Path) -> float:
+    # A file without a name: it is gone whatever happens.
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        file.write(os.urandom(_READ))
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            # Else it would be read from the system's cache.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        begin = perf_counter()
+        length = len(file.read(_READ))
+        return length / (perf_counter() - begin)
 
 
 app = one_command(doctor)

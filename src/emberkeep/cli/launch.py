@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from emberkeep.cli.commands import one_command
+from emberkeep.cli.commands import one_command, with_settings
 from emberkeep.cli.console import complain
-from emberkeep.cli.flags import with_settings
 from emberkeep.config.settings import Config
 from emberkeep.errors import ConfigError, EmberkeepError, ModelNotFound
 from emberkeep.files import private_folder, replace_file

@@ -11,9 +11,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from emberkeep import __version__
-from emberkeep.cli.commands import Home, lazy_group
+from emberkeep.cli.commands import Home, LogLevelFlag, VerboseFlag, lazy_group
 from emberkeep.cli.console import complain
-from emberkeep.cli.flags import LogLevelFlag, VerboseFlag
 from emberkeep.errors import EmberkeepError
 from emberkeep.signals import Leaving, ending_signals
 
@@ -50,9 +49,9 @@ COMMANDS = {
     "launch": Home(
         "emberkeep.cli.launch", "app", "Start a client that is installed, set up for the server that runs here."
     ),
-    "ps": Home("emberkeep.cli.ps", "ps_app", "Which models the running server has loaded, and for how long."),
+    "ps": Home("emberkeep.cli.serve", "ps_app", "Which models the running server has loaded, and for how long."),
     "stop": Home(
-        "emberkeep.cli.ps",
+        "emberkeep.cli.serve",
         "stop_app",
         "Unload a model, when the requests that it answers are done; or stop the server.",
     ),

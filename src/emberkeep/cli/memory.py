@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from typer.core import TyperGroup
 
+from emberkeep.cli.commands import JsonFlag, YesFlag, with_settings
 from emberkeep.cli.console import ago, ask_first, console, plural, printable, show, show_facts, texts, whose
-from emberkeep.cli.flags import JsonFlag, YesFlag, with_settings
 from emberkeep.config.kinds import readable_size
 from emberkeep.config.settings import Config
 from emberkeep.errors import NoSuchEntry

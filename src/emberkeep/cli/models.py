@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
+from emberkeep.cli.commands import JsonFlag, YesFlag, with_settings
 from emberkeep.cli.console import complain, printable, show_facts, show_table
-from emberkeep.cli.flags import JsonFlag, YesFlag, with_settings
 from emberkeep.cli.model_setup import pull_reporter
 from emberkeep.config.kinds import readable_size
 from emberkeep.config.settings import Config

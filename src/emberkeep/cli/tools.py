@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from emberkeep.cli.commands import JsonFlag, YesFlag, with_settings
 from emberkeep.cli.console import ask_first, complain, printable, show_table
-from emberkeep.cli.flags import JsonFlag, YesFlag, with_settings
 from emberkeep.config.settings import Config
 from emberkeep.errors import ConfigError, EmberkeepError, NoSuchEntry
 from emberkeep.text import did_you_mean

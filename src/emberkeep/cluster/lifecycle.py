@@ -31,14 +31,13 @@ from emberkeep.cluster.deployment import (
 )
 from emberkeep.cluster.replica import Opening
 from emberkeep.cluster.slots import alone_on, forget_address, note_address, noted_address, prepare_start
-from emberkeep.config.exposure import check_exposure
 from emberkeep.config.settings import Config, show_value
 from emberkeep.errors import EmberkeepError
 from emberkeep.library.installation import declared_prefixes
 from emberkeep.models.library import ModelLibrary
 from emberkeep.runtime.served_models import open_models
 from emberkeep.server.lifecycle import bind
-from emberkeep.server.presence import announce
+from emberkeep.server.presence import announce, check_exposure
 from emberkeep.signals import ending_signals
 from emberkeep.values import dataclass
 

@@ -28,8 +28,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from emberkeep.api.errors import Failure
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
-from emberkeep.server.limits import Limits
-from emberkeep.server.middleware import CROWDED, Drain
+from emberkeep.server.middleware import CROWDED, Drain, Limits
 from emberkeep.server.request_log import RequestLog
 
 log = logging.getLogger(__name__)

@@ -18,13 +18,12 @@ from contextvars import Context
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from emberkeep.config.exposure import check_exposure
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.library.installation import declared_prefixes
 from emberkeep.logs import begin_logging
 from emberkeep.models.early_load import loaded_early
-from emberkeep.server.presence import announce, reachable_url
+from emberkeep.server.presence import announce, check_exposure, reachable_url
 from emberkeep.signals import ending_signals
 
 if TYPE_CHECKING:
@@ -88,8 +87,7 @@ def serve_mcp(host: McpHost, config: Config) -> None:
 
     from emberkeep.mcp.server import HTTP_PATH
     from emberkeep.server.http_server import uvicorn_config
-    from emberkeep.server.limits import Limits, affordable
-    from emberkeep.server.middleware import Drain, RequestGate, SecurityMiddleware
+    from emberkeep.server.middleware import Drain, Limits, RequestGate, SecurityMiddleware, affordable
 
     check_exposure(config)
     limits = Limits(connections=affordable())

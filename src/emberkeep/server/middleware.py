@@ -1,4 +1,4 @@
-"""What every request passes on its way to the routes.
+"""What every request passes on its way to the routes, and its limits.
 
 A local server is reachable from every web page the user visits. A page cannot forge `Host` (which defeats DNS
 rebinding) or `Origin` (which defeats cross-site requests), so both must be known.
@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import logging
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -18,10 +19,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from emberkeep.api.errors import Failure, Refused, error_shape, failure_of
-from emberkeep.config.settings import Config
+from emberkeep.config.settings import DRAIN_S, Config
 from emberkeep.errors import Overloaded
-from emberkeep.server.limits import Limits
 from emberkeep.server.request_log import OPEN_PATHS, FailureResponse, record_of
+from emberkeep.values import dataclass
 
 log = logging.getLogger(__name__)
 
@@ -312,3 +313,49 @@ class _Body:
     def _too_large(self) -> Refused:
         message = f"The body is larger than {self._gate.limits.body_bytes >> 20} MiB: send less."
         return Refused(Failure(413, _ERROR, message, "body_too_large"))
+
+
+# ── limits for clients: sizes, counts and times of HTTP itself ──
+
+MOST_CONNECTIONS = 1000
+_FILES_PER_CONNECTION = 2
+"""Open files that the process may have for each connection: the store, memory and tools need some too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    connections: int = MOST_CONNECTIONS
+    """At a time. Beyond them the one whose client has kept us waiting longest gives way."""
+    spare_connections: int = 32
+    """On top of these: if all are busy, others are still told so, and `/health` still answers."""
+    head_bytes: int = 96 << 10
+    """Path, query and headers: a question to the memory has up to 4096 characters, of 12 bytes each."""
+    head_s: float = 10.0
+    """From the first byte of a request, or from the connection, to the end of the headers."""
+    body_bytes: int = 16 << 20
+    """Several times the text of the longest contexts."""
+    bodies_bytes: int = 256 << 20
+    """Bodies of all requests that are being received or answered."""
+    body_s: float = 20.0
+    stalled_s: float = 30.0
+    bytes_per_s: float = 16 << 10
+    """A client gets `body_s` to send a body, `stalled_s` to read what waits for it, and another second for each of
+    these."""
+    unsent_bytes: int = 4 << 20
+    """Bytes of a stream's events that wait because the client has not read earlier ones."""
+    drain_s: float = DRAIN_S
+    """Time that running requests get to finish when the server stops."""
+    linger_s: float = 2.0
+    """Time to read a refusal while the rest of what was refused still comes."""
+
+
+def affordable(connections: int = MOST_CONNECTIONS) -> int:
+    """No more than half of the files that this process may open: without one, nothing is answered."""
+    if sys.platform == "win32":
+        return connections
+    import resource
+
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return connections
+    return max(1, min(connections, files // _FILES_PER_CONNECTION))

@@ -1,4 +1,5 @@
-"""Where servers run, for commands on the same machine that would change what a server has open.
+"""Where servers run, for commands on the same machine that would change what a server has open; and who else could
+reach them.
 
     <data_dir>/servers/<pid>.json    url and pid, never the key; locked for as long as its server runs
 
@@ -16,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from emberkeep.config.settings import Config
+from emberkeep.errors import ConfigError
 from emberkeep.files import private_folder
 
 log = logging.getLogger(__name__)
@@ -97,3 +100,18 @@ def _written_at(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
+
+
+def check_exposure(config: Config) -> None:
+    """Raises ConfigError when others could reach the server without a key."""
+    if config.api_key is None and not is_loopback(config.host):
+        raise ConfigError(
+            f"Listening on {config.host} lets other machines in: set --api-key or EMBERKEEP_API_KEY."
+        )
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

@@ -24,7 +24,7 @@ from emberkeep.api.body import B, parse_body, parse_object
 from emberkeep.api.errors import Failure, Refused, failure_of
 from emberkeep.api.frames import Frames
 from emberkeep.errors import EmberkeepError
-from emberkeep.server.limits import Limits
+from emberkeep.server.middleware import Limits
 from emberkeep.server.request_log import record_of
 from emberkeep.types.events import Completed, Event, Events, Finished, ReasoningDelta, TextDelta, ToolCallDelta
 from emberkeep.types.request import Json, Request

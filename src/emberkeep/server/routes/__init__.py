@@ -1,1 +1,1 @@
-"""The routes of each subject (`server/subjects.py`)."""
+"""The routes of each subject (`server/app.py`)."""

@@ -1,16 +1,13 @@
-"""Anthropic's endpoints: messages, counting their tokens, and how its clients expect the list of models."""
+"""Anthropic's endpoints: messages, and counting their tokens. Its list of models is at OpenAI's path."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
-from datetime import UTC, datetime
 
 from starlette.requests import Request as HttpRequest
 
 from emberkeep.api.anthropic.answer import MessageEnvelope, MessageFrames, message_json
 from emberkeep.api.anthropic.body import CountBody, MessagesBody
-from emberkeep.backend.base import ModelCard
 from emberkeep.backend.capabilities import tokenizer_of
 from emberkeep.server.routes.base import HELLO, STREAMS, Routes, Served, passed_on, respond
 from emberkeep.server.stream import make_of_body
@@ -44,33 +41,3 @@ def routes(served: Served) -> Routes:
         return {"input_tokens": count}
 
     return routes
-
-
-# ── models ──
-
-
-def is_anthropic(http: HttpRequest) -> bool:
-    """`/v1/models` is OpenAI's path as well, and Anthropic's clients send a header."""
-    return "anthropic-version" in http.headers
-
-
-def anthropic_models_json(cards: Sequence[ModelCard]) -> dict[str, Json]:
-    """All of them on one page."""
-    return {
-        "data": [anthropic_model_json(card) for card in cards],
-        "has_more": False,
-        "first_id": cards[0].id if cards else None,
-        "last_id": cards[-1].id if cards else None,
-    }
-
-
-def anthropic_model_json(card: ModelCard) -> dict[str, Json]:
-    return {
-        "type": "model",
-        "id": card.id,
-        "display_name": card.id,
-        "created_at": datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z"),
-        "lifecycle": "active",
-        "max_input_tokens": card.context,
-        "max_tokens": card.context,
-    }

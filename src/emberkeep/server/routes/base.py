@@ -7,12 +7,15 @@ the models that stand as their types. It returns a response, or JSON.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from functools import wraps
-from typing import Annotated, Any, TypedDict, TypeVar, Unpack, get_type_hints
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial, wraps
+from typing import Annotated, Any, Concatenate, ParamSpec, TypedDict, TypeVar, Unpack, get_type_hints
 
 from pydantic import ConfigDict, Field
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -20,13 +23,13 @@ from starlette.routing import Route
 from emberkeep.api.answer import Answer
 from emberkeep.api.body import INT32_MAX, B, Body, validate
 from emberkeep.api.frames import Frames
-from emberkeep.backend.models import Models
+from emberkeep.backend.base import Backend
+from emberkeep.backend.models import Models, loaded
 from emberkeep.config.settings import Config
-from emberkeep.errors import RemoteLoop
+from emberkeep.errors import Overloaded, RemoteLoop
 from emberkeep.models.library import ModelLibrary
 from emberkeep.server.middleware import Drain
 from emberkeep.server.request_log import RequestMetrics
-from emberkeep.server.side_work import SideWork
 from emberkeep.server.stream import Answers, gather, read_body, stream
 from emberkeep.types.models import DEPTH_HEADER, HOPS_HEADER
 from emberkeep.types.request import Json, Request
@@ -84,6 +87,11 @@ class PageParameters(Parameters):
 def read_parameters(http: HttpRequest, model: type[B]) -> B:
     """Raises InvalidField."""
     return validate(model, {**http.query_params, **http.path_params})
+
+
+def register_path_part(name: str, regex: str) -> None:
+    """`{parameter:name}` in a path stands for what `regex` matches."""
+    register_url_convertor(name, type(name, (StringConvertor,), {"regex": regex})())
 
 
 _MOST_HOPS = 8
@@ -220,3 +228,46 @@ class Routes:
             return handler
 
         return add
+
+
+# ── work beside the answers: it may take a while, and must hold up neither them nor the loop ──
+
+P = ParamSpec("P")
+
+THREADS = 4
+WAITING = 64
+RETRY_AFTER_S = 1.0
+
+
+class SideWork:
+    """Has its own threads, because answers use those of the loop and must not wait for this work."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="emberkeep-side")
+        self._here = 0
+
+    async def run(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+        """Raises what `work` raises, and Overloaded. If the client leaves, the work goes on to its end."""
+        if self._here >= THREADS + WAITING:
+            raise Overloaded("Too many requests of this kind wait: try again in a moment.", RETRY_AFTER_S)
+        self._here += 1
+        working = asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **named))
+        working.add_done_callback(self._ended)
+        return await asyncio.shield(working)  # its place is free again when the thread has ended
+
+    async def run_on(
+        self, work: Callable[Concatenate[Backend, P], T], backend: Backend, *args: P.args, **named: P.kwargs
+    ) -> T:
+        """As `run`, with the model loaded: threads that waited for that would hold up all others. Raises what
+        loading it raises, too."""
+        return await asyncio.shield(self._run_loaded(work, backend, *args, **named))
+
+    async def _run_loaded(
+        self, work: Callable[Concatenate[Backend, P], T], backend: Backend, *args: P.args, **named: P.kwargs
+    ) -> T:
+        """The model stays until the thread has ended, whether or not the client waits for it."""
+        async with loaded(backend) as real:
+            return await self.run(work, real, *args, **named)
+
+    def _ended(self, working: asyncio.Future[T]) -> None:
+        self._here -= 1

@@ -1,4 +1,5 @@
-"""The cache: what it holds, keeping and removing it, why a prompt was not reused, and whether it is right."""
+"""The cache: what it holds, keeping and removing it, why a prompt was not reused, whether it is right; and
+evaluating a prefix before a client waits for it (`/v1/warm`)."""
 
 from __future__ import annotations
 
@@ -6,37 +7,48 @@ import asyncio
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Annotated, Literal
 
-from pydantic import Field
-from starlette.convertors import StringConvertor, register_url_convertor
+from pydantic import ConfigDict, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from emberkeep.api.answer import lookup_json
-from emberkeep.api.body import INT32_MAX, WHOLE, Body, Label
-from emberkeep.api.openai.body import ChatBody, CompletionBody, read_chat_or_completion, to_one_request
+from emberkeep.api.body import INT32_MAX, WHOLE, Body, Label, one_of
+from emberkeep.api.fields import OwnerFields
+from emberkeep.api.openai.body import (
+    ChatBody,
+    CompletionBody,
+    TemplateArgs,
+    read_chat_or_completion,
+    to_one_request,
+)
+from emberkeep.api.openai.messages import BeginningList, ToolList, prefix_of_chats
+from emberkeep.api.sampling import KvBits
 from emberkeep.api.stored import MAX_VERIFY_S, entry_json, node_json, shown_json
 from emberkeep.backend.base import Backend
-from emberkeep.backend.capabilities import cache_of
+from emberkeep.backend.capabilities import cache_of, warm_prefix
 from emberkeep.backend.models import loaded
 from emberkeep.errors import InvalidField, Overloaded
 from emberkeep.server.routes.base import (
     HELLO,
+    RETRY_AFTER_S,
     OfModel,
     PageParameters,
     Parameters,
     Routes,
     Served,
+    SideWork,
     json_response,
     list_response,
     page_response,
+    register_path_part,
 )
-from emberkeep.server.side_work import RETRY_AFTER_S, SideWork
 from emberkeep.server.stream import make_of_body, read_object, while_connected
-from emberkeep.types.cache import CacheEntry, Explanation, Removed, Verified
+from emberkeep.types.cache import CacheEntry, Explanation, Removed, Verified, Warmed
 from emberkeep.types.events import Source, Sourced
-from emberkeep.types.request import Json
+from emberkeep.types.request import Json, Request, Ttl
 
 SAMPLE = 4
 TOKENS = 16
@@ -103,13 +115,8 @@ class ExplainedCompletion(CompletionBody, ShownPrompt):
     """The same for a text completion."""
 
 
-class _EntryId(StringConvertor):
-    """Any text but the names of actions: those are another mistake, with an error of its own."""
-
-    regex = rf"(?!(?:{'|'.join(_ACTIONS)})$)[^/]+"
-
-
-register_url_convertor("entry_id", _EntryId())
+# Not the names of actions: those are another mistake, with an error of its own.
+register_path_part("entry_id", rf"(?!(?:{'|'.join(_ACTIONS)})$)[^/]+")
 
 
 def routes(served: Served) -> Routes:
@@ -117,6 +124,7 @@ def routes(served: Served) -> Routes:
     _add_reads(routes, served)
     _add_changes(routes, served)
     _add_checks(routes, served)
+    _add_warm(routes, served)
     return routes
 
 
@@ -292,4 +300,59 @@ def _result_json(result: Verified) -> dict[str, Json]:
         "compared": result.compared,
         "agreed": result.agreed,
         "equal": result.is_equal,
+    }
+
+
+# ── warming a prefix ──
+
+_SYSTEM = {"role": "system", "content": "You answer in one sentence."}
+
+
+class WarmBody(OwnerFields):
+    model_config = ConfigDict(json_schema_extra=one_of("text", "messages", "tools"))
+
+    model: str | None = None
+    text: Annotated[str, Field(min_length=1)] | None = None
+    messages: BeginningList | None = None
+    tools: ToolList | None = None
+    chat_template_kwargs: TemplateArgs | None = None
+    ttl: Literal["short", "long", "extended"] | None = None
+    kv_bits: KvBits | None = None
+    ask_permission: bool | None = None
+
+    def to_request(self) -> Request:
+        """Raises InvalidField where fields contradict each other."""
+        ttl = Ttl(self.ttl) if self.ttl else None
+        base = replace(self.to_owned(), max_tokens=0, ttl=ttl, kv_bits=self.kv_bits)
+        if self.text is None:
+            chat = replace(
+                base,
+                template_args=self.chat_template_kwargs or {},
+                asks_permission=bool(self.ask_permission),
+            )
+            return prefix_of_chats(chat, self.messages or [], self.tools or [])
+        if self.messages or self.tools:
+            raise InvalidField("text", "goes without messages and tools: leave one of them out.")
+        return replace(base, prompt=self.text).decided(is_prefix=True)
+
+
+def _add_warm(routes: Routes, served: Served) -> None:
+    @routes.post("/v1/warm", example={"messages": [_SYSTEM]})
+    async def warm(http: HttpRequest, body: WarmBody) -> Json:
+        backend = served.models.find(body.model)
+        request = await make_of_body(http, body.to_request)
+        return warmed_json(await while_connected(http, warm_prefix(backend, request)))
+
+
+def warmed_json(warmed: Warmed) -> dict[str, Json]:
+    return {
+        "object": "warm",
+        "tokens": warmed.tokens,
+        "cached_tokens": warmed.cached_tokens,
+        "evaluated_tokens": warmed.tokens - warmed.cached_tokens,
+        "seconds": warmed.seconds,
+        "entry_id": warmed.entry_id,
+        "ttl": warmed.ttl,
+        "ready": warmed.error is None,
+        "error": warmed.error,
     }

@@ -1,4 +1,4 @@
-"""llama-server's own endpoints: completion, infill, props, slots and LoRA adapters."""
+"""llama-server's own endpoints: completion, infill, props, slots, LoRA adapters; tokens and templates."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 
 from emberkeep import __version__
-from emberkeep.api.body import INT32_MAX, Body, parse_list
+from emberkeep.api.body import INT32_MAX, Body, Count, parse_list
 from emberkeep.api.llama_server import (
     InfillBody,
     LlamaBody,
@@ -26,10 +27,21 @@ from emberkeep.api.llama_server import (
     settings_json,
     whole_json,
 )
+from emberkeep.api.openai.body import TemplateArgs
+from emberkeep.api.openai.messages import MessageList, ToolList, to_messages
 from emberkeep.backend.base import Backend
 from emberkeep.backend.capabilities import cache_of, tokenizer_of
 from emberkeep.errors import InvalidField, NoSuchEntry, RequestError
-from emberkeep.server.routes.base import STREAMS, Parameters, Routes, Served, json_response, respond
+from emberkeep.server.routes.base import (
+    HELLO,
+    STREAMS,
+    Parameters,
+    Routes,
+    Served,
+    json_response,
+    list_response,
+    respond,
+)
 from emberkeep.server.stream import make_of_body, read_body
 from emberkeep.types.cache import CacheEntry
 from emberkeep.types.events import Events
@@ -58,6 +70,7 @@ def routes(served: Served) -> Routes:
     _add_completions(routes, served)
     _add_slots(routes, served)
     _add_settings(routes, served)
+    _add_tokenizing(routes, served)
     return routes
 
 
@@ -302,3 +315,88 @@ def _named(filename: str | None) -> str:
 
 def _since(began: float) -> float:
     return round(1e3 * (perf_counter() - began), 3)
+
+
+# ── texts, tokens and templates ──
+
+MAX_CHARS = 4 << 20
+MAX_TOKENS = 500_000
+MAX_PIECES = 128 << 10
+_SLICE = 10_000
+"""Tokens that are written without letting other threads go on."""
+
+
+class TokenizeBody(Body):
+    model: str | None = None
+    content: Annotated[str, Field(max_length=MAX_CHARS)]
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: Annotated[list[Count], Field(max_length=MAX_TOKENS)]
+
+
+class TemplateBody(Body):
+    model: str | None = None
+    messages: MessageList
+    tools: ToolList | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: TemplateArgs | None = None
+
+
+def _add_tokenizing(routes: Routes, served: Served) -> None:
+    models, run_on = served.models, served.side.run_on
+
+    @routes.post("/tokenize", example={"content": "hello world"})
+    async def tokenize(body: TokenizeBody) -> Response:
+        return await run_on(_tokens, models.find(body.model), body)
+
+    @routes.post("/detokenize", example={"tokens": [1, 2]})
+    async def detokenize(body: DetokenizeBody) -> Json:
+        return await run_on(_text, models.find(body.model), body)
+
+    @routes.post("/apply-template", example=HELLO)
+    async def apply_template(body: TemplateBody) -> Json:
+        return await run_on(_prompt, models.find(body.model), body)
+
+
+def _tokens(backend: Backend, body: TokenizeBody) -> Response:
+    tokenizer = tokenizer_of(backend)
+    ids = tokenizer.tokenize(
+        body.content, add_special=bool(body.add_special), parse_special=body.parse_special is not False
+    )
+    if not body.with_pieces:
+        slices = (ids[i : i + _SLICE] for i in range(0, len(ids), _SLICE))
+        written = ", ".join(", ".join(map(str, part)) for part in slices)
+        return Response(f'{{"tokens": [{written}]}}', media_type="application/json")
+    if len(ids) > MAX_PIECES:
+        raise InvalidField("with_pieces", f"is for {MAX_PIECES} tokens at most: send less, or leave it out.")
+    pieces = zip(ids, tokenizer.pieces(ids), strict=True)
+    return list_response("tokens", ({"id": token, "piece": _piece(piece)} for token, piece in pieces))
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    """A piece that ends in the middle of a character is told by its bytes, as llama-server does."""
+    try:
+        return piece.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(piece)
+
+
+def _text(backend: Backend, body: DetokenizeBody) -> Json:
+    return {"content": tokenizer_of(backend).detokenize(body.tokens)}
+
+
+def _prompt(backend: Backend, body: TemplateBody) -> Json:
+    tools = [tool.to_tool() for tool in body.tools or ()]
+    messages = to_messages(body.messages)
+    prompt = tokenizer_of(backend, "template").apply_template(
+        messages,
+        tools,
+        body.chat_template_kwargs or {},
+        add_generation_prompt=body.add_generation_prompt is not False,
+    )
+    return {"prompt": prompt}

@@ -12,7 +12,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ConfigDict
-from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.responses import Response, StreamingResponse
 
 from emberkeep.api.body import Label, Name
@@ -24,8 +23,16 @@ from emberkeep.backend.base import Backend
 from emberkeep.errors import EmberkeepError, InvalidField, NoSuchEntry
 from emberkeep.files import line
 from emberkeep.library.user_memory import require_memory
-from emberkeep.server.routes.base import LINES, PageParameters, Routes, Served, json_response, page_response
-from emberkeep.server.side_work import SideWork
+from emberkeep.server.routes.base import (
+    LINES,
+    PageParameters,
+    Routes,
+    Served,
+    SideWork,
+    json_response,
+    page_response,
+    register_path_part,
+)
 from emberkeep.types.memory import Fact, Forgotten, SavedConversation
 from emberkeep.types.request import Json
 from emberkeep.values import dataclass
@@ -57,13 +64,7 @@ def one_owner(body: UserFields, query: UserFields) -> str:
     return in_body or in_query
 
 
-class _AnyText(StringConvertor):
-    """A path parameter that may contain slashes and line breaks, as names of facts do."""
-
-    regex = r"[\s\S]+"
-
-
-register_url_convertor("any_text", _AnyText())
+register_path_part("any_text", r"[\s\S]+")  # with slashes and line breaks, as names of facts have
 
 
 class OwnerParameters(UserFields):

@@ -1,56 +1,38 @@
-"""Endpoints outside OpenAI's API: what is where, health, stats; tokenize and others as llama.cpp has them."""
+"""Endpoints of no other server: its page, its health and figures, the tools that run here, a mixture's experts."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+import gzip
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Literal
 
-from pydantic import Field
+from pydantic import ConfigDict
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from emberkeep import __version__
-from emberkeep.api.body import Body, Count
-from emberkeep.api.openai.body import TemplateArgs
-from emberkeep.api.openai.messages import MessageList, ToolList, to_messages
-from emberkeep.backend.base import Backend
-from emberkeep.backend.capabilities import tokenizer_of
-from emberkeep.errors import InvalidField
-from emberkeep.server.routes.base import HELLO, OfModel, Routes, Served, json_response, list_response
-from emberkeep.server.routes.page import page_response, wants_page
-from emberkeep.types.events import Loading
+from emberkeep.api.body import Body, one_of
+from emberkeep.backend.capabilities import experts_of
+from emberkeep.backend.models import Models, loaded
+from emberkeep.backend.server_tools import ToolDesk
+from emberkeep.config.settings import OFF
+from emberkeep.errors import NoSuchEntry, RequestError
+from emberkeep.server.routes.base import OfModel, Routes, Served, json_response
+from emberkeep.types.events import Decision, Loading
+from emberkeep.types.models import ExpertStats, LayerExperts
 from emberkeep.types.request import Json
-
-MAX_CHARS = 4 << 20
-MAX_TOKENS = 500_000
-MAX_PIECES = 128 << 10
-_SLICE = 10_000
-"""Tokens that are written without letting other threads go on."""
-
-
-class TokenizeBody(Body):
-    model: str | None = None
-    content: Annotated[str, Field(max_length=MAX_CHARS)]
-    add_special: bool | None = None
-    parse_special: bool | None = None
-    with_pieces: bool | None = None
-
-
-class DetokenizeBody(Body):
-    model: str | None = None
-    tokens: Annotated[list[Count], Field(max_length=MAX_TOKENS)]
-
-
-class TemplateBody(Body):
-    model: str | None = None
-    messages: MessageList
-    tools: ToolList | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: TemplateArgs | None = None
+from emberkeep.values import dataclass
 
 
 def routes(served: Served) -> Routes:
-    routes, models, side = Routes(), served.models, served.side
+    routes, models = Routes(), served.models
     is_public = served.config.api_key is not None  # clients that do not have the key can read `/health`
 
     @routes.get("/")
@@ -72,18 +54,12 @@ def routes(served: Served) -> Routes:
         # The figures may have to wait for locks: not in the loop that serves the streams.
         return await asyncio.to_thread(lambda: models.find(query.model).stats())
 
-    @routes.post("/tokenize", example={"content": "hello world"})
-    async def tokenize(body: TokenizeBody) -> Response:
-        return await side.run_on(_tokens, models.find(body.model), body)
+    @routes.get("/page/{path:path}", is_hidden=True)
+    async def file(http: HttpRequest) -> Response:
+        return await page_response(http, http.path_params["path"])
 
-    @routes.post("/detokenize", example={"tokens": [1, 2]})
-    async def detokenize(body: DetokenizeBody) -> Json:
-        return await side.run_on(_text, models.find(body.model), body)
-
-    @routes.post("/apply-template", example=HELLO)
-    async def apply_template(body: TemplateBody) -> Json:
-        return await side.run_on(_prompt, models.find(body.model), body)
-
+    _add_tools(routes, served)
+    _add_experts(routes, served)
     return routes
 
 
@@ -117,40 +93,174 @@ def _without_reasons(health: Json) -> Json:
     return {key: _without_reasons(value) for key, value in health.items() if key != "error"}
 
 
-def _tokens(backend: Backend, body: TokenizeBody) -> Response:
-    tokenizer = tokenizer_of(backend)
-    ids = tokenizer.tokenize(
-        body.content, add_special=bool(body.add_special), parse_special=body.parse_special is not False
+# ── the page: files of this package, from memory, packed once ──
+
+INDEX = "index.html"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+}
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' blob:",  # which only scripts of this package can make: pictures that come with a key
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
     )
-    if not body.with_pieces:
-        slices = (ids[i : i + _SLICE] for i in range(0, len(ids), _SLICE))
-        written = ", ".join(", ".join(map(str, part)) for part in slices)
-        return Response(f'{{"tokens": [{written}]}}', media_type="application/json")
-    if len(ids) > MAX_PIECES:
-        raise InvalidField("with_pieces", f"is for {MAX_PIECES} tokens at most: send less, or leave it out.")
-    pieces = zip(ids, tokenizer.pieces(ids), strict=True)
-    return list_response("tokens", ({"id": token, "piece": _piece(piece)} for token, piece in pieces))
+)
+"""Whatever a model writes, nothing runs that is not in this package, and nothing is fetched from elsewhere."""
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",  # asked for again, and answered 304
+    "Vary": "Accept, Accept-Encoding",
+    "X-DNS-Prefetch-Control": "off",  # the name of a link's host is a message, too
+}
 
 
-def _piece(piece: bytes) -> str | list[int]:
-    """A piece that ends in the middle of a character is told by its bytes, as llama-server does."""
-    try:
-        return piece.decode("utf-8")
-    except UnicodeDecodeError:
-        return list(piece)
+@dataclass(frozen=True, slots=True)
+class Asset:
+    media_type: str
+    body: bytes
+    packed: bytes
+    etag: str
 
 
-def _text(backend: Backend, body: DetokenizeBody) -> Json:
-    return {"content": tokenizer_of(backend).detokenize(body.tokens)}
+@cache
+def assets() -> dict[str, Asset]:
+    """By their paths below `/page/`."""
+    return dict(_walk(files("emberkeep.server") / "page", ""))
 
 
-def _prompt(backend: Backend, body: TemplateBody) -> Json:
-    tools = [tool.to_tool() for tool in body.tools or ()]
-    messages = to_messages(body.messages)
-    prompt = tokenizer_of(backend, "template").apply_template(
-        messages,
-        tools,
-        body.chat_template_kwargs or {},
-        add_generation_prompt=body.add_generation_prompt is not False,
-    )
-    return {"prompt": prompt}
+def _walk(folder: Traversable, prefix: str) -> list[tuple[str, Asset]]:
+    found: list[tuple[str, Asset]] = []
+    for entry in folder.iterdir():
+        name = f"{prefix}{entry.name}"
+        if entry.is_dir():
+            found += _walk(entry, f"{name}/")
+        elif (media_type := _TYPES.get(f".{entry.name.rpartition('.')[2]}")) is not None:
+            body = entry.read_bytes()
+            etag = f'"{sha256(body).hexdigest()[:24]}"'
+            found.append((name, Asset(media_type, body, gzip.compress(body, mtime=0), etag)))
+    return found
+
+
+def wants_page(http: HttpRequest) -> bool:
+    """Whether it is a browser that someone sits in front of."""
+    return "text/html" in http.headers.get("accept", "")
+
+
+async def page_response(http: HttpRequest, path: str = INDEX) -> Response:
+    """Raises HTTPException."""
+    asset = (await asyncio.to_thread(assets)).get(path)  # the first time it packs them
+    if asset is None:
+        raise HTTPException(404)
+    headers = {**_HEADERS, "ETag": asset.etag}
+    if asset.etag in http.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    if "gzip" in http.headers.get("accept-encoding", ""):
+        return Response(asset.packed, headers={**headers, "Content-Encoding": "gzip"}, media_type=asset.media_type)
+    return Response(asset.body, headers=headers, media_type=asset.media_type)
+
+
+# ── tools that run here ──
+
+
+class DecisionBody(Body):
+    id: str
+    decision: Literal["once", "no", "always", "never"]
+
+
+def _add_tools(routes: Routes, served: Served) -> None:
+    models = served.models
+
+    @routes.get("/v1/tools")
+    async def tools() -> Json:
+        return tools_json(_tools_of(models), is_enabled=served.config.server_tools != OFF)
+
+    @routes.post("/v1/tools/decisions", example={"id": "question", "decision": "once"})
+    async def decide(body: DecisionBody) -> Json:
+        decision = Decision(body.decision)
+        if not any(tools.decide(body.id, decision) for tools in _tools_of(models)):
+            raise NoSuchEntry("Nothing waits for this decision: the call was answered already, or given up.")
+        return {"object": "tool.decision", "id": body.id, "decision": decision}
+
+
+def _tools_of(models: Models) -> list[ToolDesk]:
+    """The tools of every model that is loaded, since each has its own."""
+    return [tools for backend in models.loaded() if (tools := backend.host_tools) is not None]
+
+
+def tools_json(found: Sequence[ToolDesk], *, is_enabled: bool) -> dict[str, Json]:
+    """They are the same for every model: those of the first. None are known before one is loaded."""
+    tools = found[0].listed() if found else []
+    servers = found[0].servers() if found else []
+    return {
+        "object": "list",
+        "enabled": is_enabled or bool(found),
+        "data": [asdict(tool) for tool in tools],
+        "servers": [asdict(server) for server in servers],
+    }
+
+
+# ── which experts a mixture chooses ──
+
+
+class TrackingBody(Body):
+    model_config = ConfigDict(json_schema_extra=one_of("enabled", "reset"))
+
+    enabled: bool | None = None
+    reset: bool | None = None
+
+
+def _add_experts(routes: Routes, served: Served) -> None:
+    models = served.models
+
+    @routes.get("/expert-stats", errors={400: "The model has no experts."})
+    async def expert_stats(query: OfModel) -> Json:
+        async with loaded(models.find(query.model)) as backend:
+            return stats_json(experts_of(backend).stats())
+
+    @routes.post("/expert-tracking")
+    async def expert_tracking(query: OfModel, body: TrackingBody) -> Json:
+        if body.enabled is None and body.reset is None:
+            raise RequestError("Nothing is asked for: give enabled, reset or both.")
+        async with loaded(models.find(query.model)) as backend:
+            return stats_json(await experts_of(backend).track(body.enabled, reset=bool(body.reset)))
+
+
+def stats_json(stats: ExpertStats) -> dict[str, Json]:
+    """Everything by the names of other servers, too, so that what was written for them can read it."""
+    return {
+        "enabled": stats.enabled,
+        "experts": stats.experts,
+        "experts_used": stats.experts_used,
+        "tracking_enabled": stats.enabled,
+        "n_expert": stats.experts,
+        "n_expert_used": stats.experts_used,
+        "total_tokens": stats.tokens,
+        "layers": [_layer_json(layer) for layer in stats.layers],
+    }
+
+
+def _layer_json(layer: LayerExperts) -> dict[str, Json]:
+    return {
+        "layer": layer.layer,
+        "tokens": layer.tokens,
+        "counts": layer.counts,
+        "frequencies": [round(frequency, 6) for frequency in layer.frequencies],
+        "activations": [
+            {"expert": expert, "count": count, "frequency": round(share, 6)}
+            for expert, (count, share) in enumerate(zip(layer.counts, layer.shares, strict=True))
+        ],
+    }
