@@ -19,12 +19,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config
 
 from emberkeep.engine.fake import FakeVocab
-from emberkeep.engine.hf.attention import NAME
+from emberkeep.engine.hf.checkpoint import Checkpoint, place_layers
 from emberkeep.engine.hf.device import choose_device, synchronize
 from emberkeep.engine.hf.model_loader import HfModel, HfSource, load_model
+from emberkeep.engine.hf.network import NAME
 from emberkeep.engine.hf.quantize import Int4Linear, rounded_count, weights_bytes
 from emberkeep.engine.hf.residency import Placing
-from emberkeep.engine.hf.streaming import LayerStream, place_layers
+from emberkeep.engine.hf.streaming import LayerStream
 from emberkeep.engine.hf.vocab import HfVocab
 from emberkeep.values import dataclass
 
@@ -197,7 +198,7 @@ def _empty_int4(module: nn.Linear, dtype: torch.dtype) -> Int4Linear:
     return Int4Linear(codes, scales, zeros, None if module.bias is None else module.bias.data)
 
 
-class RandomWeights:
+class RandomWeights(Checkpoint):
     """In place of a checkpoint."""
 
     def __init__(self, quiet_from: int | None) -> None:

@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from emberkeep.engine.hf.checkpoint import Checkpoint
+from emberkeep.engine.hf.checkpoint import Checkpoint, place_layers
 from emberkeep.engine.hf.model_loader import HfSource, load_model
 from emberkeep.engine.hf.residency import Placing
-from emberkeep.engine.hf.streaming import place_layers
 from emberkeep.errors import ModelBroken
 from emberkeep.types.models import Residency
 from helpers import tiny_hf

@@ -13,8 +13,7 @@ import torch
 from emberkeep.config.machine import cpu_facts
 from emberkeep.engine.base import Rows
 from emberkeep.engine.hf.engine import HfEngine
-from emberkeep.engine.hf.fingerprint import fingerprint
-from emberkeep.engine.hf.model_loader import HfSettings
+from emberkeep.engine.hf.model_loader import HfSettings, fingerprint
 from emberkeep.types.models import AttentionTier
 from helpers.engines import exported
 from helpers.scheduling import PATIENCE, Rig, text
@@ -50,7 +49,7 @@ def test_a_store_of_before_is_known_by_its_number_of_threads(hf_model, monkeypat
     own = fingerprint(model, [], "digest", FLASH)
     assert fingerprint(model, [], "digest", FLASH, stored=lambda names: digests.extend(names)) == own
     monkeypatch.setattr(
-        "emberkeep.engine.hf.fingerprint.cpu_facts", lambda facts=cpu_facts: (*facts(), CAPABILITY)
+        "emberkeep.engine.hf.model_loader.cpu_facts", lambda facts=cpu_facts: (*facts(), CAPABILITY)
     )
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: 3)  # where the number stood
     assert digests.index(fingerprint(model, [], "digest", FLASH)) == 3

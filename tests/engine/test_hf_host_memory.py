@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from emberkeep.engine.hf.host_memory import HostMemory
+from emberkeep.engine.hf.staging import HostMemory
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,6 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 pytest.importorskip("triton", reason="needs Triton")
 
-from emberkeep.engine.hf.attention import AttentionOptions, PoolStep, Span, attend_plain
 from emberkeep.engine.hf.fused_layers import agree, fuse
 from emberkeep.engine.hf.kernels import (
     PagedKv,
@@ -26,7 +25,7 @@ from emberkeep.engine.hf.kernels import (
 )
 from emberkeep.engine.hf.layer_kernels import HeadNorms, add_norm, rms_norm, rotate_and_store, silu_gate
 from emberkeep.engine.hf.model_loader import HfSource, load_model
-from emberkeep.engine.hf.network import Network, learn
+from emberkeep.engine.hf.network import AttentionOptions, Network, PoolStep, Span, attend_plain, learn
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
 from emberkeep.engine.hf.product_kernels import ProductParts, dequantise, int4_product, join, product
 from emberkeep.engine.hf.quantize import Int4Linear

@@ -149,7 +149,7 @@ def test_a_disk_that_fails_fails_the_step_with_a_sentence_and_not_the_next(folde
     expected = answer(opened(folder))
     engine = opened(folder, Placing(Residency.STREAM, ram=some_ram(opened, folder, 0.6), spill=tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr("emberkeep.engine.hf.weights_file.os.preadv", _break_disk)
+        patch.setattr("emberkeep.engine.hf.streaming.os.preadv", _break_disk)
         with pytest.raises(EngineError, match="cannot be read from disk"):
             for start in range(3):  # what was read ahead suffices for some
                 engine.evaluate([Rows(0, start, TOKENS[start : start + 1], outputs=1)])

@@ -8,7 +8,7 @@ from threading import Event, Thread
 import pytest
 import torch
 
-from emberkeep.engine.hf.weights_file import WeightsFile
+from emberkeep.engine.hf.streaming import WeightsFile
 from emberkeep.errors import EngineError
 
 pytestmark = pytest.mark.slow
@@ -73,7 +73,7 @@ def test_nothing_has_a_name(file, tmp_path):
 
 
 def reading(monkeypatch: pytest.MonkeyPatch, read: Callable[..., int]) -> None:
-    monkeypatch.setattr("emberkeep.engine.hf.weights_file.os.preadv", read)
+    monkeypatch.setattr("emberkeep.engine.hf.streaming.os.preadv", read)
 
 
 def test_a_read_that_fails_is_told_when_its_part_is_wanted_and_tried_again(file, monkeypatch):

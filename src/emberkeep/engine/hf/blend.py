@@ -28,8 +28,7 @@ import numpy.typing as npt
 import torch
 
 from emberkeep.engine.base import Blended, Outcome, Rows
-from emberkeep.engine.hf.attention import PoolStep, Span
-from emberkeep.engine.hf.network import Network, probe
+from emberkeep.engine.hf.network import Network, PoolStep, Span, probe
 from emberkeep.engine.hf.pool import BlockTable, KvMemory
 from emberkeep.types.models import AttentionTier
 from emberkeep.values import dataclass

@@ -2,13 +2,14 @@
 
 The network is built on the meta device, where tensors have shapes and no memory; so it is known what goes where
 before anything is read. Weights in AWQ's four bits are read here too: transformers would want another package
-for them, and would keep the checkpoint's layout.
+for them, and would keep the checkpoint's layout. Which weights stay on the device is planned before (`residency`);
+those that pass are taken by a `LayerStream`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from emberkeep.engine.hf.device import kv_bytes_per_token, state_reserve, weights_budget
 from emberkeep.engine.hf.quantize import AwqFormat, Int4Linear, Int8Linear, from_awq, round_layers, round_linear
+from emberkeep.engine.hf.residency import LayerBytes, Placing, plan_residency
+from emberkeep.engine.hf.streaming import LayerStream, feed_forward_of, flat_bytes, tensors_of
 from emberkeep.errors import ModelBroken
 from emberkeep.types.models import Quantization
 
@@ -209,3 +213,70 @@ def _files(folder: Path) -> Iterator[Path]:
         named = set(json.loads(index.read_text())["weight_map"].values())
         return (folder / Path(name).name for name in sorted(named))
     return iter([single] if single.is_file() else sorted(folder.glob("*.safetensors")))
+
+
+# ── from where they are to where they belong ──
+
+
+def place_layers(
+    network: Any, device: torch.device, placing: Placing, weights: Checkpoint | None = None
+) -> LayerStream | None:
+    """Bring a network to its device, as much of it as may be there.
+
+    With `weights` nothing of the network is in RAM yet: it comes layer by layer. Blocks. Raises EngineError.
+    """
+    prefix, layers = _layers(network)
+    budget = weights_budget(device, placing.gpu_memory)
+    text = network.config.get_text_config(decoder=True)
+    context = min(placing.context, getattr(text, "max_position_embeddings", None) or placing.context)
+    reserve = state_reserve(device, placing.gpu_memory, context * kv_bytes_per_token(text, network.dtype))
+    plan = plan_residency(layer_bytes(layers), _rest_bytes(network, layers), budget, placing, reserve)
+    stream = LayerStream(plan, device, placing) if plan.streamed else None
+    try:
+        for index, layer in enumerate(layers):
+            if weights is not None:
+                weights.fill(layer.named_modules(prefix=f"{prefix}.{index}"), device)
+            if stream is not None and index in plan.streamed:
+                stream.take(layer)
+            layer.to(device)
+        if weights is not None:
+            # Last: until then the device has room for what is in hand while weights are converted.
+            inside = f"{prefix}."
+            weights.fill(((n, m) for n, m in network.named_modules() if not n.startswith(inside)), device)
+            weights.tie(network)
+        network.to(device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # others look at what is free
+        if stream is not None:
+            stream.start()
+    except BaseException:
+        if stream is not None:
+            stream.close()
+        raise
+    return stream
+
+
+def _layers(network: Any) -> tuple[str, list[nn.Module]]:
+    """And what their names begin with."""
+    count = network.config.get_text_config(decoder=True).num_hidden_layers
+    for name, module in network.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return name, list(module)
+    return "", []
+
+
+def layer_bytes(layers: Sequence[nn.Module]) -> list[LayerBytes]:
+    inner = [feed_forward_of(layer) for layer in layers]
+    within = [0 if part is None else _module_bytes(part) for part in inner]
+    return [LayerBytes(_module_bytes(layer) - part, part) for layer, part in zip(layers, within, strict=True)]
+
+
+def _module_bytes(module: nn.Module) -> int:
+    return sum(flat_bytes(tensor) for *_, tensor in tensors_of(module))
+
+
+def _rest_bytes(network: nn.Module, layers: Sequence[nn.Module]) -> int:
+    """Bytes of what is no layer; what is tied counts once."""
+    inside = {id(tensor) for layer in layers for *_, tensor in tensors_of(layer)}
+    sizes = {id(tensor): flat_bytes(tensor) for *_, tensor in tensors_of(network)}
+    return sum(size for tensor, size in sizes.items() if tensor not in inside)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from transformers import (
 from emberkeep.engine.embedding import EmbeddingCapabilities, Framing, TokenInput, Vectors
 from emberkeep.engine.hf.device import choose_device, choose_dtype
 from emberkeep.engine.hf.model_loader import HfSource, local_files, own_dtype, quiet, translate_errors
-from emberkeep.engine.hf.vocab import encodable, splitter_for
+from emberkeep.engine.hf.vocab import WordVocab
 from emberkeep.errors import EngineError, ModelBroken
 from emberkeep.types.request import Json, Pooling
 from emberkeep.values import dataclass
@@ -136,32 +135,6 @@ def _pool(pooling: Pooling, states: torch.Tensor, mask: torch.Tensor) -> torch.T
         return states[torch.arange(len(states), device=states.device), lengths - 1]
     # In full precision: a long text has many terms.
     return (states.float() * mask.unsqueeze(-1)).sum(1).div(lengths.unsqueeze(-1)).to(states.dtype)
-
-
-class WordVocab:
-    """A tokenizer that may lose a part of the text, as those of encoders do. `tokenizer` belongs to it."""
-
-    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        self._tokenizer = tokenizer
-        self._blind = Tokenizer.from_str(tokenizer.to_str())
-        self._blind.encode_special_tokens = True
-        self._splitter = splitter_for(tokenizer, tokenizer.get_vocab().keys() & _added(tokenizer))
-        self.size = size
-
-    def tokenize(self, text: str, *, parse_special: bool = True) -> list[int]:
-        tokenizer = self._tokenizer if parse_special else self._blind
-        encodings = tokenizer.encode_batch_fast(self._splitter.pieces(encodable(text)), add_special_tokens=False)
-        return [token for encoding in encodings for token in encoding.ids]
-
-    @cached_property
-    def pieces(self) -> Sequence[bytes]:
-        return tuple(self._tokenizer.decode([token]).encode() for token in range(self.size))
-
-
-def _added(tokenizer: Tokenizer) -> set[str]:
-    return {token.content for token in tokenizer.get_added_tokens_decoder().values()}
 
 
 def framing_of(tokenizer: Tokenizer) -> Framing:

@@ -29,10 +29,8 @@ from emberkeep.engine.base import (
     check_splice,
 )
 from emberkeep.engine.facts import Facts
-from emberkeep.engine.hf.attention import PoolStep, Span, Tiers
 from emberkeep.engine.hf.blend import FULL_LAYERS, evaluate_blended, learn_rotations
 from emberkeep.engine.hf.expert_counter import HookExpertCounter
-from emberkeep.engine.hf.fingerprint import fingerprint
 from emberkeep.engine.hf.footprint import (
     StepBytes,
     affordable_cells,
@@ -41,12 +39,11 @@ from emberkeep.engine.hf.footprint import (
     measure_step,
     peak_bytes,
 )
-from emberkeep.engine.hf.host_memory import HostLogits
-from emberkeep.engine.hf.model_loader import HfModel, HfSettings
-from emberkeep.engine.hf.network import Network, learn
+from emberkeep.engine.hf.model_loader import HfModel, HfSettings, fingerprint
+from emberkeep.engine.hf.network import Network, PoolStep, Span, Tiers, learn
 from emberkeep.engine.hf.own_steps import OwnSteps
 from emberkeep.engine.hf.pool import BLOCK, BlockPool, BlockTable, KvMemory
-from emberkeep.engine.hf.staging import DeviceExport, Mark, translate_errors
+from emberkeep.engine.hf.staging import DeviceExport, HostLogits, Mark, translate_errors
 from emberkeep.engine.hf.transfer import Transfer
 from emberkeep.engine.step_table import IdleSteps
 from emberkeep.errors import EngineError

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from emberkeep.engine.hf.attention import running_step
+from emberkeep.engine.hf.network import running_step
 from emberkeep.types.models import ExpertStats, LayerExperts
 from emberkeep.values import dataclass
 

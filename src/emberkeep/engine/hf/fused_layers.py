@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from emberkeep.engine.hf.attention import AttentionOptions
 from emberkeep.engine.hf.layer_kernels import HeadNorms, add_norm, rms_norm, rotate_and_store, silu_gate
+from emberkeep.engine.hf.network import AttentionOptions
 from emberkeep.engine.hf.pool import KvMemory
 from emberkeep.engine.hf.product_kernels import (
     FEW_INT4_ROWS,

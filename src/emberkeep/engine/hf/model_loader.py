@@ -1,4 +1,5 @@
-"""From a folder (config.json, safetensors, tokenizer) or a GGUF file to a model on its device.
+"""From a folder (config.json, safetensors, tokenizer) or a GGUF file to a model on its device, and what its state
+depends on.
 
 Nothing of what is loaded is code: no pickles, no scripts of the folder's own. What torch and transformers raise
 is translated here.
@@ -6,24 +7,29 @@ is translated here.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import platform
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from emberkeep.engine.facts import Stored
-from emberkeep.engine.hf.checkpoint import Checkpoint, awq_format
+from emberkeep.config.machine import cpu_facts
+from emberkeep.engine.facts import Stored, known_as
+from emberkeep.engine.hf.checkpoint import Checkpoint, awq_format, place_layers
 from emberkeep.engine.hf.device import choose_device, choose_dtype, kv_bytes_per_token, shares_ram, weights_budget
-from emberkeep.engine.hf.quantize import round_layers, rounded_count, weights_bytes
+from emberkeep.engine.hf.quantize import int4_count, round_layers, rounded_count, weights_bytes
 from emberkeep.engine.hf.residency import Placing
-from emberkeep.engine.hf.streaming import LayerStream, place_layers
-from emberkeep.engine.hf.vocab import HfVocab, gguf_adds_bos, gguf_ends, repair_gguf_tokenizer
+from emberkeep.engine.hf.streaming import LayerStream
+from emberkeep.engine.hf.vocab import HfVocab, gguf_adds_bos, gguf_ends, read_quickly, repair_gguf_tokenizer
 from emberkeep.engine.locked_memory import Range
 from emberkeep.errors import EmberkeepError, EngineError, ModelBroken
 from emberkeep.types.models import AttentionTier, Quantization
@@ -31,6 +37,7 @@ from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.engine")
+
 _CONTEXT_IF_UNKNOWN = 32_768
 
 
@@ -118,7 +125,7 @@ def load_model(
     Blocks. Raises ModelBroken for what cannot be loaded, EngineError for what this machine does not have.
     """
     target = choose_device(device)
-    with translate_errors(source, target), quiet(), _read_quickly(source):
+    with translate_errors(source, target), quiet(), read_quickly(source.rest) if source.gguf else nullcontext():
         config = AutoConfig.from_pretrained(source.folder, **local_files(source))
         form = _LoadedForm(choose_dtype(dtype, target, own_dtype(source, config)), attention, quantization)
         network, stream = _placed_network(source, config, target, form, (placing or Placing()).settled())
@@ -304,15 +311,6 @@ def _fixed_rope_length(rope: Mapping[str, Json], trained: int) -> int:
     return trained
 
 
-def _read_quickly(source: HfSource) -> AbstractContextManager[None]:
-    if source.gguf is None:
-        return nullcontext()
-    # Imported here because it needs a package that only GGUF files need.
-    from emberkeep.engine.hf.gguf_reader import read_quickly
-
-    return read_quickly(source.rest)
-
-
 @contextmanager
 def translate_errors(source: HfSource, device: torch.device) -> Iterator[None]:
     try:
@@ -341,3 +339,83 @@ def quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
         if has_bars:
             transformers_logging.enable_progress_bar()
+
+
+_PAYLOADS, _RECORDED, _INT4, _ROUNDED = 1, 3, 1, 1
+"""Versions, raised when the bytes change that something gives: payloads; the kernels that steps are recorded with;
+those for weights in four bits; the rounding of weights when they are loaded."""
+
+
+def fingerprint(
+    model: HfModel,
+    layout: Json,
+    weights_digest: str,
+    attention: str,
+    *,
+    layers: str | None = None,
+    stored: Stored | None = None,
+) -> bytes:
+    """`attention`: which code computes it. `layers`: which code computes recorded steps; None: none are
+    recorded. The number of threads is left out: they round as the shapes of steps do."""
+    config = model.network.config.get_text_config()
+    has_int4 = model.network.device.type == "cuda" and int4_count(model.network) > 0
+    fields = {
+        "engine": "hf",
+        "version": _PAYLOADS,
+        "torch": [torch.__version__, torch.__config__.show()],
+        "transformers": transformers.__version__,
+        "weights": weights_digest,
+        "architecture": type(model.network).__name__,
+        "dtype": str(model.network.dtype),
+        "layout": layout,
+        "rope": getattr(config, "rope_parameters", None),
+        "device": _device(model.network.device),
+        "switches": _switches(),
+        "attention": attention,
+        "recorded": [_RECORDED, layers] if layers else False,
+    }
+    if model.quantization is not Quantization.NONE:
+        fields["quantization"] = [model.quantization, _ROUNDED]
+    if has_int4:
+        fields["int4"] = _INT4
+
+    def with_threads(threads: int) -> bytes:
+        return _digest({**fields, "device": [*fields["device"], threads]})
+
+    # On a GPU the number of threads was never a part of it.
+    return known_as(_digest(fields), with_threads, stored if model.network.device.type == "cpu" else None)
+
+
+def _digest(fields: Mapping[str, Json]) -> bytes:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).digest()
+
+
+def _device(device: torch.device) -> Json:
+    """Libraries choose their kernels by what they run on."""
+    if device.type == "cuda":
+        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        return ["cuda", name, capability, torch.version.cuda, torch.backends.cudnn.version()]
+    if device.type == "mps":
+        return ["mps", platform.machine(), platform.mac_ver()[0]]
+    return [device.type, *cpu_facts(), torch.backends.cpu.get_cpu_capability()]
+
+
+def _switches() -> Json:
+    """What is set for the whole process: it may have been changed before the model was opened."""
+    cuda = torch.backends.cuda
+    return {
+        "float32": torch.get_float32_matmul_precision(),
+        "tf32": [cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32],
+        "short sums": [
+            cuda.matmul.allow_fp16_reduced_precision_reduction,
+            cuda.matmul.allow_bf16_reduced_precision_reduction,
+        ],
+        "attention": [
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+        ],
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }

@@ -20,8 +20,7 @@ import torch
 
 from emberkeep.engine.base import Capabilities, Logits, Rows
 from emberkeep.engine.facts import Facts
-from emberkeep.engine.hf.attention import PoolStep, Span
-from emberkeep.engine.hf.network import LearningStep, Network
+from emberkeep.engine.hf.network import LearningStep, Network, PoolStep, Span
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
 from emberkeep.engine.step_table import IdleSteps, Interrupted, Stepper, StepTable
 from emberkeep.errors import EngineError

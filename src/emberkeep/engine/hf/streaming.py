@@ -14,26 +14,22 @@ recorded with their copies (`cuda_graphs`) where everything waits in pinned memo
 from __future__ import annotations
 
 import logging
+import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from threading import Condition, Thread
+from typing import Any
 
 import torch
 from torch import nn
 
-from emberkeep.engine.hf.device import kv_bytes_per_token, state_reserve, weights_budget
-from emberkeep.engine.hf.host_memory import HostMemory
-from emberkeep.engine.hf.residency import (
-    FEED_FORWARD,
-    LayerBytes,
-    Placing,
-    ResidencyPlan,
-    plan_host,
-    plan_residency,
-)
-from emberkeep.engine.hf.weights_file import WeightsFile
+from emberkeep.engine.hf.residency import FEED_FORWARD, Placing, ResidencyPlan, plan_host
+from emberkeep.engine.hf.staging import HostMemory
 from emberkeep.errors import EngineError
 from emberkeep.files import private_folder
 from emberkeep.types.models import Residency
@@ -43,81 +39,8 @@ from emberkeep.values import dataclass
 log = logging.getLogger("emberkeep.engine")
 _ALIGNED = 256
 """Bytes: where a tensor begins within its unit."""
-
-
-# ── from where they are to where they belong ──
-
-
-class Weights(Protocol):
-    """Where weights come from. See `Checkpoint`."""
-
-    def fill(self, modules: Iterable[tuple[str, nn.Module]], converting: torch.device) -> None: ...
-
-    def tie(self, network: Any) -> None: ...
-
-
-def place_layers(
-    network: Any, device: torch.device, placing: Placing, weights: Weights | None = None
-) -> LayerStream | None:
-    """Bring a network to its device, as much of it as may be there.
-
-    With `weights` nothing of the network is in RAM yet: it comes layer by layer. Blocks. Raises EngineError.
-    """
-    prefix, layers = _layers(network)
-    budget = weights_budget(device, placing.gpu_memory)
-    text = network.config.get_text_config(decoder=True)
-    context = min(placing.context, getattr(text, "max_position_embeddings", None) or placing.context)
-    reserve = state_reserve(device, placing.gpu_memory, context * kv_bytes_per_token(text, network.dtype))
-    plan = plan_residency(layer_bytes(layers), _rest_bytes(network, layers), budget, placing, reserve)
-    stream = LayerStream(plan, device, placing) if plan.streamed else None
-    try:
-        for index, layer in enumerate(layers):
-            if weights is not None:
-                weights.fill(layer.named_modules(prefix=f"{prefix}.{index}"), device)
-            if stream is not None and index in plan.streamed:
-                stream.take(layer)
-            layer.to(device)
-        if weights is not None:
-            # Last: until then the device has room for what is in hand while weights are converted.
-            inside = f"{prefix}."
-            weights.fill(((n, m) for n, m in network.named_modules() if not n.startswith(inside)), device)
-            weights.tie(network)
-        network.to(device)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # others look at what is free
-        if stream is not None:
-            stream.start()
-    except BaseException:
-        if stream is not None:
-            stream.close()
-        raise
-    return stream
-
-
-def _layers(network: Any) -> tuple[str, list[nn.Module]]:
-    """And what their names begin with."""
-    count = network.config.get_text_config(decoder=True).num_hidden_layers
-    for name, module in network.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return name, list(module)
-    return "", []
-
-
-def layer_bytes(layers: Sequence[nn.Module]) -> list[LayerBytes]:
-    inner = [feed_forward_of(layer) for layer in layers]
-    within = [0 if part is None else _module_bytes(part) for part in inner]
-    return [LayerBytes(_module_bytes(layer) - part, part) for layer, part in zip(layers, within, strict=True)]
-
-
-def feed_forward_of(layer: nn.Module) -> nn.Module | None:
-    for name in FEED_FORWARD:
-        part = getattr(layer, name, None)
-        if isinstance(part, nn.Module):
-            return part
-    return None
-
-
-# ── how it passes ──
+_PAGE = 4096
+"""Bytes: where a unit begins within the file."""
 
 
 class LayerStream:
@@ -167,13 +90,9 @@ class LayerStream:
         if self._file is not None:
             self._file.start()
         self._start_from(0)
-        log.info(
-            "%.1f GB of weights stay on %s, %.1f GB pass through it in every step; %.1f GB of them wait on disk",
-            self.plan.resident_bytes / 1e9,
-            self._device,
-            self.plan.passing_bytes / 1e9,
-            self.host.disk_bytes / 1e9,
-        )
+        stay, passing, on_disk = self.plan.resident_bytes, self.plan.passing_bytes, self.host.disk_bytes
+        text = "%.1f GB of weights stay on %s, %.1f GB pass through it in every step; %.1f GB of them wait on disk"
+        log.info(text, stay / 1e9, self._device, passing / 1e9, on_disk / 1e9)
 
     def stats(self) -> dict[str, Json]:
         """May be asked by any thread."""
@@ -253,16 +172,16 @@ class LayerStream:
 
     def _take(self, module: nn.Module, index: int) -> _Unit:
         size = self.plan.units[index]
-        in_file = self.host.on_disk.index(index) if index in self.host.on_disk else None
-        host = self._memory.allocate(size) if in_file is None else self._staging
-        unit, offset = _Unit(size, [], host if in_file is None else None, in_file), 0
-        for owner, name, tensor in _tensors(module):
+        is_on_disk, offset = index in self.host.on_disk, 0
+        host = self._staging if is_on_disk else self._memory.allocate(size)
+        unit = _Unit(size, [], None if is_on_disk else host)
+        for owner, name, tensor in tensors_of(module):
             place = _Place(owner, name, offset, tensor.dtype, tensor.shape)
             place.view(host).copy_(tensor)
             unit.places.append(place)
-            offset += _flat_bytes(tensor)
-        if self._file is not None and in_file is not None:
-            self._file.write(in_file, host[:size])
+            offset += flat_bytes(tensor)
+        if self._file is not None and is_on_disk:
+            self._file.write(self.host.on_disk.index(index), host[:size])
         return unit
 
     def _enter(self, index: int) -> None:
@@ -299,9 +218,9 @@ class LayerStream:
         unit = self._units[index]
         if unit.host is not None:
             self._copy(unit.host, number)
-        elif self._file is not None and unit.in_file is not None:
+        elif self._file is not None:
             try:
-                buffer = self._file.take(unit.in_file)
+                buffer = self._file.take(self.host.on_disk.index(index))
             except EngineError:
                 self._where.clear()  # the next step begins anew
                 raise
@@ -368,8 +287,11 @@ class _Unit:
     places: list[_Place]
     host: torch.Tensor | None
     """None: it lies in the file."""
-    in_file: int | None
-    """Its number there."""
+
+
+def feed_forward_of(layer: nn.Module) -> nn.Module | None:
+    parts = (getattr(layer, name, None) for name in FEED_FORWARD)
+    return next((part for part in parts if isinstance(part, nn.Module)), None)
 
 
 def _free_disk(folder: Path | None) -> int:
@@ -378,7 +300,7 @@ def _free_disk(folder: Path | None) -> int:
     return 0
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+def tensors_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     """Each with the module that holds it and its name there."""
     for owner in module.modules():
         for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
@@ -386,16 +308,141 @@ def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]
                 yield owner, name, tensor
 
 
-def _flat_bytes(tensor: torch.Tensor) -> int:
+def flat_bytes(tensor: torch.Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // _ALIGNED) * _ALIGNED
 
 
-def _module_bytes(module: nn.Module) -> int:
-    return sum(_flat_bytes(tensor) for *_, tensor in _tensors(module))
+@dataclass(slots=True)
+class ReadBuffer:
+    memory: torch.Tensor
+    copied: Any = None
+    """An event of CUDA, after which the buffer may be filled again; None: it may be at once."""
 
 
-def _rest_bytes(network: nn.Module, layers: Sequence[nn.Module]) -> int:
-    """Bytes of what is no layer; what is tied counts once."""
-    inside = {id(tensor) for layer in layers for *_, tensor in _tensors(layer)}
-    sizes = {id(tensor): _flat_bytes(tensor) for *_, tensor in _tensors(network)}
-    return sum(size for tensor, size in sizes.items() if tensor not in inside)
+class WeightsFile:
+    """First every part is written, then parts are taken, all by one thread; another one reads.
+
+    The file has no name, so nothing is left of it when the process ends, however that happens.
+    """
+
+    def __init__(self, folder: Path, sizes: Sequence[int], buffers: Sequence[torch.Tensor]) -> None:
+        """Each of the `buffers` is as large as the largest part. Raises EngineError."""
+        self._sizes = sizes
+        self._offsets = [0, *accumulate(-(-size // _PAGE) * _PAGE for size in sizes)]
+        try:
+            self._file = tempfile.TemporaryFile(dir=private_folder(folder), buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise _failed("written to", error) from error
+        self._changed = Condition()
+        # Everything below is changed only while it is held.
+        self._free = deque(ReadBuffer(memory) for memory in buffers)
+        self._ready: deque[ReadBuffer] = deque()
+        self._wanted = 0
+        """The part that `take` is to give next, unless it is asked for another."""
+        self._next = 0
+        """The part that is read next."""
+        self._run = 0
+        """Parts are read in their order within a run; another one begins where `take` leaves it."""
+        self._error: Exception | None = None
+        self._is_closed = False
+        self.read_bytes = 0
+        self._thread = Thread(target=self._read_ahead, name="emberkeep-weights", daemon=True)
+
+    def write(self, number: int, part: torch.Tensor) -> None:
+        """Blocks. Raises EngineError."""
+        data, offset = memoryview(part.numpy()), self._offsets[number]
+        try:
+            while data:
+                written = os.pwrite(self._file.fileno(), data, offset)
+                data, offset = data[written:], offset + written
+        except OSError as error:
+            raise _failed("written to", error) from error
+
+    def start(self) -> None:
+        """Once every part was written."""
+        self._thread.start()
+
+    def take(self, number: int) -> ReadBuffer:
+        """The buffer that begins with this part; it is the caller's until `give_back`.
+
+        Blocks until it is read: not for long, if it is the part behind the one that was taken before. What could
+        not be read ahead is tried once more. Raises EngineError, after which any part may be asked for.
+        """
+        with self._changed:
+            if number != self._wanted:
+                self._run += 1
+                self._wanted = self._next = number
+                self._free += self._ready
+                self._ready.clear()
+            self._error = None
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._ready or self._error or self._is_closed)
+            if self._is_closed:
+                raise EngineError("The model is being closed.")
+            if self._error is not None and not self._ready:
+                raise _failed("read from", self._error) from self._error
+            self._wanted = (number + 1) % len(self._sizes)
+            return self._ready.popleft()
+
+    def give_back(self, buffer: ReadBuffer, copied: Any = None) -> None:
+        """`copied`: an event of CUDA, after which nothing reads the buffer."""
+        buffer.copied = copied
+        with self._changed:
+            self._free.append(buffer)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Blocks until the thread has ended, which takes one read at most."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._file.close()
+
+    # ── in the thread ──
+
+    def _read_ahead(self) -> None:
+        while begun := self._begin_reading():
+            number, buffer, run = begun
+            error: Exception | None = None
+            try:
+                if buffer.copied is not None:
+                    buffer.copied.synchronize()
+                self._fill(buffer.memory, number)
+            except (OSError, RuntimeError) as failed:
+                error = failed
+            with self._changed:
+                is_wanted = run == self._run
+                if error is None:
+                    self.read_bytes += self._sizes[number]
+                elif is_wanted:
+                    self._error, self._next = error, number
+                (self._ready if is_wanted and error is None else self._free).append(buffer)
+                self._changed.notify_all()
+
+    def _begin_reading(self) -> tuple[int, ReadBuffer, int] | None:
+        """Waits for a buffer: it, the part that comes into it, and the run. None: the file is being closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or (self._free and self._error is None))
+            if self._is_closed:
+                return None
+            number = self._next
+            self._next = (number + 1) % len(self._sizes)
+            return number, self._free.popleft(), self._run
+
+    def _fill(self, memory: torch.Tensor, number: int) -> None:
+        data, offset = memoryview(memory.numpy())[: self._sizes[number]], self._offsets[number]
+        while data:
+            count = os.preadv(self._file.fileno(), [data], offset)
+            if not count:
+                raise OSError("the file has become shorter")
+            data, offset = data[count:], offset + count
+
+
+def _failed(what: str, error: Exception) -> EngineError:
+    reason = getattr(error, "strerror", None) or error
+    return EngineError(
+        f"Weights that RAM has no room for cannot be {what} disk ({reason}): check the disk of the data folder, "
+        "or choose a smaller model."
+    )

@@ -24,9 +24,8 @@ import numpy.typing as npt
 import torch
 
 from emberkeep.engine.base import Payload
-from emberkeep.engine.hf.host_memory import HostMemory
 from emberkeep.engine.hf.pool import BlockTable, Cells, KvMemory, StreamGroup
-from emberkeep.engine.hf.staging import DeviceStaging, Mark, SideStream
+from emberkeep.engine.hf.staging import DeviceStaging, HostMemory, Mark, SideStream
 from emberkeep.engine.packing import BITS, LEAST_STEP, Form, PackedArrays, Streams, is_packed, is_wide
 from emberkeep.engine.payload_memory import PayloadMemory
 from emberkeep.errors import EngineError

@@ -1,4 +1,7 @@
-"""A vocabulary of the `tokenizers` library as an immutable value: pieces, specials, and tokenization."""
+"""A vocabulary of the `tokenizers` library as an immutable value: pieces, specials, and tokenization.
+
+Of GGUF files' vocabularies transformers leaves something out, and reads them slowly: see the end.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,17 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+from transformers import modeling_gguf_pytorch_utils
 
 from emberkeep.engine.text_splitter import RUNS, TextSplitter
 from emberkeep.errors import ModelBroken
@@ -45,9 +54,43 @@ _UNICODE_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class HfVocab:
-    """`tokenizer` belongs to it from now on. `size` is the width of the model's logits, of which the tokenizer may
-    know fewer.
+class WordVocab:
+    """A tokenizer that may lose a part of the text, as those of encoders do. `tokenizer` belongs to it.
+
+    `size` is the width of the model's table of tokens, of which the tokenizer may know fewer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.size = size
+
+    def tokenize(self, text: str, *, parse_special: bool = True) -> list[int]:
+        tokenizer = self._tokenizer if parse_special else self._blind
+        pieces = self._splitter.pieces(encodable(text))
+        # `encode` would hold the interpreter lock: a long text would stop every other thread for seconds.
+        encodings = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+        return [token for encoding in encodings for token in encoding.ids]
+
+    @cached_property
+    def pieces(self) -> Sequence[bytes]:
+        return tuple(self._tokenizer.decode([token]).encode() for token in range(self.size))
+
+    @cached_property
+    def _splitter(self) -> TextSplitter:
+        return _splitter_for(self._tokenizer)
+
+    @cached_property
+    def _blind(self) -> Tokenizer:
+        """Sees control tokens as text. A copy: switching the one in use would reach other threads."""
+        copy = Tokenizer.from_str(self._tokenizer.to_str())
+        copy.encode_special_tokens = True
+        return copy
+
+
+class HfVocab(WordVocab):
+    """The vocabulary of a model that writes: nothing of a text is lost.
 
     `eos` and `ends` are what the model's files say about endings; `adds_bos` None means as the tokenizer does.
     Raises ModelBroken for a tokenizer that loses a part of the text.
@@ -63,20 +106,20 @@ class HfVocab:
         ends: Iterable[int] = (),
         adds_bos: bool | None = None,
     ) -> None:
-        _make_exact(tokenizer)
-        self._tokenizer = tokenizer
-        self.size = size
+        super().__init__(tokenizer, size)
+        if _is_byte_level(tokenizer) and set(_types(tokenizer.normalizer)) <= _UNICODE_FORMS | {"Sequence"}:
+            # Text that comes back from a client must give the tokens that it was sampled as.
+            tokenizer.normalizer = None
         self.bos = bos
         self.eos = eos
-        added = {i: t for i, t in self._tokenizer.get_added_tokens_decoder().items() if i < size}
-        self.pieces: Sequence[bytes] = _read_pieces(
-            self._tokenizer, size, {i: t.content for i, t in added.items()}
-        )
+        added = {i: t for i, t in tokenizer.get_added_tokens_decoder().items() if i < size}
+        self.pieces = _read_pieces(tokenizer, size, {i: t.content for i, t in added.items()})
         self.specials: Mapping[str, int] = {token.content: i for i, token in added.items() if token.content}
         self.controls = frozenset(i for i, token in added.items() if token.special)
         usual = (self.specials[name] for name in _ENDINGS & self.specials.keys())
         self.eog = frozenset(i for i in (*ends, *usual, eos) if i is not None and 0 <= i < size)
-        self.adds_bos = _adds(self._tokenizer, bos) if adds_bos is None else adds_bos and bos is not None
+        starts = adds_bos if adds_bos is not None else tokenizer.encode("a").ids[:1] == [bos]
+        self.adds_bos = starts and bos is not None
 
     @cached_property
     def splits_at_specials(self) -> bool:
@@ -88,35 +131,8 @@ class HfVocab:
             for left, right in (("a", "a"), ("a ", " a"))
         )
 
-    def tokenize(self, text: str, *, parse_special: bool = True) -> list[int]:
-        tokenizer = self._tokenizer if parse_special else self._blind
-        pieces = self._splitter.pieces(encodable(text))
-        # `encode` would hold the interpreter lock: a long text would stop every other thread for seconds.
-        encodings = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
-        return [token for encoding in encodings for token in encoding.ids]
 
-    @cached_property
-    def _splitter(self) -> TextSplitter:
-        return splitter_for(self._tokenizer, self.specials.keys())
-
-    @cached_property
-    def _blind(self) -> Tokenizer:
-        """Sees control tokens as text. A copy: switching the one in use would reach other threads."""
-        copy = Tokenizer.from_str(self._tokenizer.to_str())
-        copy.encode_special_tokens = True
-        return copy
-
-
-def _make_exact(tokenizer: Tokenizer) -> None:
-    """Let it neither cut, pad nor rewrite text."""
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    if _is_byte_level(tokenizer) and set(_types(tokenizer.normalizer)) <= _UNICODE_FORMS | {"Sequence"}:
-        # Text that comes back from a client must give the tokens that it was sampled as.
-        tokenizer.normalizer = None
-
-
-def splitter_for(tokenizer: Tokenizer, specials: Collection[str]) -> TextSplitter:
+def _splitter_for(tokenizer: Tokenizer) -> TextSplitter:
     parts = [*_parts(tokenizer.normalizer), *_parts(tokenizer.pre_tokenizer)]
     patterns = [str(part["pattern"].get("Regex", "")) for part in parts if part["type"] == "Split"]
     puts_blanks = any(part.get("add_prefix_space") or part["type"] in ("Prepend", "Metaspace") for part in parts)
@@ -125,6 +141,7 @@ def splitter_for(tokenizer: Tokenizer, specials: Collection[str]) -> TextSplitte
     # What is looked for at the end of a run (DeepSeek's `\s+$`, Cohere's `(?=(?:\d{3})*\b)`) is so from all of it,
     # and a match that is given up after ten million letters ends in a panic.
     looks_far = any("$" in pattern or "(?=" in pattern for pattern in patterns)
+    specials = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.content}
     return TextSplitter(specials, strips=True, runs=RUNS if looks_far else (), limits_matches=True)
 
 
@@ -135,10 +152,6 @@ def encodable(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
-
-
-def _adds(tokenizer: Tokenizer, bos: int | None) -> bool:
-    return bos is not None and tokenizer.encode("a").ids[:1] == [bos]
 
 
 def _read_pieces(tokenizer: Tokenizer, size: int, added: Mapping[int, str]) -> tuple[bytes, ...]:
@@ -277,3 +290,55 @@ def _split_first(tokenizer: Tokenizer, name: str) -> None:
 
 def _letters(*, use_regex: bool) -> pre_tokenizers.ByteLevel:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+
+
+_ARRAY, _STRING = 9, 8
+_KEPT_ARRAY = 1024
+_ARRAY_HEAD = struct.Struct("<IQ")
+_LENGTH = struct.Struct("<Q")
+
+
+@contextmanager
+def read_quickly(rest: Sequence[Path]) -> Iterator[None]:
+    """Until it ends, transformers loads GGUF files quickly and without a bar on stderr. One thread at a time.
+
+    Else it makes objects of every word and number of the vocabulary, twice, which are not needed here, and maps
+    the names of tensors anew for every module: half a minute for a usual vocabulary. `rest`: the other parts of a
+    split model, of which transformers reads the first and knows nothing.
+    """
+    # Imported here because only GGUF files need it.
+    import gguf
+
+    class _GgufReader(gguf.GGUFReader):
+        """Long arrays have their length and no content."""
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type == _ARRAY and self.byte_order == "I":
+                kind, count = _ARRAY_HEAD.unpack_from(self.data, orig_offs)
+                scalar = self.gguf_scalar_to_np.get(gguf.GGUFValueType(kind))
+                if count > _KEPT_ARRAY and (kind == _STRING or scalar is not None):
+                    begin = orig_offs + _ARRAY_HEAD.size
+                    size = _strings_size(self.data, begin, count) if kind == _STRING else scalar(0).nbytes * count
+                    types = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType(kind)]
+                    return _ARRAY_HEAD.size + size, [np.zeros(1, np.uint8)], [0] * count, types
+            return super()._get_field_parts(orig_offs, raw_type)
+
+    def read(path: str) -> _GgufReader:
+        reader = _GgufReader(path)
+        for part in rest:
+            reader.tensors.extend(_GgufReader(part).tensors)
+        return reader
+
+    with (
+        patch.object(gguf, "GGUFReader", read),
+        patch.object(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
+        patch.object(modeling_gguf_pytorch_utils, "tqdm", lambda items, **_: items),
+    ):
+        yield
+
+
+def _strings_size(data: Any, begin: int, count: int) -> int:
+    view, at = memoryview(data), begin
+    for _ in range(count):
+        at += _LENGTH.size + _LENGTH.unpack_from(view, at)[0]
+    return at - begin

@@ -41,9 +41,8 @@ from emberkeep.engine.base import (
 )
 from emberkeep.engine.hf.engine import HfEngine
 from emberkeep.engine.hf.expert_counter import HookExpertCounter
-from emberkeep.engine.hf.fingerprint import fingerprint
 from emberkeep.engine.hf.footprint import peak_bytes
-from emberkeep.engine.hf.model_loader import HfModel, HfSettings
+from emberkeep.engine.hf.model_loader import HfModel, HfSettings, fingerprint
 from emberkeep.engine.hf.network import has_choice
 from emberkeep.engine.hf.transfer import as_tensor
 from emberkeep.errors import EngineError
