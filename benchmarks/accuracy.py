@@ -22,8 +22,7 @@ from emberkeep.bench.report import BenchResult, Row, Series, Table, Value, serie
 from emberkeep.bench.workspace import Workspace
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
-from emberkeep.library.results import Result
-from emberkeep.library.verify_report import VerifyReport
+from emberkeep.library.results import Result, VerifyReport
 from emberkeep.types.events import TokenLogprob
 from emberkeep.types.lineage import private_namespace
 from emberkeep.types.request import Execution, Message, Request, Sampling

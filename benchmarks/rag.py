@@ -17,7 +17,7 @@ from benchmarks.model_under_test import Reply
 from benchmarks.questions import Question, f1, made_up_questions, read_questions
 from emberkeep.bench.report import BenchResult, Row, Table, Value, ratios, series
 from emberkeep.bench.workspace import Workspace
-from emberkeep.library.verify_report import CANDIDATES, kl
+from emberkeep.library.results import CANDIDATES, kl
 from emberkeep.types.lineage import Approximation, Repair
 from emberkeep.types.request import Message, Request, Sampling
 

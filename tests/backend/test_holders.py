@@ -18,7 +18,7 @@ import emberkeep
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.local import LocalBackend
 from emberkeep.backend.remote.backend import RemoteBackend, RemoteOptions
-from emberkeep.backend.remote.kv_evictions import TurnTracker
+from emberkeep.backend.remote.trtllm import TurnTracker
 from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError

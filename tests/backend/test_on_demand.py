@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from emberkeep.backend import on_demand
-from emberkeep.backend.capabilities import tokenizer_of
+from emberkeep.backend.base import tokenizer_of
 from emberkeep.backend.models import loaded
 from emberkeep.errors import DeadlineExceeded, EngineError, ModelError, Overloaded
 from emberkeep.types.events import Completed, Loading

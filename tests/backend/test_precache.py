@@ -17,14 +17,16 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.types.events import Completed
 from emberkeep.types.lineage import SHARED, Lineage, private_namespace
 from emberkeep.types.request import Message, Request, Sampling, Tool, Ttl
-from helpers.scheduling import Unmeasured
+from helpers.scheduling import PATIENCE, Gate, Unmeasured
 from helpers.scripted_backend import end_of, fake_backend, read_events, settle
 from helpers.waiting import eventually
 
 SYSTEM = "You are the assistant of a small library that is open from nine to five. " * 6
+
 PREFIX = Request(messages=(Message("system", SYSTEM),), user=SHARED, namespace=SHARED, max_tokens=0).decided(
     is_prefix=True
 )
+
 ALICE = private_namespace("alice")
 
 
@@ -244,3 +246,21 @@ def test_a_users_warm_prefix_is_not_anothers(house):
     asyncio.run(backend.warmer.warm(Request(messages=(Message("system", SYSTEM),), namespace=ALICE)))
     assert completed(backend, chat("When?", namespace=private_namespace("bob"))).usage.cached_tokens == 0
     assert completed(backend, chat("When?", namespace=ALICE)).usage.cached_tokens > len(SYSTEM) // 3
+
+
+LONG = Request(prompt="harbour " * 400, max_tokens=0).decided(is_prefix=True)
+
+
+def test_no_request_waits_for_a_prefix_that_is_being_warmed(tmp_path: Path) -> None:
+    engine = FakeEngine(batch=128)
+    gate = Gate(engine)
+    config = Config(data_dir=tmp_path)
+    backend = fake_backend(config, engine)
+    whole = len(backend.tokenizer.tokenize(str(LONG.prompt), add_special=True, parse_special=True))
+    backend.warmer.keep_warm([LONG])
+    gate.reached()
+    backend.warmer.stop()
+    backend.warmer._thread.join(PATIENCE)
+    gate.open()
+    asyncio.run(backend.close())
+    assert 0 < engine.evaluated_tokens < whole

@@ -13,7 +13,7 @@ from emberkeep.backend.local import LocalBackend
 from emberkeep.chat.messages import RequestPart
 from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.session.volatility import Volatility
+from emberkeep.session.hygiene import Volatility
 from emberkeep.types.events import Completed, MissReason
 from emberkeep.types.hygiene import TIMESTAMPS, TOOL_ORDER, HygieneAction, HygieneRule
 from emberkeep.types.lineage import private_namespace

@@ -15,8 +15,7 @@ from benchmarks.question_files import own_questions
 from emberkeep.bench.report import Series
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
-from emberkeep.library.results import Collector, Result, ResultChoice
-from emberkeep.library.verify_report import VerifyReport
+from emberkeep.library.results import Collector, Result, ResultChoice, VerifyReport
 from emberkeep.types.events import LookupRecord, TokenLogprob, Usage
 from helpers import tiny_gguf
 from helpers.benchmarks import ScriptedWorkspace, measure

@@ -13,8 +13,8 @@ from emberkeep.cli.chat_history import ChatHistory, Journal
 from emberkeep.cli.chat_session import ChatSession, Terminal, stats_line
 from emberkeep.cli.console import printable
 from emberkeep.errors import ContextExceeded
+from emberkeep.library.arguments import Options
 from emberkeep.library.emberkeep import Emberkeep
-from emberkeep.library.options import Options
 from emberkeep.types.events import Completed, Eviction, FinishReason, Fit, ReasoningDelta, TextDelta
 from emberkeep.types.request import Message, Request
 from helpers.scripted_backend import FOREVER, ScriptedBackend, Step, answer

@@ -30,7 +30,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberkeep.kv.holdings.Ghosts", lambda: Ghosts(REMEMBERED))
     monkeypatch.setattr("emberkeep.sched.slots.REMEMBERED", REMEMBERED)
     monkeypatch.setattr("emberkeep.session.sessions._REMEMBERED", REMEMBERED)
-    monkeypatch.setattr("emberkeep.session.volatility._REMEMBERED", REMEMBERED)
+    monkeypatch.setattr("emberkeep.session.hygiene._REMEMBERED", REMEMBERED)
     monkeypatch.setattr("emberkeep.chat.prompt._REMEMBERED_CHARS", 2000)
 
 

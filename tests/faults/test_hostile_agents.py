@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from emberkeep.backend.remote.service import Service
+from emberkeep.backend.remote.base import Service
 from emberkeep.backend.remote.vendors import open_provider
 from emberkeep.backend.tool_loop import MOST_CALLS
 from emberkeep.chat.prompt import PromptBuilder

@@ -10,12 +10,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import numpy as np
 
 from emberkeep.backend.base import Backend, ModelCard
-from emberkeep.backend.choices import Permits
-from emberkeep.backend.embedder import EmbedderSettings, LocalEmbedder
-from emberkeep.backend.embedding_backend import EmbeddingBackend
+from emberkeep.backend.embedder import EmbedderSettings, EmbeddingBackend, LocalEmbedder, VectorCache
+from emberkeep.backend.limits import Permits
 from emberkeep.backend.model_pool import Fits, ModelPool, ModelSource, Need, Report
 from emberkeep.backend.on_demand import OnDemandBackend
-from emberkeep.backend.vector_cache import VectorCache
 from emberkeep.engine.embedding import EmbeddingCapabilities, Framing, TokenInput, Vectors
 from emberkeep.errors import EmberkeepError, EngineError
 from emberkeep.kv.disk.vector_file import VectorFile

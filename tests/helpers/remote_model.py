@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from emberkeep.backend.base import ModelCard
-from emberkeep.backend.choices import Permits
+from emberkeep.backend.limits import Permits
 from emberkeep.backend.remote.backend import RemoteBackend, RemoteOptions
 from emberkeep.backend.remote.base import RemoteAbout
 from emberkeep.errors import EmberkeepError

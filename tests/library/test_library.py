@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,16 @@ from emberkeep.api.body import parse_body
 from emberkeep.api.openai.body import ChatBody
 from emberkeep.errors import ConfigError, EmberkeepError, InvalidField, Overloaded, RequestError
 from emberkeep.library.emberkeep import Emberkeep
-from emberkeep.types.events import Finished, FinishReason, ReasoningDelta, TextDelta, ToolCallDelta
+from emberkeep.types.events import (
+    Completed,
+    Eviction,
+    Finished,
+    FinishReason,
+    Fit,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallDelta,
+)
 from emberkeep.types.models import SourceStats, SpeculationStats
 from emberkeep.types.request import JsonFormat, Message, Request, Tool, ToolCall, Ttl
 from helpers.scripted_backend import FOREVER, ScriptedBackend, Step, answer
@@ -411,3 +421,13 @@ def test_a_program_may_end_in_the_middle_of_a_stream() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True, env=env
     )
     assert (done.stdout, done.stderr) == ("first\n", "")
+
+
+def test_a_result_tells_what_left_the_context_and_what_came_back() -> None:
+    *steps, completed = answer("x")
+    assert isinstance(completed, Completed)
+    left = (Eviction(messages=4, tokens=300, out=10),)
+    told = replace(completed, fit=Fit(evictions=left, recalled=2))
+    with Emberkeep(ScriptedBackend(lambda request: [*steps, told])) as llm:
+        result = llm.chat("hi")
+    assert (result.evictions, result.recalled) == (left, 2)

@@ -15,12 +15,15 @@ from emberkeep.config.settings import Config
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import ContextExceeded, EngineError, InvalidField, Overloaded, RateLimited
+from emberkeep.library.bridge import Bridge
 from emberkeep.types.events import Event
 from emberkeep.types.request import Message, Request
 from helpers.scripted_backend import ScriptedBackend, answer, fake_backend
 
 SHARED = " ".join(f"word{i}" for i in range(80))
+
 PROMPTS = [f"{SHARED} question {number} of them" for number in "ABCDEFGH"]
+
 GREEDY: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
 
 
@@ -191,3 +194,21 @@ def test_a_bad_option_is_named_itself() -> None:
             llm.generate_batch(["a"], temperature=9)
         with pytest.raises(InvalidField, match=r"^suffix: is not an argument here"):
             llm.generate_batch([[Message("user", "b")]], suffix="x")
+
+
+async def leave() -> None:
+    raise SystemExit(3)
+
+
+async def seven() -> int:
+    await asyncio.sleep(0)
+    return 7
+
+
+def test_a_task_that_ends_the_loop_ends_no_other_wait() -> None:
+    bridge = Bridge()
+    with pytest.raises(SystemExit):
+        bridge.run(leave())
+    assert bridge.run(seven()) == 7
+    bridge.close()
+    assert not bridge._thread.is_alive()

@@ -16,6 +16,10 @@ from emberkeep.api.openai.body import ChatBody, CompletionBody
 from emberkeep.config.settings import Config
 from emberkeep.errors import InvalidField
 from emberkeep.library.arguments import (
+    HTTP_NAMES,
+    ChatOptions,
+    PrefixOptions,
+    PromptOptions,
     _ChatCall,
     _PrefixCall,
     _PromptCall,
@@ -23,7 +27,6 @@ from emberkeep.library.arguments import (
     option_names,
     prompt_request,
 )
-from emberkeep.library.options import HTTP_NAMES, ChatOptions, PrefixOptions, PromptOptions
 from emberkeep.types.events import Finished, FinishReason, Progress, TextDelta, TokenLogprob
 from emberkeep.types.request import Request
 from helpers.scripted_backend import ScriptedBackend, answer, fake_backend

@@ -14,7 +14,7 @@ from emberkeep import Emberkeep
 from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import ContextExceeded, InvalidField
-from emberkeep.library.verify_report import kl
+from emberkeep.library.results import kl
 from emberkeep.types.events import TokenLogprob
 from helpers.scripted_backend import fake_backend
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.errors import MemoryFailed
+from emberkeep.errors import InvalidField, MemoryFailed
 from emberkeep.memory.memory import Memory
 from emberkeep.types.memory import Note, NoteKind, ToolUse
+from emberkeep.types.request import Message, ToolCall
 from helpers.remembering import PLENTY, owners, turn
 
 
@@ -94,3 +95,119 @@ def test_a_closed_memory_says_so(memory: Memory) -> None:
         memory.archive("", [turn("too late")])
     with pytest.raises(MemoryFailed, match="is closed"):
         memory.search("", "too late")
+
+
+TALK = (
+    Message("system", "Be brief."),
+    Message("user", "What time\nis it?"),
+    Message("assistant", "", reasoning="a clock", tool_calls=(ToolCall("1", "clock", '{"zone": "CET"}'),)),
+    Message("tool", "noon \ud83d", tool_call_id="1", name="clock"),
+    Message("assistant", "Noon.\x00"),
+)
+
+
+def test_messages_come_back_exactly_as_they_were_saved(memory: Memory) -> None:
+    memory.save_messages("", "c", TALK[:2], model="m")
+    memory.save_messages("", "c", TALK[2:], model="m")
+    saved = memory.conversation("", "c")
+    assert saved is not None and saved.messages == TALK
+    assert (saved.title, saved.model, saved.message_count) == ("What time is it?", "m", 5)
+    assert 0 < saved.created <= saved.updated
+
+
+def test_a_title_is_short_and_tells_no_secret(memory: Memory) -> None:
+    memory.save_messages(
+        "", "c", [Message("user", "my key sk-1234567890abcdefghijkl " + "word " * 100)], model="m"
+    )
+    (saved,) = memory.conversations("")
+    assert saved.title.startswith("my key [secret] word") and len(saved.title) == 80 and saved.title.endswith("…")
+
+
+def test_a_conversation_gets_its_title_when_the_user_first_says_something(memory: Memory) -> None:
+    memory.save_messages("", "c", [Message("system", "Be brief.")], model="m")
+    memory.save_messages("", "c", [Message("user", "Hello")], model="m")
+    memory.save_messages("", "c", [Message("user", "Another thing")], model="m")
+    assert [saved.title for saved in memory.conversations("")] == ["Hello"]
+
+
+def test_the_latest_conversation_comes_first_without_its_messages(memory: Memory) -> None:
+    for name in ("a", "b", "c"):
+        memory.save_messages("", name, [Message("user", name)], model="m")
+    memory.save_messages("", "a", [Message("user", "again")], model="n")
+    found = memory.conversations("", limit=2)
+    assert [(saved.id, saved.message_count, saved.messages) for saved in found] == [("a", 2, ()), ("c", 1, ())]
+
+
+def test_messages_can_be_replaced(memory: Memory) -> None:
+    memory.save_messages("", "c", TALK, model="m")
+    memory.replace_messages("", "c", [Message("system", "Start over.")], model="m")
+    saved = memory.conversation("", "c")
+    assert saved is not None and saved.messages == (Message("system", "Start over."),)
+    memory.replace_messages("", "c", [], model="m")
+    assert memory.conversations("")[0].message_count == 0
+
+
+def test_a_conversation_of_which_only_turns_are_archived_is_not_a_saved_one(memory: Memory) -> None:
+    memory.archive("", [turn("hello", conversation="c")])
+    assert memory.conversations("") == [] and memory.conversation("", "c") is None
+
+
+def test_saved_conversations_belong_to_one_owner(memory: Memory) -> None:
+    memory.save_messages("a", "c", TALK, model="m")
+    assert memory.conversations("b") == [] and memory.conversation("b", "c") is None
+
+
+def test_facts_are_set_read_listed_and_deleted(memory: Memory) -> None:
+    memory.set_fact("", "town", "Graz")
+    memory.set_fact("", "cat", "Tom")
+    memory.set_fact("", "town", "Linz")
+    assert [(fact.name, fact.value) for fact in memory.facts("")] == [("cat", "Tom"), ("town", "Linz")]
+    town = memory.fact("", "town")
+    assert town is not None and town.value == "Linz" and town.at > 0
+    assert memory.delete_fact("", "town")
+    assert not memory.delete_fact("", "town")
+    assert memory.fact("", "town") is None
+
+
+def test_facts_survive_a_restart(memory: Memory, path: Path) -> None:
+    memory.set_fact("", "town", "Graz")
+    memory.close()
+    reopened = Memory(path, limit_bytes=PLENTY)
+    assert [fact.value for fact in reopened.facts("")] == ["Graz"]
+    reopened.close()
+
+
+def test_a_clock_that_goes_back_does_not_keep_a_fact_from_changing(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory.set_fact("", "town", "Graz")
+    first = memory.store_answer("", "who?", "me")
+    monkeypatch.setattr("time.time", lambda: 1.0)
+    memory.set_fact("", "town", "Linz")
+    second = memory.store_answer("", "who?", "you")
+    assert [fact.value for fact in memory.facts("")] == ["Linz"]
+    assert second != first and [one.assistant_text for one in memory.search("", "who")] == ["you"]
+
+
+def test_facts_belong_to_one_owner(memory: Memory) -> None:
+    memory.set_fact("a", "town", "Graz")
+    assert memory.facts("b") == [] and memory.fact("b", "town") is None
+    assert not memory.delete_fact("b", "town")
+    assert memory.fact("a", "town")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("openai", "sk-proj-1234567890abcdefghij"), ("password", "hunter22"), ("ghp_" + "a1" * 18, "x")],
+)
+def test_a_secret_is_no_fact(memory: Memory, name: str, value: str) -> None:
+    with pytest.raises(InvalidField, match="does not keep secrets"):
+        memory.set_fact("", name, value)
+    assert memory.facts("") == []
+
+
+def test_the_same_question_again_replaces_the_answer(memory: Memory) -> None:
+    memory.store_answer("", "When is lunch?", "At noon")
+    memory.store_answer("", "When is lunch?", "At one")
+    assert [one.assistant_text for one in memory.search("", "lunch")] == ["At one"]
+    assert memory.stats("")["answers"] == 1

@@ -7,8 +7,8 @@ import apsw
 import pytest
 
 from emberkeep.errors import MemoryFailed
+from emberkeep.memory.database import MIGRATIONS, m001_initial, migrate
 from emberkeep.memory.memory import Memory
-from emberkeep.memory.migrations import MIGRATIONS, m001_initial, migrate
 from helpers.remembering import PLENTY, owners, turn
 
 

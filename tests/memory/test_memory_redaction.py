@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.memory.memory import Memory
-from emberkeep.memory.redaction import redact
+from emberkeep.memory.records import redact
 from emberkeep.types.memory import ToolUse
 from helpers.remembering import raw_bytes, turn
 

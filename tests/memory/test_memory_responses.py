@@ -12,9 +12,8 @@ import apsw
 import pytest
 
 from emberkeep.errors import InvalidField, MemoryFailed, NoSuchEntry
-from emberkeep.memory.database import rows
+from emberkeep.memory.database import m001_initial, m002_forgettings, m003_responses, migrate, rows
 from emberkeep.memory.memory import Memory
-from emberkeep.memory.migrations import m001_initial, m002_forgettings, m003_responses, migrate
 from emberkeep.types.memory import StoredResponse
 from emberkeep.types.request import Message
 from helpers.remembering import PLENTY, owners, turn

@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from emberkeep.backend.base import ModelCard
-from emberkeep.backend.choices import Permits
 from emberkeep.backend.fallback import FallbackBackend, Link
+from emberkeep.backend.limits import Permits
 from emberkeep.backend.remote.openai import OpenAIProvider
 from emberkeep.config.settings import Config
 from emberkeep.errors import RemoteDown, RemoteError, RemoteRefused

@@ -15,7 +15,7 @@ from emberkeep.sched.admission import Lineages
 from emberkeep.sched.scheduler import Scheduler
 from emberkeep.sched.sequence_state import Reuse
 from emberkeep.session.conversation import Conversations
-from emberkeep.session.volatility import Volatility, remedy, told
+from emberkeep.session.hygiene import Volatility, in_words, remedy
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import CacheEntry, CacheTree, EntryText, Explanation, Removed, Verified
 from emberkeep.types.events import (
@@ -278,7 +278,7 @@ class Explainer:
         what = {
             MissReason.TOOLS: f"{where} was changed, added or moved",
             MissReason.EDITED: f"{where} was edited",
-            MissReason.VOLATILE: f"{where} differs from an earlier request only in {told(d.volatile)}",
+            MissReason.VOLATILE: f"{where} differs from an earlier request only in {in_words(d.volatile)}",
         }.get(lookup.reason, f"{where} goes on differently")
         sentence = f"{_so_far(reused, prompt)} {what} at token {d.token_index:,}: {sides}."
         return Explanation(lookup, f"{sentence} {remedy(d.volatile)}" if d.volatile else sentence)

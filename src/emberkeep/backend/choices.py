@@ -1,5 +1,5 @@
-"""The choices of one request: tokens in on the engine's thread, events out for the task that reads them; and the
-permits that say how many requests there may be.
+"""The choices of one request: how their tokens are drawn, tokens in on the engine's thread, and events out for the
+task that reads them.
 
 Events are handed over once per step, all together, just before the engine computes and lets go of the interpreter:
 the readers then work while it computes, and neither waits for the other.
@@ -8,14 +8,19 @@ the readers then work while it computes, and neither waits for the other.
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
-from typing import Generic, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from emberkeep.chat.output import TextStream
-from emberkeep.errors import EmberkeepError, Overloaded, RateLimited
+from emberkeep.backend.limits import Permit
+from emberkeep.chat.output import TextStream, open_reasoning
+from emberkeep.chat.prompt import Prompt
+from emberkeep.errors import EmberkeepError
+from emberkeep.latest import Latest
+from emberkeep.sched.sampler_chain import Breakers, Chain, ChainedSampler, find_breakers
+from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.sequence_state import Ending, EndReason
 from emberkeep.types.events import (
     Completed,
@@ -28,9 +33,14 @@ from emberkeep.types.events import (
     TokenLogprob,
     Usage,
 )
+from emberkeep.types.models import Vocab
+from emberkeep.types.request import Request, Sampling
 from emberkeep.values import dataclass
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from emberkeep.chat.grammar import Constraint
+
+_REMEMBERED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +201,69 @@ def _completed(endings: list[Ended]) -> Completed:
     )
 
 
+# ── how tokens are drawn ──
+
+
+@dataclass(frozen=True, slots=True)
+class Samplers:
+    request: Request
+    settings: Sampling
+    constraint: Constraint | None
+    breakers: Breakers
+    vocab: Vocab
+
+    def of_choice(self, index: int, prompt: Prompt) -> Sampler:
+        request, settings = self.request, self.settings
+        if settings.seed is not None:
+            settings = replace(settings, seed=settings.seed + index)  # choices of one request draw differently
+        reasoning = open_reasoning(prompt.written.tail) if request.prompt is None else None
+        matcher = self.constraint.matcher(reasoning) if self.constraint else None
+        if not settings.needs_chain and not request.logprobs_as_drawn:
+            return Sampler(settings, matcher, request.top_logprobs, request.forced)
+        return ChainedSampler(
+            Chain(settings, self.vocab, prompt.tokens, self.breakers),
+            settings,
+            matcher,
+            request.top_logprobs,
+            request.forced,
+            as_drawn=request.logprobs_as_drawn,
+        )
+
+
+class SamplerSource:
+    """For one vocabulary; remembers the latest that took long to make. Safe to use from several threads."""
+
+    def __init__(self, vocab: Vocab) -> None:
+        self._vocab = vocab
+        self._breakers = Latest[tuple[str, ...], Breakers](_REMEMBERED)
+
+    def samplers(self, request: Request, constraint: Constraint | None) -> Samplers:
+        """Blocks for tens of milliseconds where a request wants what no other wanted."""
+        settings = request.sampling
+        breakers = self._find_breakers(settings.dry_sequence_breakers) if settings.uses_dry else {}
+        return Samplers(request, self._with_ids(settings), constraint, breakers, self._vocab)
+
+    def _with_ids(self, settings: Sampling) -> Sampling:
+        """Replace texts that are biased by their tokens."""
+        if not settings.text_bias and not settings.ignore_eos:
+            return settings
+        bias = dict(settings.logit_bias)
+        for text, by in settings.text_bias:
+            for token in self._vocab.tokenize(text, parse_special=False):
+                bias[token] = bias.get(token, 0.0) + by
+        bias |= dict.fromkeys(self._vocab.eog, float("-inf")) if settings.ignore_eos else {}
+        return replace(settings, logit_bias=bias)
+
+    def _find_breakers(self, texts: tuple[str, ...]) -> Breakers:
+        found = self._breakers.get(texts)
+        if found is None:
+            found = self._breakers[texts] = find_breakers(texts, self._vocab)
+        return found
+
+
+T = TypeVar("T")
+
+
 # ── from the engine's thread to the event loop ──
 
 
@@ -238,79 +311,3 @@ class Channel(Generic[T]):
 def _set_all(events: list[asyncio.Event]) -> None:
     for event in events:
         event.set()
-
-
-_RETRY_AFTER_S = 2
-
-
-class Permits:
-    """Safe to use from any thread. Requests that name no user are those of one user."""
-
-    def __init__(self, limit: int, per_user: int | None = None) -> None:
-        self._limit = limit
-        self._per_user = per_user
-        self._held = 0
-        self._held_by: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    def acquire(self, user: str, choices: int | None = None) -> Permit:
-        """For a request of `user` with that many choices; None: until it is released.
-
-        Raises RateLimited, Overloaded.
-        """
-        with self._lock:
-            self._check(user)
-            self._held += 1
-            self._held_by[user] += 1
-        return Permit(self, user, choices)
-
-    def give_back(self, permit: Permit) -> None:
-        """Twice is harmless: a request may end while its last choice ends on the engine's thread."""
-        with self._lock:
-            if not permit.is_held:
-                return
-            permit.is_held = False
-            self._held -= 1
-            self._held_by[permit.user] -= 1
-            if not self._held_by[permit.user]:
-                del self._held_by[permit.user]
-
-    def _check(self, user: str) -> None:
-        if self._per_user is not None and self._held_by[user] >= self._per_user:
-            raise RateLimited(
-                f"Requests of one user are limited to {self._per_user} at a time: "
-                "try again when one of them is done.",
-                retry_after=_RETRY_AFTER_S,
-            )
-        if self._held >= self._limit:
-            raise Overloaded(
-                f"{self._held} requests are being served or waiting already: try again in a moment.",
-                retry_after=_RETRY_AFTER_S,
-            )
-
-
-class Permit:
-    """Released when every choice is over, however slowly its client reads, or when the request ends."""
-
-    def __init__(self, permits: Permits, user: str, choices: int | None) -> None:
-        self.user = user
-        self.is_held = True
-        self._permits = permits
-        self._choices = choices
-
-    def choice_over(self) -> None:
-        """Called by one thread at a time."""
-        if self._choices is None:
-            return
-        self._choices -= 1
-        if self._choices == 0:
-            self.release()
-
-    def release(self) -> None:
-        self._permits.give_back(self)
-
-    def __enter__(self) -> Permit:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.release()

@@ -1,25 +1,37 @@
-"""Texts to vectors over an embedding engine: tokens, what is known already, and steps that many requests share."""
+"""Models that embed or rank: texts to tokens, vectors that are known, and steps that many requests share."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from concurrent.futures import Future
+import hashlib
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
-from emberkeep.backend.base import EmbeddingShape
-from emberkeep.backend.capabilities import no_embeddings, no_ranks
-from emberkeep.backend.choices import Permits
-from emberkeep.backend.vector_cache import VectorCache
+from emberkeep.backend.base import EmbeddingShape, EmptyCache, Extras, ModelCard, no_embeddings, no_ranks
+from emberkeep.backend.limits import Permits
 from emberkeep.engine.embedding import EmbeddingEngine, TokenInput, Vectors
-from emberkeep.errors import InputTooLong, InvalidField, Overloaded
-from emberkeep.sched.engine_thread import SHUTTING_DOWN
-from emberkeep.types.request import Embedded, EmbeddingInput, EmbeddingRequest, Json, Ranked, RerankRequest, Vector
+from emberkeep.errors import InputTooLong, InvalidField, Overloaded, RequestError
+from emberkeep.kv.disk.vector_file import VectorFile
+from emberkeep.kv.forgetting import Holders
+from emberkeep.sched.engine_thread import SHUTTING_DOWN, EngineThread
+from emberkeep.types.events import Events
+from emberkeep.types.request import (
+    Embedded,
+    EmbeddingInput,
+    EmbeddingRequest,
+    Json,
+    Ranked,
+    Request,
+    RerankRequest,
+    Vector,
+)
 from emberkeep.values import dataclass
 
 T = TypeVar("T")
@@ -262,3 +274,162 @@ def _fail(jobs: Iterable[_Job], error: Exception) -> None:
         job.waiting.clear()
         if not job.done.done():
             job.done.set_exception(error)
+
+
+class EmbeddingBackend(Extras):
+    """Owns the embedder, and the thread of its engine."""
+
+    embedder: LocalEmbedder
+
+    def __init__(
+        self,
+        card: ModelCard,
+        engine: EmbeddingEngine,
+        thread: EngineThread,
+        embedder: LocalEmbedder,
+        holders: Holders | None = None,
+    ) -> None:
+        self.card = card
+        self.holders = holders or Holders()
+        self.holders.join("vectors", self, embedder.forget)
+        self.embedder = embedder
+        self.tokenizer = EmbeddingTokenizer(card.id, engine)
+        self.cache = EmptyCache(f"{card.id} keeps vectors, and no entries that have a name.", self.holders)
+        self._thread = thread
+        self._is_closed = False
+
+    def generate(self, request: Request) -> Events:
+        does = "ranks documents (/v1/rerank)" if self.embedder.shape.ranks else "gives embeddings (/v1/embeddings)"
+        raise RequestError(f"{self.card.id} {does} and writes no answers: name a model that does.", "model")
+
+    def stats(self) -> dict[str, Json]:
+        return {"model": self.card.id, "embeddings": self.embedder.stats()}
+
+    def health(self) -> dict[str, Json]:
+        return {"backend": "local", "model": self.card.id}
+
+    async def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self.holders.leave(self)
+            await self.embedder.close()
+            await asyncio.to_thread(self._thread.end)
+
+
+class EmbeddingTokenizer:
+    def __init__(self, name: str, engine: EmbeddingEngine) -> None:
+        self._name = name
+        self._engine = engine
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        ids = self._engine.vocab.tokenize(text, parse_special=parse_special)
+        framing = self._engine.framing
+        return [*framing.head, *ids, *framing.tail] if add_special else ids
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        return b"".join(self.pieces(tokens)).decode("utf-8", "replace")
+
+    def pieces(self, tokens: Sequence[int]) -> list[bytes]:
+        pieces = self._engine.vocab.pieces
+        if any(token >= len(pieces) for token in tokens):
+            raise InvalidField("tokens", f"{max(tokens)} is no token of {self._name}, which has {len(pieces)}.")
+        return [pieces[token] for token in tokens]
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise RequestError(f"{self._name} writes no answers: name a model that does.", "model")
+
+    texts = apply_template = count = _refuse
+
+
+RAM_BYTES = 64 << 20
+
+_ENTRY_BYTES = 256
+"""What an entry in RAM takes besides its vector."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    owner: str
+    vector: Vector
+
+    @property
+    def bytes(self) -> int:
+        return self.vector.nbytes + _ENTRY_BYTES
+
+
+class VectorCache:
+    """Safe for several threads, but for `close`. Owns `file`, which is used by a thread of its own.
+
+    What named users have embedded is found by themselves only, and kept in RAM only: a text can be guessed from
+    its vector, so no trace of it may outlast them.
+    """
+
+    def __init__(self, fingerprint: bytes, file: VectorFile | None = None, ram_bytes: int = RAM_BYTES) -> None:
+        self._fingerprint = fingerprint
+        self._file = file
+        self._ram_bytes = ram_bytes
+        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "emberkeep-vectors") if file else None
+
+    def key(self, namespace: str, one: TokenInput) -> bytes:
+        digest = hashlib.blake2b(self._fingerprint, digest_size=20)
+        digest.update(f"{len(namespace)} {namespace} {one.second} ".encode())
+        digest.update(np.array(one.ids, np.int32).tobytes())
+        return digest.digest()
+
+    async def find(self, namespace: str, keys: Iterable[bytes]) -> dict[bytes, Vector]:
+        """Those that are known."""
+        found: dict[bytes, Vector] = {}
+        missing = []
+        with self._lock:
+            for key in keys:
+                if key in self._known:
+                    self._known.move_to_end(key)
+                    found[key] = self._known[key].vector
+                else:
+                    missing.append(key)
+        if missing and self._file and self._thread and not namespace:
+            loop = asyncio.get_running_loop()
+            stored = await loop.run_in_executor(self._thread, self._file.find, missing)
+            vectors = {key: np.frombuffer(data, np.float32) for key, data in stored.items()}
+            self._remember(namespace, vectors)
+            found.update(vectors)
+        return found
+
+    def add(self, namespace: str, vectors: Mapping[bytes, Vector]) -> None:
+        self._remember(namespace, vectors)
+        if self._file and self._thread and not namespace:
+            self._thread.submit(self._file.add, {key: vector.tobytes() for key, vector in vectors.items()})
+
+    def forget(self, owners: Container[str]) -> Future[None] | None:
+        """Leave nothing of these; "" is the owner of all requests without a user. The future is done when nothing
+        of them is on disk, where there may be any."""
+        with self._lock:
+            for key in [key for key, known in self._known.items() if known.owner in owners]:
+                self._drop(key)
+        return self._thread.submit(self._file.clear) if "" in owners and self._file and self._thread else None
+
+    def stats(self) -> dict[str, int]:
+        return {"vectors": len(self._known), "bytes": self._bytes, "budget": self._ram_bytes}
+
+    async def close(self) -> None:
+        """What was added is on disk then."""
+        if self._file and self._thread:
+            thread, self._thread = self._thread, None
+            thread.submit(self._file.close)
+            await asyncio.to_thread(thread.shutdown)
+
+    def _remember(self, owner: str, vectors: Mapping[bytes, Vector]) -> None:
+        with self._lock:
+            for key, vector in vectors.items():
+                if key in self._known:
+                    self._drop(key)
+                self._known[key] = _Known(owner, vector)
+                self._bytes += self._known[key].bytes
+            while self._bytes > self._ram_bytes:
+                self._drop(next(iter(self._known)))
+
+    def _drop(self, key: bytes) -> None:
+        self._bytes -= self._known.pop(key).bytes

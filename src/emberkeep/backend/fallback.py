@@ -14,8 +14,18 @@ from dataclasses import replace
 from time import monotonic
 from typing import Any
 
-from emberkeep.backend.base import AttentionSwitch, Backend, Cache, Embedder, Experts, ModelCard, Tokenizer, Warmer
-from emberkeep.backend.capabilities import keep_warm, warm_prefix
+from emberkeep.backend.base import (
+    AttentionSwitch,
+    Backend,
+    Cache,
+    Embedder,
+    Experts,
+    ModelCard,
+    Tokenizer,
+    Warmer,
+    keep_warm,
+    warm_prefix,
+)
 from emberkeep.backend.server_tools import JoinedDesks, ToolDesk
 from emberkeep.errors import (
     ConfigError,

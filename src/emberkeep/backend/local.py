@@ -29,17 +29,17 @@ from emberkeep.backend.choices import (
     Full,
     Item,
     Outbox,
-    Permit,
-    Permits,
+    Samplers,
+    SamplerSource,
     ScoredEcho,
     until_completed,
 )
 from emberkeep.backend.embedder import LocalEmbedder
+from emberkeep.backend.limits import Permit, Permits
 from emberkeep.backend.local_capabilities import LocalAttention, LocalExperts, LocalTokenizer
 from emberkeep.backend.precache import KeepAlive, Precache
 from emberkeep.backend.prompt_fitter import PromptFitter, timed
 from emberkeep.backend.recent_requests import ForgottenUsers, RecentLookups
-from emberkeep.backend.samplers import Samplers, SamplerSource
 from emberkeep.backend.server_tools import HostTools, ServerTools, without_tools
 from emberkeep.chat.output import TextStream, read_answer
 from emberkeep.chat.prompt import Prompt, PromptBuilder

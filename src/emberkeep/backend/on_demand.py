@@ -15,9 +15,8 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 from dataclasses import replace
 from time import monotonic
 
-from emberkeep.backend.base import Backend, Embedder, ModelCard, Warmer
-from emberkeep.backend.capabilities import keep_warm, warm_prefix
-from emberkeep.backend.deadline import with_deadline
+from emberkeep.backend.base import Backend, Embedder, ModelCard, Warmer, keep_warm, warm_prefix
+from emberkeep.backend.limits import with_deadline
 from emberkeep.backend.model_pool import ModelPool, ModelSource, Need
 from emberkeep.backend.server_tools import ToolDesk
 from emberkeep.errors import EmberkeepError, EngineError, Overloaded

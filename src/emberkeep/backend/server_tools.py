@@ -15,7 +15,7 @@ from functools import partial
 from time import perf_counter
 from typing import Protocol
 
-from emberkeep.backend.deadline import with_deadline
+from emberkeep.backend.limits import with_deadline
 from emberkeep.backend.tool_loop import Gate, LoopTools, ToolLoop
 from emberkeep.errors import InvalidField
 from emberkeep.session.recall import SEARCH

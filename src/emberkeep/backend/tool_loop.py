@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Protocol
 
 from emberkeep.errors import ContextExceeded
-from emberkeep.session.tool_results import exchange_messages
+from emberkeep.session.recall import exchange_messages
 from emberkeep.text import shorten
 from emberkeep.types.events import (
     CallEnded,

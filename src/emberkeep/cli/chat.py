@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
     from emberkeep.backend.running import RunningModel
+    from emberkeep.library.arguments import Options
     from emberkeep.library.emberkeep import Emberkeep
-    from emberkeep.library.options import Options
     from emberkeep.library.tool_session import ToolSession
 
 EXAMPLES = """\b

@@ -31,8 +31,8 @@ from emberkeep.types.request import Json, Message, ToolCall
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
+    from emberkeep.library.arguments import Options
     from emberkeep.library.emberkeep import Emberkeep
-    from emberkeep.library.options import Options
     from emberkeep.library.results import Result, Stream
     from emberkeep.library.tool_session import ToolSession
     from emberkeep.mcp.answers import McpPrompt

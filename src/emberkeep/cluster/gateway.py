@@ -14,7 +14,7 @@ from dataclasses import field
 from typing import Any, Protocol
 
 from emberkeep.api.errors import error_shape, failure_of
-from emberkeep.backend.choices import Permits
+from emberkeep.backend.limits import Permits
 from emberkeep.cluster.keys import (
     AnswerPart,
     Message,

@@ -13,7 +13,7 @@ import ray
 from ray import serve
 
 from emberkeep.api.errors import failure_of
-from emberkeep.backend.capabilities import keep_warm
+from emberkeep.backend.base import keep_warm
 from emberkeep.backend.models import Models
 from emberkeep.cluster.keys import AnswerPart, App, Message, ReplicaAnswer, ReplicaRequest, Scope
 from emberkeep.cluster.slots import config_of_replica, forget_rest, take_slot

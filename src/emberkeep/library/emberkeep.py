@@ -12,8 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
-from emberkeep.backend.base import Backend, Cache, ModelCard
-from emberkeep.backend.capabilities import (
+from emberkeep.backend.base import (
+    Backend,
+    Cache,
+    ModelCard,
     attention_of,
     cache_of,
     experts_of,
@@ -25,7 +27,11 @@ from emberkeep.config.settings import TOOL_TURNS, Config
 from emberkeep.config.sources import load_config
 from emberkeep.errors import EmberkeepError, InvalidField, Overloaded, RateLimited
 from emberkeep.library.arguments import (
+    Approximate,
+    ChatOptions,
     Messages,
+    PrefixOptions,
+    PromptOptions,
     Tools,
     batch_requests,
     chat_request,
@@ -36,11 +42,19 @@ from emberkeep.library.arguments import (
 )
 from emberkeep.library.bridge import Bridge
 from emberkeep.library.installation import declared_prefixes, ensure_model
-from emberkeep.library.options import Approximate, ChatOptions, PrefixOptions, PromptOptions
-from emberkeep.library.results import Collector, Result, Stream, WarmResult, keep_best
+from emberkeep.library.results import (
+    CANDIDATES,
+    Collector,
+    Result,
+    Stream,
+    VerifiedPrompt,
+    VerifyReport,
+    VerifySummary,
+    WarmResult,
+    keep_best,
+)
 from emberkeep.library.tool_session import ToolSession, is_runnable, own_toolbox
 from emberkeep.library.user_memory import UserMemory, require_memory
-from emberkeep.library.verify_report import CANDIDATES, VerifiedPrompt, VerifyReport, VerifySummary
 from emberkeep.text import shorten
 from emberkeep.types.cache import Verified
 from emberkeep.types.events import Events

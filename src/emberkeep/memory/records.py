@@ -1,12 +1,15 @@
 """What is remembered, as rows: owners, turns, answers, notes, facts and saved conversations.
 
 Every function here works inside a transaction of its caller. What is in the index changes together with the rows.
+Secrets are taken out of turns, answers and titles first; saved conversations and responses are continued word by
+word, and are kept as they are.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,7 +18,6 @@ import apsw
 
 from emberkeep.errors import InvalidField
 from emberkeep.memory.database import rows, used_bytes, value
-from emberkeep.memory.redaction import redact
 from emberkeep.memory.terms import LONGEST, stems_of
 from emberkeep.text import encodable, shorten
 from emberkeep.types.memory import Fact, Note, SavedConversation, ToolUse, Turn
@@ -23,6 +25,7 @@ from emberkeep.types.request import Json, Message, ToolCall
 
 _INDEXED_CHARS = 100_000
 """So much of what a tool gave back is indexed; the rest is data that no question names by its words."""
+
 _TITLE_CHARS = 80
 
 
@@ -187,6 +190,7 @@ def delete_fact(db: apsw.Connection, owner: int | None, name: str) -> bool:
 # ── saved conversations: their messages, verbatim ──
 
 _FIELDS = "c.name, c.title, c.model, c.created, c.updated"
+
 _COUNT = "(SELECT count(*) FROM messages AS m WHERE m.conversation = c.id)"
 
 
@@ -270,6 +274,7 @@ def message_from_json(data: dict[str, Any]) -> Message:
 # ── how much there is ──
 
 _WHOSE = "(SELECT id FROM owners WHERE ?1 IS NULL OR name = ?1)"
+
 _COUNTS = {
     "turns": f"SELECT coalesce(sum(turns), 0) FROM owners WHERE id IN {_WHOSE}",
     "answers": f"SELECT coalesce(sum(answers), 0) FROM owners WHERE id IN {_WHOSE}",
@@ -282,6 +287,7 @@ _COUNTS = {
     "newest": f"""SELECT at FROM turns WHERE id = (SELECT max((SELECT max(t.id) FROM turns AS t
                   WHERE t.conversation = c.id)) FROM conversations AS c WHERE c.owner IN {_WHOSE})""",
 }
+
 # The same without asking every conversation.
 _OF_ALL = {
     "oldest": "SELECT at FROM turns WHERE ?1 IS NULL AND conversation IS NOT NULL ORDER BY id LIMIT 1",
@@ -294,3 +300,83 @@ def read_stats(db: apsw.Connection, owner: str | None, limit_bytes: int) -> dict
     counts = _COUNTS if owner is not None else _COUNTS | _OF_ALL
     counted = {name: value(db, sql, owner) for name, sql in counts.items()}
     return {**counted, "bytes": used_bytes(db), "limit": limit_bytes}
+
+
+MARK = "[secret]"
+
+_KIND = r"(?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?"
+
+_PEM = rf"-----BEGIN {_KIND}-----.*?(?:-----END {_KIND}-----|\Z)"
+
+_TOKENS = (
+    r"sk-(?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{20,}",  # OpenAI, Anthropic and others that use the same form
+    r"(?:sk|rk|pk)_(?:live|test)_[A-Za-z0-9]{16,}",  # Stripe
+    r"gh[pousr]_[A-Za-z0-9]{30,}",
+    r"github_pat_[A-Za-z0-9_]{30,}",
+    r"glpat-[A-Za-z0-9_-]{20,}",
+    r"xox[abeoprs]-[A-Za-z0-9-]{10,}",
+    r"xai-[A-Za-z0-9]{40,}",
+    r"gsk_[A-Za-z0-9]{40,}",
+    r"hf_[A-Za-z0-9]{30,}",
+    r"npm_[A-Za-z0-9]{36}",
+    r"pypi-[A-Za-z0-9_-]{50,}",
+    r"(?:AKIA|ASIA)[A-Z0-9]{16}",
+    r"AIza[A-Za-z0-9_-]{35}",
+    r"ya29\.[A-Za-z0-9_-]{20,}",
+    r"SG\.[A-Za-z0-9_-]{20,}\.[A-Za-z0-9_-]{20,}",
+    r"eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*",  # a JWT: two JSON objects and a signature
+)
+
+_WHOLE = re.compile(rf"{_PEM}|(?<![A-Za-z0-9_-])(?:{'|'.join(_TOKENS)})[A-Za-z0-9_-]*", re.DOTALL)
+
+# What follows keeps its surroundings: only the group `secret` goes.
+_HEADER = r"\b(?:Bearer|Basic)\s+(?P<header>[A-Za-z0-9._~+/=-]{16,})"
+
+_URL = r"\b[a-z][a-z0-9+.-]{1,20}://[^\s/:@\[\]]{0,256}:(?P<url>[^\s/@\[\]]{1,256})@"
+
+_NAMES = r"""(?:api|access|secret|private|auth|encryption|signing|client)[_-]?(?:key|token|secret)
+           | (?:access|auth|refresh|bearer|session)[_-]?token | client[_-]?secret | secret
+           | pass(?:word|wd|phrase)? | pwd"""
+
+_ASSIGNED = re.compile(
+    rf"""(?ix) (?<![A-Za-z]) (?:{_NAMES}) ["']? (?:\s+is)? \s{{0,8}} (?:=>|:=|=|:|(?<=\sis)) \s{{0,8}}
+         (?: "(?P<double>[^"\n]{{4,}})" | '(?P<single>[^'\n]{{4,}})' | (?P<bare>[^\s"'`,;()\[\]{{}}<>$]{{6,}}) )"""
+)
+
+_PARTLY = re.compile(rf"{_HEADER}|{_URL}")
+
+_BEGINNINGS = """
+private|sk-|_live_|_test_|ghp_|gho_|ghu_|ghs_|ghr_|github_pat_|glpat-|xox|xai-|gsk_|hf_|npm_|pypi-|akia|asia|aiza|ya29|sg.|eyj
+"""
+
+_RULES = (
+    (tuple(_BEGINNINGS.strip().split("|")), _WHOLE),
+    (("bearer", "basic", "://"), _PARTLY),
+    (("key", "token", "secret", "pass", "pwd"), _ASSIGNED),
+)
+"""Patterns, each with words without one of which it cannot match: looking for those takes no time."""
+
+
+def redact(text: str) -> str:
+    """Idempotent. What only looks random (hashes, UUIDs, images) stays."""
+    lowered, without = text.lower(), text
+    for words, pattern in _RULES:
+        if any(word in lowered for word in words):
+            without = pattern.sub(_remove_secret, without)
+    # What stood next to a secret may be one by itself.
+    return text if without == text else redact(without)
+
+
+def _remove_secret(match: re.Match[str]) -> str:
+    name = next((name for name, value in match.groupdict().items() if value is not None), 0)
+    if not _is_secret(name, match[name]):
+        return match[0]
+    begin, end = (place - match.start() for place in match.span(name))
+    return match[0][:begin] + MARK + match[0][end:]
+
+
+def _is_secret(name: str | int, value: str) -> bool:
+    """A word after `password:` in a sentence, or a call in a program, is none."""
+    if value == MARK:
+        return False
+    return name != "bare" or (any(c.isdigit() for c in value) and any(c.isalpha() for c in value))

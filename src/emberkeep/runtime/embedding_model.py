@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberkeep.backend.base import Backend, ModelCard
-from emberkeep.backend.choices import Permits
-from emberkeep.backend.embedder import EmbedderSettings, EngineRunner, LocalEmbedder
-from emberkeep.backend.embedding_backend import EmbeddingBackend
-from emberkeep.backend.vector_cache import VectorCache
+from emberkeep.backend.embedder import EmbedderSettings, EmbeddingBackend, EngineRunner, LocalEmbedder, VectorCache
+from emberkeep.backend.limits import Permits
 from emberkeep.config.settings import PREFILL_SLICE, Config, TooLong
 from emberkeep.engine.devices import require_hf
 from emberkeep.engine.embedding import EmbeddingEngine

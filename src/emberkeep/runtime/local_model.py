@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from emberkeep.backend.base import Backend, ModelCard
-from emberkeep.backend.choices import Permits
+from emberkeep.backend.limits import Permits
 from emberkeep.backend.local import LocalBackend, LocalSettings
 from emberkeep.backend.model_pool import Report, tell_nobody
 from emberkeep.backend.precache import KeepAlive

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from emberkeep.backend.base import Backend, ModelCard
-from emberkeep.backend.choices import Permits
+from emberkeep.backend.limits import Permits
 from emberkeep.backend.server_tools import HostTools
 from emberkeep.config.settings import OFF, TOOL_TURNS, Config
 from emberkeep.memory.memory import Memory
@@ -38,8 +38,7 @@ def open_remote(
     `parts`: those that it shares with other models. `retries`: how often a request is sent again that it failed.
     """
     from emberkeep.backend.remote.backend import RemoteBackend, RemoteOptions
-    from emberkeep.backend.remote.base import Provider, RemoteAbout
-    from emberkeep.backend.remote.service import translate_faults
+    from emberkeep.backend.remote.base import Provider, RemoteAbout, translate_faults
     from emberkeep.backend.remote.vendors import default_context, open_provider, with_defaults
 
     async def read_about(provider: Provider) -> RemoteAbout:

@@ -57,7 +57,7 @@ def serve(config: Config, *, prepare: Callable[[Config, Reporter], None], report
         sys.setswitchinterval(_START_SWITCH_S)
         until_the_end.enter_context(loaded_early(config))
         # Imported while the model is being loaded.
-        from emberkeep.backend.capabilities import keep_warm
+        from emberkeep.backend.base import keep_warm
         from emberkeep.runtime.served_models import begin_models
 
         models = begin_models(config, partial(prepare, config), reporter)

@@ -18,12 +18,22 @@ from emberkeep.chat.messages import leaving_turns
 from emberkeep.errors import MemoryFailed
 from emberkeep.latest import Latest
 from emberkeep.memory.memory import Memory
-from emberkeep.session.latest_answers import LatestAnswers
-from emberkeep.session.recall import NOTHING, archived, fitting, notice, quoted, search
-from emberkeep.session.tool_results import exchange_messages, fit_results, room_for_results, shorten_results
+from emberkeep.session.recall import (
+    NOTHING,
+    archived,
+    exchange_messages,
+    fit_results,
+    fitting,
+    notice,
+    quoted,
+    room_for_results,
+    search,
+    shorten_results,
+)
 from emberkeep.session.view import (
     Gone,
     Inserted,
+    LatestAnswers,
     View,
     read_gone,
     read_history,

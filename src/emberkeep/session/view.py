@@ -11,17 +11,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from itertools import pairwise
 
 from emberkeep.chat.messages import leaving_turns
+from emberkeep.latest import Latest, drop_owners
 from emberkeep.types.memory import Note, NoteKind
-from emberkeep.types.request import Json, Message, ToolCall
+from emberkeep.types.request import Json, Message, Request, ToolCall
 from emberkeep.values import dataclass
 
 _SYSTEM = ("system", "developer")
+
 _NAME_CHARS = 16
+
 _LONGEST_ARGUMENTS = 1 << 16
 """Longer ones are not compared by what they mean."""
 
@@ -254,3 +258,42 @@ def _message_json(message: Message) -> Json:
 def _message(data: Sequence[Json]) -> Message:
     role, content, reasoning, calls, call_id, name = data
     return Message(role, content, reasoning, tuple(ToolCall(*call) for call in calls), call_id, name)
+
+
+_MOST = 512
+
+_MOST_CHARS = 1 << 16
+
+
+class LatestAnswers:
+    """Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._answers = Latest[tuple[str, bytes], Message](_MOST)
+        self._lock = threading.Lock()
+
+    def add(self, request: Request, answer: Message) -> None:
+        size = len(answer.reasoning) + sum(len(call.arguments) for call in answer.tool_calls)
+        if not 0 < size <= _MOST_CHARS:
+            return
+        key = read_history((*request.messages, answer), request.conversation_id).keys[-1]
+        with self._lock:
+            self._answers[request.namespace, key] = answer
+
+    def forget(self, owners: Container[str]) -> None:
+        with self._lock:
+            drop_owners(self._answers, owners)
+
+    def changed_in(self, owner: str, view: View) -> dict[int, Message]:
+        """Spoken messages that the client sends otherwise than they were written, where that is not known yet."""
+        history = view.history
+        with self._lock:
+            answers = {place: self._answers.get((owner, key)) for place, key in enumerate(history.keys)}
+        return {
+            place: answer
+            for place, answer in answers.items()
+            if answer is not None
+            and place not in view.written
+            and as_written(history.messages[history.spoken[place]], answer)
+            != history.messages[history.spoken[place]]
+        }

@@ -17,8 +17,8 @@ from emberkeep.backend.base import Backend
 from emberkeep.backend.server_tools import HostTool, ToolMode, ToolServer
 from emberkeep.backend.tool_loop import Gate, ToolLoop
 from emberkeep.errors import RequestError
+from emberkeep.session.recall import fit_results, room_for_results, shorten_results
 from emberkeep.session.sessions import about_tokens
-from emberkeep.session.tool_results import fit_results, room_for_results, shorten_results
 from emberkeep.tools.function import ToolFunction
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
 from emberkeep.types.events import Decision, Events, PermissionAsked, Usage

@@ -7,11 +7,13 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
+from email.utils import formatdate
 from pathlib import Path
+from time import time
 
 import pytest
 
-from emberkeep.backend.remote.base import Provider
+from emberkeep.backend.remote.base import Provider, retry_after
 from emberkeep.backend.remote.vendors import (
     GROUP,
     VENDORS,
@@ -27,6 +29,7 @@ from emberkeep.errors import ConfigError, RemoteRefused
 from emberkeep.types.models import RemoteModel
 
 CANARY = "canary-7f3a9c"
+
 OWN = """
     class Parrot:
         def __init__(self, remote, key):
@@ -149,3 +152,23 @@ def test_no_package_can_take_the_place_of_a_known_kind() -> None:
     assert vendor_names().count("openai") == 1
     with pytest.raises(RemoteRefused):
         open_provider(remote("openai"), {})
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"retry-after": "7"}, 7),
+        ({"retry-after-ms": "1500", "retry-after": "7"}, 1.5),
+        ({"retry-after": "soon"}, None),
+        ({"retry-after": "-1"}, None),
+        ({"retry-after": formatdate(0, usegmt=True)}, 0),
+        ({}, None),
+    ],
+)
+def test_when_to_come_back_is_read_from_headers(headers: dict[str, str], seconds: float | None) -> None:
+    assert retry_after(headers) == seconds
+
+
+def test_a_date_to_come_back_at_is_in_the_future() -> None:
+    wait = retry_after({"retry-after": formatdate(time() + 3600, usegmt=True)})
+    assert wait is not None and 3000 < wait <= 3600

@@ -15,11 +15,12 @@ import anthropic
 from emberkeep.backend.remote.base import (
     Keepsakes,
     RemoteAbout,
+    Service,
     anonymous_id,
     chosen_sampling,
+    client_options,
     json_format,
 )
-from emberkeep.backend.remote.service import Service, client_options
 from emberkeep.chat.messages import marked_system
 from emberkeep.errors import InvalidField
 from emberkeep.types.events import (

@@ -18,12 +18,9 @@ from functools import partial
 from time import monotonic
 
 from emberkeep.backend.base import Extras, ModelCard
-from emberkeep.backend.choices import Permits
-from emberkeep.backend.deadline import with_deadline
-from emberkeep.backend.remote.base import Provider
-from emberkeep.backend.remote.fitter import FittedChat, RemoteFitter
-from emberkeep.backend.remote.kv_evictions import LostMessages, ReportsEvictions
-from emberkeep.backend.remote.service import translate_faults
+from emberkeep.backend.limits import Permits, with_deadline
+from emberkeep.backend.remote.base import Provider, translate_faults
+from emberkeep.backend.remote.fitter import FittedChat, LostMessages, RemoteFitter, ReportsEvictions
 from emberkeep.backend.server_tools import HostTools, ServerTools, without_tools
 from emberkeep.errors import ContextExceeded, RemoteDown, RemoteError, RemoteFull, RequestError
 from emberkeep.kv.forgetting import Holders

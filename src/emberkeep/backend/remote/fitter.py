@@ -1,4 +1,5 @@
-"""Conversations that are longer than a remote model's context: which messages leave, by an estimate of tokens.
+"""A conversation with a remote model: which messages leave where it is longer than the context, by an estimate
+of tokens, and which are archived because a server has dropped their state.
 
 A remote model's tokens are not known here. What it counted in earlier prompts tells how many bytes make one, and
 what it refuses tells how much was too much. Bytes, not characters: of Chinese a token holds one or two characters,
@@ -7,14 +8,17 @@ of English four.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
+from typing import Protocol, runtime_checkable
 
 from emberkeep.errors import ContextExceeded
+from emberkeep.latest import Latest, drop_owners
 from emberkeep.session.conversation import evict_until, plan_eviction
 from emberkeep.session.sessions import Sessions
 from emberkeep.session.view import Inserted, View
@@ -24,11 +28,15 @@ from emberkeep.values import dataclass
 
 _BYTES_PER_TOKEN = 3.5
 """Before the first answer: fewer than most texts have, so that the estimate is rather too long."""
+
 _AROUND = 12
 """Bytes that a template writes around a message, about."""
+
 _IMAGE = 4000
+
 _WEIGHT = 0.3
 """How much the latest answer counts in what is known about the model's tokens."""
+
 _LESS = 0.9
 
 
@@ -131,3 +139,65 @@ def _size(tools: Iterable[Tool], messages: Iterable[Message]) -> int:
 
 def _length(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+OnRemoved = Callable[[Request, Sequence[int]], None]
+"""Gets a conversation's last request, with the answer to it as its last message, and the places of the messages
+whose state is gone, each once. Is called in the event loop: must not block."""
+
+_MOST_REQUESTS = 256
+
+
+@runtime_checkable
+class ReportsEvictions(Protocol):
+    """A provider that reports what happens to its server's KV cache."""
+
+    on_removed: OnRemoved | None
+
+    def forget(self, owners: Container[str]) -> None:
+        """Keep nothing of these. Call it in the event loop."""
+
+
+class LostMessages:
+    """Archives the messages whose state a server has dropped. Belongs to the event loop."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+        self._sent = Latest[tuple[str, tuple[Message, ...]], Request](_MOST_REQUESTS)
+        self._archiving: set[asyncio.Task[None]] = set()
+
+    def note_request(self, shown: Request, sent: Request) -> None:
+        """Note the request as the server gets it, and as the client sent it."""
+        self._sent[shown.namespace, shown.messages] = sent
+
+    def forget(self, owners: Container[str]) -> None:
+        drop_owners(self._sent, owners)
+
+    def archive(self, request: Request, places: Sequence[int]) -> None:
+        """An `OnRemoved`: writes in a thread, and returns at once."""
+        *shown, answer = request.messages
+        sent = self._sent.get((request.namespace, tuple(shown)))
+        if sent is None:
+            return
+        whole = replace(sent, messages=(*sent.messages, answer))
+        lost = _places_in(request.messages, whole.messages, places)
+        task = asyncio.create_task(asyncio.to_thread(self._sessions.lost, whole, lost))
+        self._archiving.add(task)
+        task.add_done_callback(self._archiving.discard)
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._archiving, return_exceptions=True)
+
+
+def _places_in(shown: Sequence[Message], sent: Sequence[Message], places: Sequence[int]) -> frozenset[int]:
+    """Where messages that the model was shown stand among those that were sent: some were left out or put in."""
+    matches: dict[int, int] = {}
+    at = 0
+    for place, one in enumerate(shown):
+        for i, other in enumerate(sent[at:], at):
+            # A notice or what was recalled may stand before its text.
+            is_same = (one.role, one.tool_calls) == (other.role, other.tool_calls)
+            if is_same and one.content.endswith(other.content):
+                matches[place], at = i, i + 1
+                break
+    return frozenset(matches[place] for place in places if place in matches)

@@ -18,11 +18,12 @@ from emberkeep.api.tools import call_json
 from emberkeep.backend.remote.base import (
     Keepsakes,
     RemoteAbout,
+    Service,
     anonymous_id,
     chosen_sampling,
+    client_options,
     json_format,
 )
-from emberkeep.backend.remote.service import Service, client_options
 from emberkeep.backend.remote.vendors import VENDORS, Vendor, api_url, vendor_of
 from emberkeep.errors import RemoteError
 from emberkeep.types.events import (

@@ -27,8 +27,7 @@ from emberkeep.api.openai.body import (
 from emberkeep.api.openai.messages import BeginningList, ToolList, prefix_of_chats
 from emberkeep.api.sampling import KvBits
 from emberkeep.api.stored import MAX_VERIFY_S, entry_json, node_json, shown_json
-from emberkeep.backend.base import Backend
-from emberkeep.backend.capabilities import cache_of, warm_prefix
+from emberkeep.backend.base import Backend, cache_of, warm_prefix
 from emberkeep.backend.models import loaded
 from emberkeep.errors import InvalidField, Overloaded
 from emberkeep.server.routes.base import (

@@ -9,8 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from emberkeep.api.embeddings import LlamaEmbeddingBody, OpenAIEmbeddingsBody, RerankBody, embedding_usage
-from emberkeep.backend.base import Backend
-from emberkeep.backend.capabilities import embedder_of, ranker_of
+from emberkeep.backend.base import Backend, embedder_of, ranker_of
 from emberkeep.backend.models import loaded
 from emberkeep.server.routes.base import Routes, Served, list_response
 from emberkeep.server.stream import make_of_body, while_connected

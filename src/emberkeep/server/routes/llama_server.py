@@ -29,8 +29,7 @@ from emberkeep.api.llama_server import (
 )
 from emberkeep.api.openai.body import TemplateArgs
 from emberkeep.api.openai.messages import MessageList, ToolList, to_messages
-from emberkeep.backend.base import Backend
-from emberkeep.backend.capabilities import cache_of, tokenizer_of
+from emberkeep.backend.base import Backend, cache_of, tokenizer_of
 from emberkeep.errors import InvalidField, NoSuchEntry, RequestError
 from emberkeep.server.routes.base import (
     HELLO,

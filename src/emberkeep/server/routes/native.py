@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from emberkeep import __version__
 from emberkeep.api.body import Body, one_of
-from emberkeep.backend.capabilities import experts_of
+from emberkeep.backend.base import experts_of
 from emberkeep.backend.models import Models, loaded
 from emberkeep.backend.server_tools import ToolDesk
 from emberkeep.config.settings import OFF

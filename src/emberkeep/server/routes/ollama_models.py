@@ -24,7 +24,7 @@ from emberkeep.api.body import Body, one_of
 from emberkeep.api.errors import OLLAMA_ERRORS, failure_of
 from emberkeep.api.ollama.answer import OllamaFrames, timestamp
 from emberkeep.backend.base import Backend, ModelCard
-from emberkeep.backend.embedding_backend import EmbeddingBackend
+from emberkeep.backend.embedder import EmbeddingBackend
 from emberkeep.backend.models import status_of
 from emberkeep.config.settings import DEFAULT_MODEL
 from emberkeep.errors import DownloadFailed, EmberkeepError, InvalidField, ModelError, ModelNotFound, RequestError

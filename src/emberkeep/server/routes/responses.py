@@ -34,8 +34,7 @@ from emberkeep.api.responses.body import (
     response_head,
 )
 from emberkeep.api.responses.items import Item, references, resolve, response_of, to_items
-from emberkeep.backend.base import Backend
-from emberkeep.backend.capabilities import tokenizer_of
+from emberkeep.backend.base import Backend, tokenizer_of
 from emberkeep.errors import EmberkeepError, InvalidField, MemoryFailed, NoSuchEntry, RequestError
 from emberkeep.library.user_memory import require_memory
 from emberkeep.memory.memory import Memory

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from emberkeep.backend.capabilities import (
+from emberkeep.backend.base import (
     attention_of,
     cache_of,
     embedder_of,

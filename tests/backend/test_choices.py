@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from emberkeep.backend.samplers import SamplerSource
+from emberkeep.backend.choices import SamplerSource
 from emberkeep.engine.fake import FakeVocab
 from emberkeep.types.request import Request, Sampling
 

@@ -1,4 +1,4 @@
-"""Switching how attention is computed, as a program does it."""
+"""What an engine offers besides answers, as a program uses it: ways to compute attention, counts of experts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from emberkeep.engine.fake import FakeEngine, FakeTiers
 from emberkeep.errors import RequestError
 from emberkeep.types.events import MissReason
 from emberkeep.types.request import Request
+from helpers import tiny_gguf
 from helpers.scripted_backend import fake_backend
 
 STORY = "Once upon a time there was a harbour with seven ships. " * 10
@@ -64,3 +65,24 @@ def test_an_engine_without_a_choice_says_so(tmp_path: Path) -> None:
         assert llm.attention_tier() is None
         with pytest.raises(RequestError, match="one way"):
             llm.attention_tier("plain")
+
+
+def serving(model: Path, folder: Path) -> Emberkeep:
+    return Emberkeep.open(Config(model=str(model), data_dir=folder))
+
+
+def test_what_is_evaluated_while_tracking_is_on_is_counted(tmp_path: Path) -> None:
+    with serving(tiny_gguf.moe(tmp_path / "moe.gguf"), tmp_path) as llm:
+        assert llm.track_experts(True).enabled
+        evaluated = llm.warm("a prefix of some length").tokens
+        (layer,) = llm.expert_stats().layers
+        assert (layer.tokens, sum(layer.counts)) == (evaluated, evaluated * tiny_gguf.EXPERTS_USED)
+        assert llm.track_experts(reset=True).layers == ()
+        assert not llm.track_experts(False).enabled
+
+
+def test_a_model_without_experts_says_so(tmp_path: Path) -> None:
+    with serving(tiny_gguf.dense(tmp_path / "dense.gguf"), tmp_path) as llm:
+        for ask in (llm.expert_stats, llm.track_experts):
+            with pytest.raises(RequestError, match="not a mixture"):
+                ask()

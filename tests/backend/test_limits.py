@@ -1,4 +1,4 @@
-"""How many requests are let in, and when their permits are released."""
+"""How many requests are let in, when their permits are released, and how long one may take."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.backend.choices import Permit, Permits
+from emberkeep.backend.limits import Permit, Permits, with_deadline
 from emberkeep.backend.local import LocalBackend
 from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.errors import InvalidField, Overloaded, RateLimited
-from emberkeep.types.events import Completed
+from emberkeep.errors import DeadlineExceeded, InvalidField, Overloaded, RateLimited
+from emberkeep.types.events import Completed, Event, TextDelta
 from emberkeep.types.request import Request, Sampling
 from helpers.scheduling import Gate
 from helpers.scripted_backend import fake_backend
@@ -150,3 +150,29 @@ def test_a_permit_is_refused_exactly_when_a_limit_is_reached(
     for permit in held:
         permit.choice_over()
     assert not permits._held_by, "users who have left are remembered"
+
+
+async def _slowly(seconds: float) -> AsyncIterator[Event]:
+    for word in ("one", "two"):
+        await asyncio.sleep(seconds)
+        yield TextDelta(0, word)
+
+
+def test_one_deadline_holds_for_everything_together() -> None:
+    async def run() -> list[Event]:
+        return [event async for event in with_deadline(_slowly(30.0), 0.02)]
+
+    with pytest.raises(DeadlineExceeded):
+        asyncio.run(run())
+
+
+def test_a_timeout_of_the_events_themselves_is_not_ours() -> None:
+    async def failing() -> AsyncIterator[Event]:
+        yield TextDelta(0, "one")
+        raise TimeoutError("the socket")
+
+    async def run() -> list[Event]:
+        return [event async for event in with_deadline(failing(), 60.0)]
+
+    with pytest.raises(TimeoutError, match="the socket"):
+        asyncio.run(run())
