@@ -17,9 +17,8 @@ import numpy as np
 from benchmarks.trace_file import BLOCK, Visit, read_trace
 from emberkeep.bench.report import BenchResult, Row, Table, ratios, series
 from emberkeep.bench.workspace import Workspace
-from emberkeep.kv.disk.tier import shrink_disk
+from emberkeep.kv.disk.tier import evict
 from emberkeep.kv.ledger import Ledger
-from emberkeep.kv.policy import LOW_WATER
 from emberkeep.kv.tree import Chunk, ChunkKey, path_to
 from emberkeep.types.lineage import EXACT
 
@@ -89,11 +88,12 @@ def _served(ledger: Ledger, visit: Visit, capacity: int) -> int:
     for begin in range(place.position, visit.tokens, BLOCK):
         key = ChunkKey(visit.blocks[begin // BLOCK].to_bytes(8))
         chunk = Chunk(key=key, parent=chunk, take=take, tokens=tokens[begin : begin + BLOCK], bytes=1)
-        chunk.expires, take = inf, len(chunk.tokens)
-        ledger.add(chunk, memoryview(b""))
+        take = len(chunk.tokens)
+        ledger.insert(chunk, memoryview(b""))
+        chunk.expires = inf
         ledger.enter_file(chunk, 1)
     if ledger.disk.chunks > capacity:
-        shrink_disk(ledger, capacity * LOW_WATER, 0)
+        evict(ledger, capacity)
     return place.position
 
 

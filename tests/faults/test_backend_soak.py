@@ -9,7 +9,7 @@ import pytest
 
 from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.kv.holdings import Ghosts
+from emberkeep.kv.entries import Ghosts
 from emberkeep.types.events import Completed
 from emberkeep.types.lineage import private_namespace
 from emberkeep.types.request import Message, Request, Sampling
@@ -27,7 +27,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda _: None)
     monkeypatch.setattr("emberkeep.kv.entries.MOST_ENTRIES", REMEMBERED)
     monkeypatch.setattr("emberkeep.kv.entries.CHANGES_LIMIT", REMEMBERED)
-    monkeypatch.setattr("emberkeep.kv.holdings.Ghosts", lambda: Ghosts(REMEMBERED))
+    monkeypatch.setattr("emberkeep.kv.entries.Ghosts", lambda: Ghosts(REMEMBERED))
     monkeypatch.setattr("emberkeep.sched.slots.REMEMBERED", REMEMBERED)
     monkeypatch.setattr("emberkeep.session.sessions._REMEMBERED", REMEMBERED)
     monkeypatch.setattr("emberkeep.session.hygiene._REMEMBERED", REMEMBERED)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from emberkeep.kv.disk import index
-from emberkeep.kv.holdings import Ghosts
+from emberkeep.kv.entries import Ghosts
 from emberkeep.kv.store import KvStore
 from emberkeep.types.cache import EntryKind, Label
 from emberkeep.types.lineage import EXACT, Lineage, private_namespace

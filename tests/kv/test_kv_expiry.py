@@ -14,7 +14,7 @@ import pytest
 
 from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.disk.index import Index
-from emberkeep.kv.entries import Entry, Tail
+from emberkeep.kv.entries import Entry, Tail, Unsaved, UnsavedChanges
 from emberkeep.kv.expiry import UnusedStores
 from emberkeep.kv.policy import Keeping, StoreClock
 from emberkeep.kv.store import Budgets, KvStore, expire_closed
@@ -121,9 +121,12 @@ def test_what_the_index_has_moved_leaves_no_trace_either(tmp_path: Path) -> None
             entry.tails.extend(Tail(ChunkKey(bytes(32)), 0, 0, 0) for _ in range(rng.randrange(8)))
             while len(entry.tails) > rng.randrange(1, 8):
                 entry.tails.pop()
-        index.save_entries((entry for entry in entries if rng.random() < 0.7), {})
-    gone = entries[::3]
-    index.remove_entries(entry.id for entry in gone)
+        changes = UnsavedChanges()
+        changes.entries = {entry.id: entry for entry in entries if rng.random() < 0.7}
+        index.save_notes(Unsaved(changes, [], {}), {})
+    gone, changes = entries[::3], UnsavedChanges()
+    changes.forgotten.extend(entry.id for entry in gone)
+    index.save_notes(Unsaved(changes, [], {}), {})
     index.erase_traces()
     index.close()
     data = (tmp_path / "index.db").read_bytes()

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from emberkeep.kv.disk.index import Index, Unreadable, description_of
-from emberkeep.kv.entries import Uses
 from helpers.kv_building import FINGERPRINT, chunk_files, chunks_of, load, new_store, prompt, put
 
 TOKENS = prompt(300)
@@ -59,15 +58,6 @@ def test_a_known_key_is_left_alone(folder):
     before = index.rows_after(0)
     index.add([(description_of(before[0], FINGERPRINT), 7, 0.0)])
     assert [row.bytes for row in index.rows_after(0)] == [row.bytes for row in before]
-
-
-def test_another_connections_writes_change_the_version(folder):
-    mine, other = Index(database(folder)), Index(database(folder))
-    before = mine.version()
-    mine.touch([(mine.rows_after(0)[0].key, Uses(hits=5))])
-    assert mine.version() == before
-    other.remove([other.rows_after(0)[0].key])
-    assert mine.version() != before
 
 
 def break_pages(path: Path) -> None:

@@ -4,7 +4,9 @@ import time
 
 import pytest
 
-from emberkeep.kv.policy import CostModel, Rate, Rhythm, StoreClock, worth, worth_writing
+from emberkeep.kv.disk.tier import evict
+from emberkeep.kv.ledger import Ledger
+from emberkeep.kv.policy import CostModel, RamTier, Rate, Rhythm, StoreClock, Tally, worth, worth_writing
 from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, Segment, new_root
 from helpers.kv_building import ids
 
@@ -16,8 +18,6 @@ def a_chunk(*, tokens: int = 128, size: int = 1000, hits: int = 0, used: int = 0
 
 
 # ── worth ──
-
-
 @pytest.mark.parametrize(
     ("less", "more"),
     [
@@ -63,8 +63,6 @@ def test_a_clock_behind_the_last_use_is_no_trouble():
 
 
 # ── the rhythm ──
-
-
 def test_the_rhythm_follows_what_it_hears():
     rhythm = Rhythm()
     for _ in range(10_000):
@@ -84,8 +82,6 @@ def test_one_that_comes_back_after_a_week_changes_little():
 
 
 # ── worth writing ──
-
-
 @pytest.mark.parametrize(
     ("hits", "was_written", "spent", "budget", "expected"),
     [
@@ -106,8 +102,6 @@ def test_the_ssd_wears_for_new_chunks_within_the_budget_and_for_reused_ones(
 
 
 # ── load or recompute ──
-
-
 def chain(count: int, size: int = 1000) -> tuple[Segment, ...]:
     segments, cursor = [], Cursor(new_root(""), 0, "")
     for _ in range(count):
@@ -164,3 +158,133 @@ def test_the_stores_clock_runs_while_the_machine_sleeps(monkeypatch):
     begin = clock.now()
     seconds[time.CLOCK_BOOTTIME] += 3600
     assert clock.now() - begin == 3600
+
+
+def grown(ledger: Ledger, name: str, length: int, *, hits: int = 0) -> list[Chunk]:
+    """A conversation of `length` chunks on disk, a byte each."""
+    chunks = [ledger.tree.root("")]
+    for number in range(length):
+        key = ChunkKey(f"{name}{number}".encode())
+        chunk = Chunk(key=key, parent=chunks[-1], take=len(chunks[-1].tokens), tokens=ids(ord(name), 1), bytes=1)
+        ledger.insert(chunk, memoryview(b"x"))
+        ledger.enter_file(chunk, 1)
+        for _ in range(hits):
+            ledger.use(chunk)
+        chunks.append(chunk)
+    return chunks[1:]
+
+
+def test_a_conversation_that_is_not_continued_goes_whole_before_the_end_of_one_that_is():
+    ledger = Ledger()
+    proven, alone = grown(ledger, "p", 3, hits=2), grown(ledger, "a", 5)
+    assert evict(ledger, 3.1) == alone[::-1]
+    assert set(ledger.tree) == set(proven)
+
+
+def test_what_has_expired_goes_before_what_is_worth_least():
+    ledger = Ledger()
+    (proven,), (fresh,) = grown(ledger, "p", 1, hits=5), grown(ledger, "f", 1)
+    proven.expires = -1.0
+    assert evict(ledger, 1.1) == [proven]
+    assert fresh in ledger.tree
+
+
+def test_a_chunk_that_is_stored_again_keeps_its_history_and_sets_the_rhythm():
+    ledger = Ledger()
+    grown(ledger, "a", 1, hits=2)
+    before = ledger.rhythm.lookups
+    ledger.tick += 500
+    evict(ledger, 0)
+    (back,) = grown(ledger, "a", 1)
+    assert (back.hits, back.came_back) == (2, True)
+    assert ledger.rhythm.lookups > before
+
+
+PAYLOAD = memoryview(bytes(10))
+
+
+def below_each_other(*names: str, on_disk: bool) -> list[Chunk]:
+    """Chunks one below the other."""
+    chunks = [new_root("")]
+    for name in names:
+        above = chunks[-1]
+        chunk = Chunk(key=ChunkKey(name.encode()), parent=above, take=len(above.tokens), tokens=ids(1, 2))
+        chunk.on_disk = on_disk
+        chunk.attach()
+        chunks.append(chunk)
+    return chunks[1:]
+
+
+def filled(budget: int, *chunks: Chunk) -> RamTier:
+    ram = RamTier(budget)
+    for chunk in chunks:
+        ram.put(chunk, PAYLOAD)
+    return ram
+
+
+def test_what_is_put_is_counted_until_it_is_freed_once_or_twice():
+    (chunk,) = below_each_other("a", on_disk=True)
+    ram = filled(100, chunk)
+    assert ram.tally == Tally(chunks=1, tokens=2, bytes=10)
+    ram.free(chunk)
+    ram.free(chunk)
+    assert ram.tally == Tally() and chunk.payload is None
+
+
+def test_what_is_also_on_disk_goes_before_what_is_worth_less_and_exists_nowhere_else():
+    (stored,), (only_here,) = below_each_other("s", on_disk=True), below_each_other("o", on_disk=False)
+    ram = filled(15, only_here, stored)
+    dropped: list[Chunk] = []
+    assert ram.shrink(lambda chunk: float(chunk is stored), dropped.append) == 1
+    assert dropped == [] and stored.payload is None and only_here.payload is not None
+
+
+def test_of_what_exists_nowhere_else_only_leaves_are_dropped():
+    above, below = below_each_other("a", "b", on_disk=False)
+    ram = filled(15, above, below)
+
+    def drop(chunk: Chunk) -> None:
+        chunk.detach()
+        ram.free(chunk)
+
+    assert ram.shrink(lambda chunk: 0.0, drop) == 1
+    assert below.payload is None and above.payload is not None
+
+
+def test_a_parent_that_becomes_a_leaf_is_weighed_with_the_rest():
+    """Otherwise the end of every conversation would go before the second chunk of any."""
+    (old_above, old_below), (new_above, new_below) = (
+        below_each_other(name, name * 2, on_disk=False) for name in "on"
+    )
+    ram = filled(25, old_above, old_below, new_above, new_below)
+
+    def drop(chunk: Chunk) -> None:
+        chunk.detach()
+        ram.free(chunk)
+
+    assert ram.shrink(lambda chunk: float(chunk in (new_above, new_below)), drop) == 2
+    assert old_above.payload is None and old_below.payload is None
+    assert new_above.payload is not None and new_below.payload is not None
+
+
+def test_what_a_lookup_uses_or_a_person_pinned_stays():
+    used, pinned = *below_each_other("u", on_disk=True), *below_each_other("p", on_disk=False)
+    used.pins, pinned.is_pinned = 1, True
+    ram = filled(0, used, pinned)
+    assert ram.shrink(lambda chunk: 0.0, ram.free) == 0
+    assert ram.tally.chunks == 2
+
+
+def test_a_branch_is_freed_up_to_the_first_chunk_that_was_used_since():
+    first, second, third = below_each_other("1", "2", "3", on_disk=True)
+    first.last_used = 9
+    ram = filled(100, first, second, third)
+    assert ram.free_branch(third, tick=5) == 2
+    assert first.payload is not None
+
+
+def test_what_has_expired_is_freed_if_it_is_on_disk():
+    (stored,), (only_here,) = below_each_other("s", on_disk=True), below_each_other("o", on_disk=False)
+    ram = filled(100, stored, only_here)
+    assert ram.free_expired(now=1.0) == 1
+    assert only_here.payload is not None

@@ -22,8 +22,16 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from emberkeep.errors import ConfigError
 from emberkeep.kv.disk.chunkfile import Damaged
-from emberkeep.kv.remote.blocks import KeySeal, Seal
-from emberkeep.kv.remote.link import Allowance, BoundedSocket, Breaker, RemoteLink, RemoteSettings, Unreachable
+from emberkeep.kv.remote.link import (
+    Allowance,
+    BoundedSocket,
+    Breaker,
+    KeySeal,
+    RemoteLink,
+    RemoteSettings,
+    Seal,
+    Unreachable,
+)
 from helpers.valkey_server import ValkeyServer, faulty_proxy, running_valkey
 
 
@@ -114,12 +122,12 @@ def test_many_failures_at_once_are_one() -> None:
 def test_damage_opens_it_only_if_nothing_is_whole() -> None:
     breaker = Breaker(Clock())
     for _ in range(5):
-        breaker.damaged("bad")
-        breaker.damaged("bad")
-        breaker.whole()
+        breaker.received("bad")
+        breaker.received("bad")
+        breaker.received(None)
     assert not breaker.is_open
     for _ in range(3):
-        breaker.damaged("bad")
+        breaker.received("bad")
     assert breaker.is_open
 
 

@@ -9,14 +9,18 @@ from functools import partial
 import numpy as np
 import pytest
 
+from emberkeep.kv.disk.chunkfile import Description
+from emberkeep.kv.lookups import BLOCK_TOKENS
 from emberkeep.kv.remote.link import RemoteLink
+from emberkeep.kv.remote.lookup import Place, blocks_of
 from emberkeep.kv.remote.tier import RemoteTier
+from emberkeep.kv.remote.writer import BlockPlaces
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import EntryKind, Label
-from emberkeep.types.lineage import EXACT, SHARED, Lineage, private_namespace
+from emberkeep.types.lineage import EXACT, SHARED, Lineage, Repair, private_namespace
 from emberkeep.types.request import Ttl
-from helpers.kv_building import FINGERPRINT, LONG, PLENTY, exported, prompt, put
+from helpers.kv_building import FINGERPRINT, LONG, PLENTY, exported, new_store, prompt, put
 from helpers.valkey_server import ValkeyServer, running_valkey
 from helpers.waiting import eventually
 
@@ -207,3 +211,53 @@ def test_state_lasts_as_long_as_it_is_wanted(server: ValkeyServer) -> None:
         a.flush()
         later = [server.client.ttl(name) for name in first if not name.endswith((b":c", b":s"))]
         assert all(seconds > 80_000 for seconds in later)
+
+
+def test_a_block_is_named_by_all_tokens_up_to_its_end() -> None:
+    blocks = blocks_of(FINGERPRINT, EXACT, LONG)
+    other = LONG.copy()
+    other[200] += 1
+    others = blocks_of(FINGERPRINT, EXACT, other)
+    assert [a.key == b.key for a, b in zip(blocks, others, strict=True)] == [True, *[False] * 6]
+    assert [block.start for block in blocks] == list(range(0, 896, BLOCK_TOKENS))
+
+
+def test_another_user_model_or_way_to_be_approximate_has_other_names() -> None:
+    names = [
+        blocks_of(fingerprint, lineage, LONG)[0].key
+        for fingerprint in (FINGERPRINT, b"other")
+        for lineage in (EXACT, Lineage("alice"), Lineage("alice", 8))
+    ]
+    assert len(set(names)) == len(names)
+
+
+def test_what_a_block_says_of_itself_is_a_chunk_files_description() -> None:
+    for block in (*blocks_of(FINGERPRINT, EXACT, LONG), Place(FINGERPRINT, EXACT).snapshot(LONG[:30])):
+        told = Description.unpack(block.pack())
+        assert told.pack() == block.pack()
+
+
+def test_chunks_of_any_tree_have_the_names_of_their_tokens() -> None:
+    plain = {block.key for block in blocks_of(FINGERPRINT, EXACT, LONG)}
+    for parts in ([], [300], [300, 356, 777], [1]):
+        store = new_store(None)
+        for end in parts:
+            put(store, LONG[:end], fork=True)
+        put(store, LONG)
+        chunks = store.transact(lambda ledger: list(ledger.tree))
+        places = BlockPlaces(FINGERPRINT)
+        placed = [(chunk, places.of(chunk)) for chunk in chunks]
+        for chunk, found in placed:
+            assert (found is not None) == (chunk.start % BLOCK_TOKENS == 0)
+            if found is not None:
+                assert np.array_equal(found.tokens, LONG[chunk.start : chunk.end])
+                assert len(chunk.tokens) < BLOCK_TOKENS or found.described.key in plain
+        store.close()
+
+
+def test_state_of_one_conversation_alone_has_no_name_for_others() -> None:
+    store = new_store(None)
+    put(store, LONG[:256], namespace=Lineage("alice", repair=Repair.SELECTIVE))
+    put(store, LONG[:256], namespace=Lineage("alice", splice="one"))
+    places = BlockPlaces(FINGERPRINT)
+    assert store.transact(lambda ledger: [places.of(chunk) for chunk in ledger.tree]) == [None] * 4

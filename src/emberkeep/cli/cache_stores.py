@@ -345,10 +345,10 @@ def shared_server_report(config: Config) -> ServerReport:
     name = "Valkey" if "valkey_version" in told else "Redis"
     version = told.get("valkey_version") or told.get("redis_version")
     limit, policy = int(told.get("maxmemory", 0)), str(told.get("maxmemory_policy", ""))
-    sealed = "encrypted" if link.seal.is_closed else "not encrypted"
+    sealed = "encrypted" if link.settings.key else "not encrypted"
     held, room = readable_size(int(told.get("used_memory", 0))), readable_size(limit) if limit else "no limit"
     text = f"{where}: {name} {version}, answers in {milliseconds:.1f} ms, holds {held} of {room}, {sealed}"
-    return ServerReport(text, list(_advice(limit, policy, is_closed=link.seal.is_closed)))
+    return ServerReport(text, list(_advice(limit, policy, is_closed=bool(link.settings.key))))
 
 
 def _advice(limit: int, policy: str, *, is_closed: bool) -> list[str]:

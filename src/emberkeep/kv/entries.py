@@ -12,12 +12,23 @@ from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import field, replace
-from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
-from emberkeep.kv.holdings import Ghost, Ghosts
-from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, RadixTree, held_at, pack_fields
+from emberkeep.kv.tree import (
+    ROOT,
+    Chunk,
+    ChunkKey,
+    Cursor,
+    RadixTree,
+    chunk_key,
+    held_at,
+    pack_fields,
+    path_to,
+    token_bytes,
+)
+from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import EntryKind, Label
+from emberkeep.types.events import MissReason
 from emberkeep.types.lineage import Lineage
 from emberkeep.types.request import Ttl
 from emberkeep.values import dataclass
@@ -70,7 +81,7 @@ class Entry:
         self.turns += 1
         self.used_at = now
         # A tail that this turn has extended or repeated is no branch of its own.
-        on_the_way = set(_chunks_above(cursor))
+        on_the_way = {segment.chunk.key for segment in path_to(cursor)}
         kept = [t for t in self.tails if t.chunk not in on_the_way]
         self.tails = deque([*kept, Tail(cursor.chunk.key, cursor.used, self.turns, tick)], RING)
 
@@ -287,27 +298,9 @@ def nameless(chunk: Chunk) -> Entry:
     return Entry.new(label, chunk.lineage)
 
 
-def _chunks_above(cursor: Cursor) -> Iterator[ChunkKey]:
-    chunk = cursor.chunk
-    while chunk.parent is not None:
-        yield chunk.key
-        chunk = chunk.parent
-
-
 # ── what the index does not know yet ──
 
 CHANGES_LIMIT = 50_000
-
-
-@dataclass(frozen=True, slots=True)
-class Uses:
-    """What is known about a chunk's use, which its file does not say."""
-
-    last_used: int = 0
-    hits: int = 0
-    expires: float = 0.0
-    latest: float = inf
-    """No process may want it for longer."""
 
 
 class UnsavedChanges:
@@ -351,15 +344,105 @@ class UnsavedChanges:
         self.forgotten = deque([*unsaved.forgotten, *self.forgotten], CHANGES_LIMIT)
         self.ghosts = deque([*unsaved.ghosts, *self.ghosts], CHANGES_LIMIT)
 
-    def uses(self, latest: float = inf) -> list[tuple[ChunkKey, Uses]]:
-        chunks = [chunk for chunk in self.used.values() if chunk.on_disk]
-        return [(c.key, Uses(c.last_used, c.hits, c.expires, latest)) for c in chunks]
-
 
 @dataclass(frozen=True, slots=True)
 class Unsaved:
     """What the index is to be told."""
 
     changes: UnsavedChanges
-    uses: list[tuple[ChunkKey, Uses]]
+    uses: list[tuple[int, int, float, float, ChunkKey]]
+    """When and how often chunks were used, until when they are wanted, and how long any process may want them."""
     meta: dict[str, Any]
+
+
+# ── what the store remembers of a chunk that is gone ──
+
+GHOST_LIMIT = 50_000
+"""About 100 bytes each."""
+_OPENING = 16
+"""Tokens by which a chunk that a prompt does not fill is recognised."""
+
+
+class Ghost(NamedTuple):
+    """Explains a miss, and lets a chunk that comes back keep its history: one that is evicted and wanted again and
+    again is worth more than its last stay alone would say."""
+
+    key: ChunkKey
+    lineage: Lineage
+    parent: ChunkKey
+    take: int
+    length: int
+    opening: bytes
+    """Hash of its first tokens: which they were must not be known any more."""
+    reason: MissReason
+    hits: int
+    last_used: int
+    was_written: bool
+
+
+def ghost_of(chunk: Chunk, reason: MissReason) -> Ghost:
+    assert chunk.parent is not None
+    place = (chunk.key, chunk.lineage, chunk.parent.key, chunk.take)
+    tokens = (len(chunk.tokens), _opening(chunk.tokens))
+    return Ghost(*place, *tokens, reason, chunk.hits, chunk.last_used, chunk.on_disk or chunk.was_written)
+
+
+class Ghosts:
+    """The latest `limit` of them. No locks: the store has one."""
+
+    def __init__(self, limit: int = GHOST_LIMIT) -> None:
+        self._limit = limit
+        self._by_key: OrderedDict[ChunkKey, Ghost] = OrderedDict()
+        self._below: dict[tuple[ChunkKey, int], set[ChunkKey]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def add(self, ghosts: Iterable[Ghost]) -> None:
+        for ghost in ghosts:
+            self.take(ghost.key)
+            self._by_key[ghost.key] = ghost
+            self._below.setdefault(_place(ghost), set()).add(ghost.key)
+        while len(self._by_key) > self._limit:
+            self.take(next(iter(self._by_key)))
+
+    def take(self, key: ChunkKey) -> Ghost | None:
+        """Forget a chunk, because it is back; returns what was known."""
+        ghost = self._by_key.pop(key, None)
+        if ghost is not None:
+            siblings = self._below[_place(ghost)]
+            siblings.discard(key)
+            if not siblings:
+                del self._below[_place(ghost)]
+        return ghost
+
+    def forget(self, lineages: Container[Lineage]) -> None:
+        for key in [key for key, ghost in self._by_key.items() if ghost.lineage in lineages]:
+            self.take(key)
+
+    def lineages(self) -> set[Lineage]:
+        return {ghost.lineage for ghost in self._by_key.values()}
+
+    def after(self, fingerprint: bytes, cursor: Cursor, tokens: TokenArray) -> Ghost | None:
+        """The longest chunk that went on from `cursor` with what `tokens` (a whole prompt) has there."""
+        below = [self._by_key[key] for key in self._below.get((cursor.chunk.key, cursor.used), ())]
+        seen = [ghost for ghost in below if cursor.lineage.sees(ghost.lineage)]
+        rest = tokens[cursor.position :]
+        known = sorted(seen, key=lambda ghost: -ghost.length)
+        return next((ghost for ghost in known if _went_on_with(ghost, fingerprint, rest)), None)
+
+
+def _went_on_with(ghost: Ghost, fingerprint: bytes, rest: TokenArray) -> bool:
+    if not 0 < ghost.length <= len(rest):
+        # It was longer than the prompt, which therefore cannot be compared with all of it.
+        return ghost.length >= _OPENING <= len(rest) and _opening(rest) == ghost.opening
+    part = rest[: ghost.length]
+    return chunk_key(fingerprint, ghost.lineage, ghost.parent, ghost.take, part) == ghost.key
+
+
+def _opening(tokens: TokenArray) -> bytes:
+    return hashlib.blake2b(token_bytes(tokens[:_OPENING]), digest_size=8).digest()
+
+
+def _place(ghost: Ghost) -> tuple[ChunkKey, int]:
+    return ghost.parent, ghost.take

@@ -137,10 +137,7 @@ def _forget_expired(ledger: Ledger, entries: Iterable[Entry]) -> int:
 
 def _drop_expired_orphans(ledger: Ledger) -> None:
     now = ledger.clock.now()
-    for row in [row for row in ledger.orphans if row.expires <= now]:
-        ledger.orphans.take(row.parent, row.key)
-        ledger.discard_file(row.key, row.bytes)
-        ledger.deletions += 1
+    ledger.deletions += ledger.give_up_orphans(lambda row: row.expires <= now)
 
 
 def _put_off(ledger: Ledger, later: LaterUses) -> None:

@@ -26,9 +26,9 @@ from typing import Any, TypeVar
 
 from emberkeep.errors import EmberkeepError
 from emberkeep.files import private_folder, replace_file
-from emberkeep.kv.disk.index import SharedIndex
-from emberkeep.kv.holdings import ChunkRow
+from emberkeep.kv.disk.index import Index
 from emberkeep.kv.ledger import Transact
+from emberkeep.kv.policy import ChunkRow
 from emberkeep.types.cache import Removed
 from emberkeep.types.lineage import SHARED, owner_of, user_of
 from emberkeep.values import dataclass
@@ -251,7 +251,7 @@ class Forgetter:
     """Drops the state of users that any process on this folder has forgotten. Safe to use from any thread; blocks
     on disk, if there is one."""
 
-    def __init__(self, on_disk: tuple[ForgottenRecord, SharedIndex] | None, transact: Transact) -> None:
+    def __init__(self, on_disk: tuple[ForgottenRecord, Index] | None, transact: Transact) -> None:
         self._on_disk = on_disk
         self._transact = transact
         self._noticing = threading.Lock()
@@ -288,7 +288,7 @@ class Forgetter:
             self._on_disk[1].forget_untold(whose)
         self.on_forget(whose)
 
-    def _notice(self, record: ForgottenRecord, index: SharedIndex) -> None:
+    def _notice(self, record: ForgottenRecord, index: Index) -> None:
         if record.is_known():
             return
         whose, known = record.newly_forgotten()

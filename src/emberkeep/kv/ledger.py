@@ -12,9 +12,18 @@ from dataclasses import asdict
 from typing import Any, Protocol, TypeVar
 
 from emberkeep.kv.content import ContentIndex
-from emberkeep.kv.entries import Entries, Entry, Unsaved
-from emberkeep.kv.holdings import ChunkRow, Orphans, RamTier, Tally, ghost_of
-from emberkeep.kv.policy import Keeping, Rhythm, StoreCounters, WriteBudget, worth_writing
+from emberkeep.kv.entries import Entries, Entry, Unsaved, ghost_of
+from emberkeep.kv.policy import (
+    ChunkRow,
+    Keeping,
+    Orphans,
+    RamTier,
+    Rhythm,
+    StoreCounters,
+    Tally,
+    WriteBudget,
+    worth_writing,
+)
 from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, RadixTree, Span, held_at
 from emberkeep.token_arrays import common_prefix
 from emberkeep.types.cache import Label
@@ -123,18 +132,14 @@ class Ledger:
     # ── coming ──
 
     def insert(self, chunk: Chunk, payload: memoryview) -> None:
-        """Enter a chunk that a request has just computed."""
-        self.add(chunk, payload)
-        chunk.expires = self.wanted_until(Ttl.SHORT)  # until a turn ends in it
-        self.counters.inserted_chunks += 1
-
-    def add(self, chunk: Chunk, payload: memoryview) -> None:
-        """Enter a chunk that has just been computed; it is in RAM only.
+        """Enter a chunk that a request has just computed; it is in RAM only.
 
         A file of it that waits for its parent is given up: something above it was damaged, it may be no better.
         """
         assert chunk.parent is not None
+        self.counters.inserted_chunks += 1
         chunk.last_used = self.tick
+        chunk.expires = self.wanted_until(Ttl.SHORT)  # until a turn ends in it
         if row := self.orphans.take(chunk.parent.key, chunk.key):
             self.discard_file(row.key, row.bytes)
         if ghost := self.entries.ghosts.take(chunk.key):
@@ -164,10 +169,10 @@ class Ledger:
 
     def admit_file(self, key: ChunkKey) -> bool:
         """Whether a file that is written is to come into its place."""
-        is_wanted = self.tree.get(key) is not None and key not in self.to_remove
-        if is_wanted:
-            self.arriving.add(key)
-        return is_wanted
+        if self.tree.get(key) is None or key in self.to_remove:
+            return False
+        self.arriving.add(key)
+        return True
 
     def enter_files(self, sizes: Mapping[ChunkKey, int]) -> None:
         """Enter the files that were written; those of chunks that went meanwhile are to be removed, even if one is
@@ -204,27 +209,22 @@ class Ledger:
             if parent is None:
                 self.orphans.add(row)
                 continue
-            if row.take <= len(parent.tokens):
-                self._hang(row, parent, wanted_until)
-            else:
-                self.discard_file(row.key, row.bytes)  # nothing leads to it, and nothing ever will
+            self._hang(row, parent, wanted_until)
             todo += self.orphans.take_all(row.key)
 
     def settle_orphan(self, row: ChunkRow, *, is_whole: bool) -> None:
         """An orphan's file was read: it is entered, or it is there no more."""
         parent = self.tree.get(row.parent)
-        if parent is None or not self.orphans.take(row.parent, row.key):
-            return
-        if is_whole and row.take <= len(parent.tokens):
+        if parent is not None and self.orphans.take(row.parent, row.key) and is_whole:
             self._hang(row, parent, parent.expires)
-        elif is_whole:
-            self.discard_file(row.key, row.bytes)
 
-    def give_up_orphans(self) -> None:
-        """Let go of files that no lookup can reach."""
-        for row in list(self.orphans):
-            self.orphans.take(row.parent, row.key)
+    def give_up_orphans(self, is_one: Callable[[ChunkRow], bool] = lambda row: True) -> int:
+        """Let go of files that no lookup can reach; returns how many."""
+        rows = [row for row in self.orphans if is_one(row)]
+        self.orphans.drop({row.key for row in rows})
+        for row in rows:
             self.discard_file(row.key, row.bytes)
+        return len(rows)
 
     # ── going ──
 
@@ -275,7 +275,10 @@ class Ledger:
         self.on_delete({victim.lineage.owner for victim in gone})
         below = [victim for victim in gone if victim.on_disk and victim is not chunk]
         for victim in below:
-            self.orphans.add(_row_of(victim))
+            assert victim.parent is not None
+            place = (victim.key, str(victim.lineage), victim.parent.key, victim.take, victim.start)
+            uses = (victim.bytes, victim.last_used, victim.hits, victim.expires)
+            self.orphans.add(ChunkRow(0, *place, victim.tokens, victim.sampled, victim.made, *uses))
         if chunk.on_disk and is_there:
             self.discard_file(chunk.key, chunk.bytes)
         return [victim.key for victim in below]
@@ -308,17 +311,16 @@ class Ledger:
             for victim in self._take_out(chunk) if chunk in self.tree else ():
                 if victim.on_disk and not files_stay:
                     self.discard_file(victim.key, victim.bytes)
-        for row in [row for row in self.orphans if Lineage.parse(row.namespace) in theirs]:
-            self.orphans.take(row.parent, row.key)
-            if not files_stay:
-                self.discard_file(row.key, row.bytes)
+        waiting = {row.key for row in self.orphans if Lineage.parse(row.namespace) in theirs}
+        if not files_stay:
+            self.give_up_orphans(lambda row: row.key in waiting)
+        self.orphans.drop(waiting)
         self.entries.forget_lineages(theirs, index_knows=files_stay)
 
     def shrink_ram(self) -> None:
         before = self.ram.tally.bytes
-        count = self.ram.shrink(self.worth, lambda chunk: self.drop(chunk, MissReason.EVICTED))
-        self.counters.warm_evictions += count
-        if count:
+        if count := self.ram.shrink(self.worth, lambda chunk: self.drop(chunk, MissReason.EVICTED)):
+            self.counters.warm_evictions += count
             log.debug("warm: %d chunks are evicted, %d bytes", count, before - self.ram.tally.bytes)
 
     def discard_file(self, key: ChunkKey, size: int) -> None:
@@ -341,7 +343,9 @@ class Ledger:
         changes = self.entries.take_changes()
         clock, (day, written) = self.clock.saved(), self.writes.saved
         meta = {"clock": clock.seconds, "wall": clock.wall, "write_day": day, "written": written}
-        return Unsaved(changes, changes.uses(clock.seconds + max(self.keeping.ttl.values())), meta)
+        latest = clock.seconds + max(self.keeping.ttl.values())
+        uses = [(c.last_used, c.hits, c.expires, latest, c.key) for c in changes.used.values() if c.on_disk]
+        return Unsaved(changes, uses, meta)
 
     def stats(self, side_bytes: int) -> dict[str, Any]:
         """Cheap: nothing is walked. `side_bytes`: that lie beside the files of chunks."""
@@ -393,19 +397,15 @@ class Ledger:
 
     def _hang(self, row: ChunkRow, parent: Chunk, wanted_until: float) -> None:
         self.orphans.take(row.parent, row.key)  # another process may have written it meanwhile
+        if row.take > len(parent.tokens):
+            self.discard_file(row.key, row.bytes)  # nothing leads to it, and nothing ever will
+            return
         chunk = Chunk(key=row.key, parent=parent, take=row.take, tokens=row.tokens, bytes=row.bytes)
         chunk.lineage, chunk.sampled, chunk.made = Lineage.parse(row.namespace), row.sampled, row.made
         chunk.last_used, chunk.hits, chunk.expires = row.last_used, row.hits, row.expires or wanted_until
         self.tick = max(self.tick, row.last_used)
         self.enter_file(chunk, row.bytes)
         self._enter(chunk)
-
-
-def _row_of(chunk: Chunk) -> ChunkRow:
-    assert chunk.parent is not None
-    place = (chunk.key, str(chunk.lineage), chunk.parent.key, chunk.take, chunk.start)
-    uses = (chunk.bytes, chunk.last_used, chunk.hits, chunk.expires)
-    return ChunkRow(0, *place, chunk.tokens, chunk.sampled, chunk.made, *uses)
 
 
 # ── tails: chunks that end a turn, and are replaced by longer ones when the conversation grows ──
@@ -434,8 +434,8 @@ def sibling_with(tail: Chunk) -> Chunk | None:
     """The chunk beside `tail`, which is out of the tree, that begins with its tokens."""
     assert tail.parent is not None
     beside = tail.parent.branches.get(tail.take, {}).get(int(tail.tokens[0]), ())
-    begins = (c for c in beside if common_prefix(c.tokens, tail.tokens) == len(tail.tokens))
-    return next((c for c in begins if c.lineage == tail.lineage), None)
+    mine = (chunk for chunk in beside if chunk.lineage == tail.lineage)
+    return next((chunk for chunk in mine if common_prefix(chunk.tokens, tail.tokens) == len(tail.tokens)), None)
 
 
 def _merged(spans: tuple[Span, ...]) -> tuple[Span, ...]:

@@ -310,6 +310,17 @@ def chunks_along(origin: Cursor, text: bytes, pieces: Sequence[bytes]) -> list[C
     return found
 
 
+# ── what other hosts have ──
+
+BLOCK_TOKENS = 128
+"""State is shared in blocks, each of which begins at a multiple of its length."""
+
+
+def block_start(position: int) -> int:
+    """Where the block that holds `position` begins."""
+    return position // BLOCK_TOKENS * BLOCK_TOKENS
+
+
 class StillElsewhere(OSError):
     """Something is left where other hosts may find it."""
 

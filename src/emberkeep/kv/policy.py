@@ -1,16 +1,20 @@
-"""What the store decides by: what a chunk is worth, what loading costs, how much may be written, and its own time.
+"""What is kept, where and for how long: what a chunk is worth, what loading costs, how much may be written, the
+store's own time; and the chunks in RAM and in files that no lookup can reach.
 
-Pure, but for the clocks. Also what it has done since it was opened.
+No locks and no I/O: `KvStore` calls it with its lock held.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, fields
+from heapq import heapify, heappop, heappush
 from math import exp, log, log2
+from typing import NamedTuple
 
-from emberkeep.kv.tree import Chunk, Segment
+from emberkeep.kv.tree import Chunk, ChunkKey, Made, Segment, Span
+from emberkeep.token_arrays import TokenArray
 from emberkeep.types.request import Ttl
 from emberkeep.values import dataclass
 
@@ -235,6 +239,171 @@ class Keeping:
     """Makes the clock of a store, from what an earlier process has saved of it."""
     chunk_tokens: int = CHUNK_TOKENS
     """The size of what is stored from now on; what is there already is found whatever its size."""
+
+
+# ── where chunks are besides the tree ──
+
+
+class ChunkRow(NamedTuple):
+    """A chunk on disk. A tuple, because opening a store makes a hundred thousand."""
+
+    seq: int
+    key: ChunkKey
+    namespace: str
+    parent: ChunkKey
+    take: int
+    start: int
+    tokens: TokenArray
+    sampled: tuple[Span, ...]
+    made: Made
+    bytes: int
+    last_used: int
+    hits: int
+    expires: float
+
+
+@dataclass(slots=True)
+class Tally:
+    chunks: int = 0
+    tokens: int = 0
+    bytes: int = 0
+
+    def add(self, chunk: Chunk, size: int) -> None:
+        self.chunks += 1
+        self.tokens += len(chunk.tokens)
+        self.bytes += size
+
+    def take(self, chunk: Chunk, size: int) -> None:
+        self.chunks -= 1
+        self.tokens -= len(chunk.tokens)
+        self.bytes -= size
+
+
+class RamTier:
+    """Which chunks have their payload in RAM."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.tally = Tally()
+        self._chunks: dict[ChunkKey, Chunk] = {}
+
+    def put(self, chunk: Chunk, payload: memoryview) -> None:
+        chunk.payload = payload
+        self._chunks[chunk.key] = chunk
+        self.tally.add(chunk, len(payload))
+
+    def free(self, chunk: Chunk) -> None:
+        """Give back the RAM of a chunk, if it takes any."""
+        if self._chunks.pop(chunk.key, None) is not None and chunk.payload is not None:
+            self.tally.take(chunk, len(chunk.payload))
+        chunk.payload = None
+
+    def shrink(self, worth: Callable[[Chunk], float], drop: Callable[[Chunk], object]) -> int:
+        """Come under the budget, down to the low-water mark; returns how many chunks left RAM. What is also on
+        disk goes first. Of what exists nowhere else only leaves go, through `drop`, which takes them out."""
+        count = 0
+        if self.tally.bytes > self.budget:
+            for chunk in in_turn(self._chunks.values(), _may_leave, lambda one: (not one.on_disk, worth(one))):
+                if self.tally.bytes <= self.budget * LOW_WATER:
+                    break
+                count += 1
+                if chunk.on_disk:
+                    self.free(chunk)
+                else:
+                    drop(chunk)
+        return count
+
+    def free_expired(self, now: float) -> int:
+        """Give back the RAM of what is on disk and not wanted any more; returns how many chunks left it."""
+        idle = [
+            chunk for chunk in self._chunks.values() if chunk.on_disk and chunk.expires <= now and not chunk.pins
+        ]
+        for chunk in idle:
+            self.free(chunk)
+        return len(idle)
+
+    def free_branch(self, end: Chunk | None, tick: int) -> int:
+        """Give back the RAM of the branch that ends in `end`, as far as no lookup has used it since `tick`;
+        returns how many chunks left it."""
+        count = 0
+        chunk = end
+        while chunk and not chunk.is_root and chunk.last_used <= tick and not chunk.pins:
+            if chunk.on_disk and chunk.payload is not None:
+                self.free(chunk)
+                count += 1
+            chunk = chunk.parent
+        return count
+
+
+def _may_leave(chunk: Chunk) -> bool:
+    """RAM, without anything that only it leads to being lost."""
+    # Said here and not asked of the chunk: every chunk in RAM is looked at whenever room is made.
+    is_needed = not chunk.on_disk and (chunk.branches or chunk.is_pinned)
+    return chunk.payload is not None and not chunk.pins and not is_needed
+
+
+def in_turn(
+    chunks: Iterable[Chunk], may_go: Callable[[Chunk], bool], rank: Callable[[Chunk], tuple[bool, float]]
+) -> Iterator[Chunk]:
+    """Yields those that may go, the lowest first. A parent that may go when its last child has is weighed with the
+    rest: otherwise the end of every conversation would go before the second chunk of any."""
+    heap = [(rank(chunk), chunk.key, chunk) for chunk in chunks if may_go(chunk)]
+    heapify(heap)
+    while heap:
+        chunk = heappop(heap)[-1]
+        parent = chunk.parent
+        was_in = parent is None or may_go(parent)
+        yield chunk
+        if parent is not None and not was_in and may_go(parent):
+            heappush(heap, (rank(parent), parent.key, parent))
+
+
+# ── files that no lookup can reach ──
+
+
+class Orphans:
+    """Files on disk by the parent without which no lookup can reach them. It may well be computed again."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._below: dict[ChunkKey, dict[ChunkKey, ChunkRow]] = {}
+
+    def __iter__(self) -> Iterator[ChunkRow]:
+        return (row for rows in self._below.values() for row in rows.values())
+
+    def below(self, chunks: Container[ChunkKey]) -> list[ChunkRow]:
+        """Returns those whose parent is among `chunks`."""
+        return [row for parent, rows in self._below.items() if parent in chunks for row in rows.values()]
+
+    def add(self, row: ChunkRow) -> None:
+        rows = self._below.setdefault(row.parent, {})
+        if row.key not in rows:
+            rows[row.key] = row
+            self.bytes += row.bytes
+
+    def take(self, parent: ChunkKey, key: ChunkKey) -> ChunkRow | None:
+        """Returns one that waited for its parent, if it did; it waits no longer."""
+        rows = self._below.get(parent, {})
+        row = rows.pop(key, None)
+        if row is not None:
+            self.bytes -= row.bytes
+            if not rows:
+                del self._below[parent]
+        return row
+
+    def take_all(self, parent: ChunkKey) -> list[ChunkRow]:
+        """Returns those that waited for it, which wait no longer."""
+        rows = self._below.pop(parent, {})
+        self.bytes -= sum(row.bytes for row in rows.values())
+        return list(rows.values())
+
+    def drop(self, missing: Container[ChunkKey]) -> None:
+        """Their files are not there either."""
+        for row in [row for row in self if row.key in missing]:
+            self.take(row.parent, row.key)
+
+
+# ── what the store has done ──
 
 
 @dataclass(slots=True)

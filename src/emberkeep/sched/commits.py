@@ -19,8 +19,7 @@ import numpy as np
 from emberkeep.engine.base import Engine, KvExport, Payload
 from emberkeep.errors import EngineError
 from emberkeep.kv.entries import Entry
-from emberkeep.kv.lookups import Replayed, stored_ids
-from emberkeep.kv.remote.blocks import BLOCK_TOKENS, block_start
+from emberkeep.kv.lookups import BLOCK_TOKENS, Replayed, block_start, stored_ids
 from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, Made, Span, place_at
 from emberkeep.sched.sequence import Sequence

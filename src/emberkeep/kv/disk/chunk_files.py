@@ -48,9 +48,9 @@ from emberkeep.kv.disk.folders import (
     stores_under,
     sweep_files,
 )
-from emberkeep.kv.disk.index import Index, SharedIndex, Unreadable, model_with, row_of
+from emberkeep.kv.disk.index import Index, Unreadable, model_with, row_of
 from emberkeep.kv.forgetting import ForgottenRecord, Whose
-from emberkeep.kv.holdings import ChunkRow
+from emberkeep.kv.policy import ChunkRow
 from emberkeep.kv.tree import ChunkKey, store_name
 from emberkeep.values import dataclass
 
@@ -88,7 +88,7 @@ class ChunkFiles:
             # SQLite answers "locked" at once when two processes turn a new database to write-ahead logging.
             opening = lock(self.folder / "opening", fcntl.LOCK_EX)
             try:
-                self.index = SharedIndex(self.folder / INDEX)
+                self.index = Index(self.folder / INDEX)
             finally:
                 os.close(opening)
         except BaseException:

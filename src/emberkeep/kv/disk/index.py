@@ -20,8 +20,8 @@ import numpy as np
 import xxhash
 
 from emberkeep.kv.disk.chunkfile import Description
-from emberkeep.kv.entries import Entry, EntryId, UnsavedChanges, Uses, unpack_tails
-from emberkeep.kv.holdings import GHOST_LIMIT, ChunkRow, Ghost
+from emberkeep.kv.entries import GHOST_LIMIT, Entry, EntryId, Ghost, Unsaved, unpack_tails
+from emberkeep.kv.policy import ChunkRow
 from emberkeep.kv.tree import MADE, ChunkKey, pack_spans, token_bytes, unpack_spans
 from emberkeep.types.cache import EntryKind, Label
 from emberkeep.types.events import MissReason
@@ -99,11 +99,22 @@ class Unreadable(OSError):
 
 
 class Index:
-    """One connection; used by one thread at a time. Methods raise OSError for whatever SQLite reports, and
-    Unreadable where it says what cannot be."""
+    """The index of a folder that several processes have open, for all threads of one of them. Methods block on
+    disk, and raise OSError for whatever SQLite reports, unless they say otherwise.
+
+    What other processes have added is asked for on a connection of its own, which never waits for a write. What
+    SQLite refuses it is told again with the next change.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lock = threading.Lock()
+        self._untold_rows: dict[ChunkKey, tuple[Description, int, float]] = {}
+        self._untold_removals: set[ChunkKey] = set()
+        self._following: apsw.Connection | None = None
+        self._following_lock = threading.Lock()
+        self._seen_seq = 0
+        self._seen_version = -1
         try:
             self._db = _open(path)
         except Unreadable:
@@ -116,145 +127,37 @@ class Index:
         self._delete()
         self._db = _open(self._path)
 
-    def rows_after(self, seq: int) -> list[ChunkRow]:
-        """Returns everything inserted after `seq`, in order."""
-        sql = f"SELECT seq, {_CHUNK}, last_used, hits, expires FROM chunk WHERE seq > ? ORDER BY seq"
-        with _translated():
-            return [_row(values) for values in self._db.execute(sql, (seq,))]
-
-    def add(self, entries: Iterable[tuple[Description, int, float]]) -> None:
-        """Insert (description, file size, expiry) in one transaction; known keys are left alone, but for a later
-        expiry. One of 0 is not known."""
-        known = "ON CONFLICT (key) DO UPDATE SET expires = max(expires, excluded.expires)"
-        values = [(*_values(description, size), expires) for description, size, expires in entries]
-        self._write(f"{_insert('chunk', f'{_CHUNK}, expires')} {known}", values)
-
-    def remove(self, keys: Iterable[ChunkKey]) -> None:
-        self._write("DELETE FROM chunk WHERE key = ?", [(key,) for key in keys])
-
-    def touch(self, uses: Iterable[tuple[ChunkKey, Uses]]) -> None:
-        sql = "UPDATE chunk SET last_used = ?, hits = ?, expires = min(max(expires, ?), ?) WHERE key = ?"
-        self._write(sql, [(u.last_used, u.hits, u.expires, u.latest, key) for key, u in uses])
-
-    def entries(self, *, pinned_only: bool = False) -> list[Entry]:
-        with _translated():
-            sql = f"SELECT {_ENTRY} FROM entry WHERE is_pinned >= ?"
-            return [_entry(values) for values in self._db.execute(sql, (pinned_only,))]
-
-    def later_uses(self, keys: Iterable[ChunkKey], ids: Iterable[EntryId]) -> LaterUses:
-        """Looks up these chunks and entries, as far as they are known."""
-        of_chunk, of_entry = "SELECT expires FROM chunk WHERE key = ?", "SELECT used_at FROM entry WHERE id = ?"
-        with _translated():
-            expires = {key: row[0] for key in keys for row in self._db.execute(of_chunk, (key,))}
-            used_at = {id_: row[0] for id_ in ids for row in self._db.execute(of_entry, (id_,))}
-        return LaterUses(expires, used_at, self.entries(pinned_only=True))
-
-    def save_entries(self, entries: Iterable[Entry], pins: Mapping[EntryId, bool]) -> None:
-        """`pins`: what was pinned or unpinned; a known entry that is not named there stays as it is."""
-        changing = ("ttl", "name", "source", "turns", "used_at", "tails", "head")
-        known = f"ON CONFLICT (id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in changing)}"
-        self._write(f"{_insert('entry', f'id, {_ENTRY}')} {known}", [_entry_values(entry) for entry in entries])
-        self._write("UPDATE entry SET is_pinned = ? WHERE id = ?", [(pin, id_) for id_, pin in pins.items()])
-
-    def remove_entries(self, ids: Iterable[EntryId]) -> None:
-        self._write("DELETE FROM entry WHERE id = ?", [(id_,) for id_ in ids])
-
-    def ghosts(self) -> list[Ghost]:
-        """Oldest first."""
-        with _translated():
-            return [_ghost(values) for values in self._db.execute(f"SELECT {_GHOST} FROM gone ORDER BY rowid")]
-
-    def add_ghosts(self, ghosts: Iterable[Ghost]) -> None:
-        """The oldest beyond `GHOST_LIMIT` are forgotten."""
-        values = [(ghost.key, str(ghost.lineage), *ghost[2:]) for ghost in ghosts]
-        self._write(_insert("gone", _GHOST).replace("INSERT", "INSERT OR REPLACE"), values)
-        if values:
-            self._do("DELETE FROM gone WHERE rowid <= (SELECT max(rowid) FROM gone) - ?", GHOST_LIMIT)
-
-    def erase(self, whose: Container[str]) -> None:
-        """Delete what is known of them, and write the file anew: SQLite overwrites what it deletes, but not what
-        it has moved before. Raises OSError, also while another program still reads the old bytes."""
-        for table in ("chunk", "entry", "gone"):
-            names = self._do(f"SELECT DISTINCT namespace FROM {table}")
-            self._write(f"DELETE FROM {table} WHERE namespace = ?", [name for name in names if name[0] in whose])
-        self._rewrite()
-
-    def erase_traces(self) -> None:
-        """Leave nothing of rows that were deleted, and no ghost. Raises OSError, as above."""
-        self._do("DELETE FROM gone")
-        self._rewrite()
-
-    def _rewrite(self) -> None:
-        self._do("VACUUM")
-        ((busy, *_),) = self._do("PRAGMA wal_checkpoint(TRUNCATE)")
-        if busy:
-            raise OSError("the store's index: another program reads it")
-
-    def meta(self) -> dict[str, Any]:
-        return dict(self._do("SELECT name, value FROM meta"))
-
-    def save_meta(self, values: Mapping[str, Any]) -> None:
-        self._write("INSERT OR REPLACE INTO meta VALUES (?, ?)", list(values.items()))
-
-    def version(self) -> int:
-        """A number that changes when another connection has written."""
-        ((version,),) = self._do("PRAGMA data_version")
-        return int(version)
-
-    def close(self) -> None:
-        self._db.close()
-
     def _delete(self) -> None:
         for suffix in ("", "-wal", "-shm"):
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
 
-    def _do(self, sql: str, *values: Any) -> list[Any]:
-        with _translated():
-            return self._db.execute(sql, values).fetchall()
+    # ── chunks ──
 
-    def _write(self, sql: str, values: list[Any]) -> None:
-        if values:
-            with _translated(), self._db:
-                self._db.executemany(sql, values)
-
-
-class SharedIndex(Index):
-    """The index of a folder that several processes have open, for all threads of one of them. Blocks on disk.
-
-    What other processes have added is asked for on a connection of its own, which never waits for a write. What
-    SQLite refuses it is told again with the next change.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._lock = threading.Lock()
-        self._untold_rows: dict[ChunkKey, tuple[Description, int, float]] = {}
-        self._untold_removals: set[ChunkKey] = set()
-        self._following: Index | None = None
-        self._following_lock = threading.Lock()
-        self._seen_seq = 0
-        self._seen_version = -1
+    def rows_after(self, seq: int) -> list[ChunkRow]:
+        """Returns everything inserted after `seq`, in order. Raises Unreadable where it says what cannot be."""
+        return _rows_after(self._db, seq)
 
     def follow(self, rows: Iterable[ChunkRow]) -> None:
         """`rows` are known: from here on `new_rows` tells what is added."""
-        self._following = Index(self._path)
+        self._following = _open(self._path)
         self._seen_seq = max((row.seq for row in rows), default=0)
-        self._seen_version = self._following.version()
+        self._seen_version = _version(self._following)
 
     def new_rows(self, *, everything: bool = False) -> list[ChunkRow]:
         """What any process added since the last call."""
         with self._following_lock:
-            following = self._following or self
-            version = following.version()
+            following = self._following or self._db
+            version = _version(following)
             if version == self._seen_version and not everything:
                 return []
-            rows = following.rows_after(0 if everything else self._seen_seq)
+            rows = _rows_after(following, 0 if everything else self._seen_seq)
             self._seen_version = version
             self._seen_seq = max((row.seq for row in rows), default=self._seen_seq)
             return rows
 
     def add(self, entries: Iterable[tuple[Description, int, float]]) -> None:
-        """Only while no process can begin to forget. Never raises: the index is a cache."""
+        """Enter (description, file size, expiry); known keys are left alone, but for a later expiry. One of 0 is
+        not known. Only while no process can begin to forget. Never raises: the index is a cache."""
         with self._lock:
             self._untold_rows |= {entry[0].key: entry for entry in entries}
             self._tell(self._untold_rows)
@@ -269,15 +172,22 @@ class SharedIndex(Index):
 
     def _tell(self, rows: dict[ChunkKey, tuple[Description, int, float]]) -> None:
         """Tell what was removed, and `rows`, which are cleared."""
+        known = "ON CONFLICT (key) DO UPDATE SET expires = max(expires, excluded.expires)"
         try:
-            super().remove(self._untold_removals)
-            self._untold_removals.clear()
-            super().add(rows.values())
+            self._tell_removals()
+            values = [(*_values(description, size), expires) for description, size, expires in rows.values()]
+            self._write(f"{_insert('chunk', f'{_CHUNK}, expires')} {known}", values)
             rows.clear()
         except OSError as error:
             log.warning("the index of the stored state is behind: %s", error)
             self._untold_rows = dict(list(self._untold_rows.items())[-_MOST_UNTOLD:])
             self._untold_removals = set(list(self._untold_removals)[-_MOST_UNTOLD:])
+
+    def _tell_removals(self) -> None:
+        self._write("DELETE FROM chunk WHERE key = ?", [(key,) for key in self._untold_removals])
+        self._untold_removals.clear()
+
+    # ── forgetting ──
 
     def forget_untold(self, whose: Container[str]) -> None:
         """What the index has not been told of them, it never is. Does not block."""
@@ -286,46 +196,90 @@ class SharedIndex(Index):
             self._untold_rows = kept
 
     def erase(self, whose: Container[str]) -> None:
-        """Leave nothing of them, neither here nor in the file."""
+        """Leave nothing of them, neither here nor in the file. Raises OSError also while another program still
+        reads the old bytes."""
         self.forget_untold(whose)
         with self._lock:
-            super().erase(whose)
+            for table in ("chunk", "entry", "gone"):
+                names = self._do(f"SELECT DISTINCT namespace FROM {table}")
+                gone = [name for name in names if name[0] in whose]
+                self._write(f"DELETE FROM {table} WHERE namespace = ?", gone)
+            self._rewrite()
 
     def erase_traces(self) -> None:
-        """Leave nothing in the file of rows that were removed, and no ghost."""
+        """Leave nothing in the file of rows that were removed, and no ghost. Raises OSError, as above."""
         with self._lock:
-            super().remove(self._untold_removals)
-            self._untold_removals.clear()
-            super().erase_traces()
+            self._tell_removals()
+            self._do("DELETE FROM gone")
+            self._rewrite()
 
-    def later_uses(self, keys: Iterable[ChunkKey], ids: Iterable[EntryId]) -> LaterUses:
-        with self._lock:
-            return super().later_uses(keys, ids)
+    def _rewrite(self) -> None:
+        """Write the file anew: SQLite overwrites what it deletes, but not what it has moved before."""
+        self._do("VACUUM")
+        ((busy, *_),) = self._do("PRAGMA wal_checkpoint(TRUNCATE)")
+        if busy:
+            raise OSError("the store's index: another program reads it")
+
+    # ── what only the index knows ──
 
     def notes(self) -> Notes:
-        """Empty where they cannot be read any more."""
+        """Ghosts oldest first. Empty where they cannot be read any more."""
         try:
-            with self._lock:
-                return Notes(super().entries(), super().ghosts(), super().meta())
+            with self._lock, _translated():
+                ghosts = [_ghost(values) for values in self._do(f"SELECT {_GHOST} FROM gone ORDER BY rowid")]
+                return Notes(self._entries(), ghosts, dict(self._do("SELECT name, value FROM meta")))
         except Unreadable as reason:
             log.warning("the store's notes about its chunks are lost: %s", reason)
             return Notes([], [], {})
 
-    def save_notes(
-        self, changes: UnsavedChanges, uses: Iterable[tuple[ChunkKey, Uses]], meta: Mapping[str, Any]
-    ) -> None:
+    def later_uses(self, keys: Iterable[ChunkKey], ids: Iterable[EntryId]) -> LaterUses:
+        """Looks up these chunks and entries, as far as they are known."""
+        of_chunk, of_entry = "SELECT expires FROM chunk WHERE key = ?", "SELECT used_at FROM entry WHERE id = ?"
+        with self._lock, _translated():
+            expires = {key: row[0] for key in keys for row in self._db.execute(of_chunk, (key,))}
+            used_at = {id_: row[0] for id_ in ids for row in self._db.execute(of_entry, (id_,))}
+            return LaterUses(expires, used_at, self._entries(pinned_only=True))
+
+    def save_notes(self, unsaved: Unsaved, about: Mapping[str, Any]) -> None:
+        """An entry that is known stays pinned or not, unless that was changed here. The oldest ghosts beyond
+        `GHOST_LIMIT` are forgotten."""
+        changes = unsaved.changes
+        uses = "UPDATE chunk SET last_used = ?, hits = ?, expires = min(max(expires, ?), ?) WHERE key = ?"
+        changing = ("ttl", "name", "source", "turns", "used_at", "tails", "head")
+        known = f"ON CONFLICT (id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in changing)}"
+        entries = [_entry_values(entry) for entry in changes.entries.values()]
+        pins = [(pinned, id_) for id_, pinned in changes.pins.items()]
+        ghosts = [(ghost.key, str(ghost.lineage), *ghost[2:]) for ghost in changes.ghosts]
         with self._lock:
-            super().touch(uses)
-            super().remove_entries(changes.forgotten)
-            super().save_entries(changes.entries.values(), changes.pins)
-            super().add_ghosts(changes.ghosts)
-            super().save_meta(meta)
+            self._write(uses, unsaved.uses)
+            self._write("DELETE FROM entry WHERE id = ?", [(id_,) for id_ in changes.forgotten])
+            self._write(f"{_insert('entry', f'id, {_ENTRY}')} {known}", entries)
+            self._write("UPDATE entry SET is_pinned = ? WHERE id = ?", pins)
+            self._write(_insert("gone", _GHOST).replace("INSERT", "INSERT OR REPLACE"), ghosts)
+            if ghosts:
+                self._do("DELETE FROM gone WHERE rowid <= (SELECT max(rowid) FROM gone) - ?", GHOST_LIMIT)
+            self._write("INSERT OR REPLACE INTO meta VALUES (?, ?)", list({**unsaved.meta, **about}.items()))
 
     def close(self) -> None:
         with self._following_lock, self._lock:
             if self._following is not None:
                 self._following.close()
-            super().close()
+            self._db.close()
+
+    def _entries(self, *, pinned_only: bool = False) -> list[Entry]:
+        return [
+            _entry(values) for values in self._do(f"SELECT {_ENTRY} FROM entry WHERE is_pinned >= ?", pinned_only)
+        ]
+
+    def _do(self, sql: str, *values: Any) -> list[Any]:
+        with _translated():
+            return self._db.execute(sql, values).fetchall()
+
+    def _write(self, sql: str, values: list[Any]) -> None:
+        """One transaction."""
+        if values:
+            with _translated(), self._db:
+                self._db.executemany(sql, values)
 
 
 # ── other stores, which stay as they are ──
@@ -367,6 +321,18 @@ def _looked_up(path: Path, sql: str, *values: Any) -> list[Any]:
 
 def _insert(table: str, columns: str) -> str:
     return f"INSERT INTO {table} ({columns}) VALUES ({', '.join('?' * (columns.count(',') + 1))})"
+
+
+def _rows_after(db: apsw.Connection, seq: int) -> list[ChunkRow]:
+    sql = f"SELECT seq, {_CHUNK}, last_used, hits, expires FROM chunk WHERE seq > ? ORDER BY seq"
+    with _translated():
+        return [_row(values) for values in db.execute(sql, (seq,))]
+
+
+def _version(db: apsw.Connection) -> int:
+    """A number that changes when another connection has written."""
+    with _translated():
+        return int(db.pragma("data_version"))
 
 
 def _row(values: tuple[Any, ...]) -> ChunkRow:

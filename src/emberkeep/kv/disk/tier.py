@@ -7,11 +7,9 @@ knows. It reaches the ledger through its store, for a moment each time, and neve
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Mapping
 from functools import partial
-from heapq import heapify, heappop, heappush
 from time import monotonic
 from typing import Any
 
@@ -20,9 +18,8 @@ from emberkeep.kv.disk.chunkfile import most_bytes
 from emberkeep.kv.disk.index import description_of
 from emberkeep.kv.disk.transfers import FetchState, Reader, Writer
 from emberkeep.kv.forgetting import Forgetter, Whose
-from emberkeep.kv.holdings import ChunkRow
 from emberkeep.kv.ledger import Ledger, Transact
-from emberkeep.kv.policy import LOW_WATER, CostModel, StoreCounters
+from emberkeep.kv.policy import LOW_WATER, ChunkRow, CostModel, StoreCounters, in_turn
 from emberkeep.kv.tree import Chunk, ChunkKey
 from emberkeep.types.events import MissReason
 from emberkeep.values import dataclass
@@ -276,7 +273,8 @@ class DiskTier:
         """Nothing while the budget holds; else down to its low-water mark, deepest first."""
         stuck = self._count_to_remove()
         while not self._fits(incoming):
-            if not self._evict_some(self._room(incoming), newcomer):
+            going = partial(evict, room=self._room(incoming), most_files=MOST_FILES, newcomer=newcomer)
+            if not self._transact(going):
                 return
             self.remove_files()
             if self._count_to_remove() > stuck:
@@ -284,9 +282,6 @@ class DiskTier:
 
     def _count_to_remove(self) -> int:
         return self._transact(lambda ledger: len(ledger.to_remove))
-
-    def _evict_some(self, room: int, newcomer: Chunk | None) -> int:
-        return self._transact(lambda ledger: evict(ledger, room, MOST_FILES, newcomer))
 
     def _try_to_save_notes(self) -> None:
         """Never raises."""
@@ -300,7 +295,7 @@ class DiskTier:
         if unsaved is None:
             return
         try:
-            self.files.index.save_notes(unsaved.changes, unsaved.uses, {**unsaved.meta, **self._settings.about})
+            self.files.index.save_notes(unsaved, self._settings.about)
         except BaseException:
             self._transact(lambda ledger: ledger.entries.put_back(unsaved.changes))
             raise
@@ -309,47 +304,34 @@ class DiskTier:
 # ── what goes when room is short: with the store's lock held ──
 
 
-def evict(ledger: Ledger, room: int, most_files: int, newcomer: Chunk | None) -> int:
+def evict(ledger: Ledger, room: float, most_files: int = MOST_FILES, newcomer: Chunk | None = None) -> list[Chunk]:
     """Drop chunks on disk until all files that are known fit into `room` bytes, down to the low-water mark;
-    likewise for their number. Nothing while they fit; returns how many were dropped."""
+    likewise for their number. Nothing while they fit; returns what was dropped.
+
+    Only leaves go that no lookup uses and that are not pinned: expired ones first, then by worth. With a
+    `newcomer`, only what is worth less than it.
+    """
     now = ledger.clock.now()
     allowed = room - ledger.to_remove_bytes - ledger.orphans.bytes
+    if ledger.disk.bytes <= allowed and ledger.disk.chunks < most_files:
+        return []
     target = allowed * LOW_WATER if ledger.disk.bytes > allowed else allowed
     most = int(most_files * LOW_WATER) if ledger.disk.chunks >= most_files else most_files
-    victims = shrink_disk(ledger, target, now, newcomer, most_chunks=most)
+
+    def rank(chunk: Chunk) -> tuple[bool, float]:
+        return chunk.expires > now, ledger.worth(chunk)
+
+    limit = (True, ledger.worth(newcomer)) if newcomer else (True, float("inf"))
+    victims: list[Chunk] = []
+    for chunk in in_turn(ledger.tree, lambda one: one.on_disk and one.may_go, rank):
+        if (ledger.disk.bytes <= target and ledger.disk.chunks <= most) or rank(chunk) >= limit:
+            break
+        victims.append(chunk)
+        ledger.drop(chunk, MissReason.EVICTED if chunk.expires > now else MissReason.EXPIRED)
     expired = sum(chunk.expires <= now for chunk in victims)
     ledger.counters.expired_evictions += expired
     ledger.counters.cold_evictions += len(victims) - expired
     if victims and log.isEnabledFor(logging.DEBUG):
         size = sum(chunk.bytes for chunk in victims)
         log.debug("cold: %d chunks are evicted, %d of them expired, %d bytes", len(victims), expired, size)
-    return len(victims)
-
-
-def shrink_disk(
-    ledger: Ledger, target: float, now: float, newcomer: Chunk | None = None, *, most_chunks: int = sys.maxsize
-) -> list[Chunk]:
-    """Drop leaves that no lookup uses and that are not pinned, expired ones first, then by worth, down to
-    `target` bytes and `most_chunks`.
-
-    With a `newcomer`, only what is worth less than it goes. A parent that becomes a leaf is weighed with the
-    rest. Returns what was dropped.
-    """
-    victims: list[Chunk] = []
-    if ledger.disk.bytes <= target and ledger.disk.chunks <= most_chunks:
-        return victims
-
-    def ranked(chunk: Chunk) -> tuple[bool, float, ChunkKey, Chunk]:
-        return chunk.expires > now, ledger.worth(chunk), chunk.key, chunk
-
-    limit = (True, ledger.worth(newcomer)) if newcomer else (True, float("inf"))
-    heap = [ranked(chunk) for chunk in ledger.tree if chunk.on_disk and chunk.may_go]
-    heapify(heap)
-    while heap and heap[0][:2] < limit and (ledger.disk.bytes > target or ledger.disk.chunks > most_chunks):
-        is_wanted, _, _, chunk = heappop(heap)
-        victims.append(chunk)
-        ledger.drop(chunk, MissReason.EVICTED if is_wanted else MissReason.EXPIRED)
-        parent = chunk.parent
-        if parent and not parent.is_root and parent.on_disk and parent.may_go:
-            heappush(heap, ranked(parent))
     return victims

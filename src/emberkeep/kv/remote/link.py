@@ -12,48 +12,38 @@ waits for, has been answered. What stands in the server can be sealed with a key
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from emberkeep.errors import ConfigError
-from emberkeep.kv.remote.blocks import KeySeal, Seal
+from emberkeep.files import replace_file
+from emberkeep.kv.disk.chunkfile import Damaged
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     from valkey import Valkey
     from valkey.client import Pipeline
-import json
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from emberkeep.files import replace_file
-
-if TYPE_CHECKING:
-    from valkey.client import Pipeline
 
 log = logging.getLogger("emberkeep.kv")
 
 T = TypeVar("T")
-
 VERSION = "ek1"
 FORGOTTEN = f"{VERSION}:forgotten"
 FOLLOWERS, SNAPSHOTS = b":c", b":s"
-SLOTS = 16
-"""What follows a block and is listed there. A new one takes the place of another: who finds nothing there
-evaluates less than a block."""
-_FIRST_PAUSE_S = 1.0
-_LONGEST_PAUSE_S = 15.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 15.0
 _MOST_DAMAGED = 3
 """Values one after the other that are not what they should be: then nothing that comes from there is."""
 _MOST_FORGOTTEN = 10_000
-_SCANNED = 1000
 _SCAN_S = 120.0
-_MOST_PASSES = 5
 _MOST_TRIES = 5
 
 
@@ -113,14 +103,12 @@ class Breaker:
             self._closed_at = self._clock()
         self._probe_at, self._damaged = None, 0
 
-    def whole(self) -> None:
-        self._damaged = 0
-
-    def damaged(self, reason: str) -> None:
-        self._damaged += 1
+    def received(self, damage: str | None) -> None:
+        """A value, whole or not: what is wrong with it."""
+        self._damaged = self._damaged + 1 if damage else 0
         if self._damaged >= _MOST_DAMAGED:
             self._damaged = 0
-            self.trip(f"what comes from it is damaged ({reason})")
+            self.trip(f"what comes from it is damaged ({damage})")
 
 
 @dataclass(slots=True)
@@ -139,11 +127,9 @@ class RemoteLink:
         """Does not connect yet. Raises ConfigError."""
         self.settings = settings
         self.seal = KeySeal(settings.key) if settings.key else Seal()
-        self.breaker = Breaker()
-        self.counters = LinkCounters()
-        self._client, self._errors = _open(settings)
+        self.breaker, self.counters = Breaker(), LinkCounters()
         self._allowance = Allowance()
-        bound(self._client, self._allowance)
+        self._client, self._errors = _open(settings, self._allowance)
         self._counting = threading.Lock()
 
     def close(self) -> None:
@@ -156,11 +142,10 @@ class RemoteLink:
     # ── names ──
 
     def name(self, store: str, user: str | None, key: bytes) -> bytes:
-        """`user` None: what is shared."""
         return f"{VERSION}:{store}:{self.tag(user)}:{self.seal.digest(key, 32).hex()}".encode()
 
     def tag(self, user: str | None) -> str:
-        """Stands for a user, and does not tell who it is."""
+        """Stands for a user, and does not tell who it is; None: for what is shared."""
         if user is None:
             return "shared"
         return self.seal.digest(b"user " + user.encode("utf-8", "surrogatepass"), 12).hex()
@@ -210,74 +195,70 @@ class RemoteLink:
         position, give_up = 0, monotonic() + _SCAN_S
         while monotonic() < give_up:
             with self._asking():
-                position, names = self._client.scan(position, match=pattern, count=_SCANNED)
+                position, names = self._client.scan(position, match=pattern, count=1000)
             yield list(names)
             if not position:
                 return
         raise Unreachable("its names do not come to an end")
-
-    def remove(self, names: Iterable[bytes]) -> int:
-        listed = list(names)
-        return sum(self.run(lambda pipe: [pipe.unlink(name) for name in listed]))
 
     # ── who was forgotten ──
 
     def forget(self, user: str) -> int:
         """Leave nothing of a user in any store; returns how many values went."""
         tag, gone = self.tag(user), 0
+
+        def record(pipe: Pipeline) -> object:
+            return pipe.xadd(FORGOTTEN, {"user": tag}, maxlen=_MOST_FORGOTTEN, approximate=True)
+
         # First the record: who writes after it looks there, and who wrote before it is found below. Until all is
         # removed another host may read it and believe that it is new: the next record tells it once more.
-        for _ in range(_MOST_PASSES):
-            gone += self._record(tag)
+        for _ in range(_MOST_TRIES):
+            try:
+                self.run(record)
+            except Unreachable:
+                if self.breaker.is_open:
+                    raise
+                gone += self._remove_all(tag)  # a server that is full takes it when something has gone
+                self.run(record)
             removed = self._remove_all(tag)
             gone += removed
             if not removed:
                 break
         return gone
 
-    def _record(self, tag: str) -> int:
-        """A server that is full takes it when something has gone; returns how many values had to."""
-
-        def fill(pipe: Pipeline) -> object:
-            return pipe.xadd(FORGOTTEN, {"user": tag}, maxlen=_MOST_FORGOTTEN, approximate=True)
-
-        removed = 0
-        try:
-            self.run(fill)
-        except Unreachable:
-            if self.breaker.is_open:
-                raise
-            removed = self._remove_all(tag)
-            self.run(fill)
-        return removed
-
     def _remove_all(self, tag: str) -> int:
-        return sum(self.remove(names) for names in self.scan(f"{VERSION}:*:{tag}:*") if names)
+        listed = self.scan(f"{VERSION}:*:{tag}:*")
+        return sum(self._remove(names) for names in listed if names)
+
+    def _remove(self, names: list[bytes]) -> int:
+        return sum(self.run(lambda pipe: [pipe.unlink(name) for name in names]))
 
     @contextmanager
     def _asking(self, *, is_probe: bool = False, sent: int = 0, received: int = 0) -> Iterator[None]:
         if self.breaker.is_open and not is_probe:
             raise Unreachable("it does not answer")
         self._allowance.begin(self.settings.deadline_s, sent=sent, received=received)
-        begin = perf_counter()
+        begin, reason = perf_counter(), None
         try:
             yield
         except self._errors as error:
-            reason = _reason_of(error)
-            with self._counting:
-                self.counters.failures += 1
-                self.counters.last_error = reason
-            if _is_broken(error):
+            from valkey.exceptions import ResponseError
+
+            reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+            if not isinstance(error, ResponseError):  # that says what the server does not want
                 self.breaker.trip(reason)
             raise Unreachable(reason) from error
         finally:
             with self._counting:
                 self.counters.requests += 1
                 self.counters.seconds += perf_counter() - begin
+                if reason is not None:
+                    self.counters.failures += 1
+                    self.counters.last_error = reason
 
 
-def _open(settings: RemoteSettings) -> tuple[Valkey, tuple[type[Exception], ...]]:
-    """The client, and what it raises. Raises ConfigError."""
+def _open(settings: RemoteSettings, allowance: Allowance) -> tuple[Valkey, tuple[type[Exception], ...]]:
+    """The client, all of whose exchanges are bounded, and what it raises. Raises ConfigError."""
     try:
         from valkey import Valkey
         from valkey.backoff import NoBackoff
@@ -297,22 +278,15 @@ def _open(settings: RemoteSettings) -> tuple[Valkey, tuple[type[Exception], ...]
         )
     except (ValueError, TypeError) as error:
         raise ConfigError(f"remote: {error}") from None
+
+    class Bounded(client.connection_pool.connection_class):  # type: ignore[misc,name-defined]
+        def _connect(self) -> BoundedSocket:
+            return BoundedSocket(super()._connect(), allowance)
+
+    client.connection_pool.connection_class = Bounded
     # Bytes that are no answer at all make the parser fail in its own ways, and so does a line that has been cut.
     odd = (ValueError, TypeError, LookupError, AttributeError, AssertionError, MemoryError)
     return client, (ValkeyError, OSError, *odd)
-
-
-def _is_broken(error: Exception) -> bool:
-    """The server did not answer, or no server did; else it said what it does not want."""
-    from valkey.exceptions import AuthenticationError, BusyLoadingError, ResponseError
-
-    if isinstance(error, (AuthenticationError, BusyLoadingError)):
-        return True
-    return not isinstance(error, ResponseError)
-
-
-def _reason_of(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0][:200]
 
 
 # ── sockets ──
@@ -327,31 +301,27 @@ _PIECE = 256 << 10
 
 
 class Allowance(threading.local):
-    """What the exchange may take that this thread is in."""
+    """What the exchange may take that this thread is in. Its methods raise OSError where it has taken more."""
 
     received = 0
     """Bytes that may still come."""
     until = 0.0
 
     def begin(self, seconds: float, *, sent: int, received: int) -> None:
-        """`sent` and `received`: bytes of values."""
         self.received = received + _SPARE
         self.until = monotonic() + seconds + (sent + received) / _SLOWEST
 
-    def check_time(self) -> None:
-        if monotonic() > self.until:
-            raise TimeoutError("it takes too long")
-
     def take(self, count: int) -> None:
-        """So many bytes have come. Raises OSError."""
+        """So many bytes have come."""
         self.received -= count
         if self.received < 0:
             raise ConnectionAbortedError("it sends more than it was asked for")
-        self.check_time()
+        if monotonic() > self.until:
+            raise TimeoutError("it takes too long")
 
 
 class BoundedSocket:
-    """Raises OSError where an exchange takes more than it may."""
+    """A socket whose exchanges are bounded by an allowance."""
 
     def __init__(self, inner: socket.socket, allowance: Allowance) -> None:
         self._inner = inner
@@ -370,22 +340,14 @@ class BoundedSocket:
     def sendall(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
         for begin in range(0, len(view), _PIECE):
-            self._allowance.check_time()
+            self._allowance.take(0)
             self._inner.sendall(view[begin : begin + _PIECE])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
 
-def bound(client: Valkey, allowance: Allowance) -> None:
-    """All connections of a client that has none yet."""
-
-    class Bounded(client.connection_pool.connection_class):  # type: ignore[misc]
-        def _connect(self) -> BoundedSocket:
-            return BoundedSocket(super()._connect(), allowance)
-
-    client.connection_pool.connection_class = Bounded
-
+# ── who was forgotten ──
 
 _READ_AT_ONCE = 256
 
@@ -429,7 +391,11 @@ class ForgottenLog:
                 log.warning("a user who was forgotten elsewhere is not forgotten here yet: %s", error)
                 return False
             self._last = entries[-1][0].decode()
-            self._save()
+            try:
+                if self._path is not None:
+                    replace_file(self._path, json.dumps({"forgotten": self._last}).encode())
+            except OSError as error:
+                log.warning("it cannot be kept who was forgotten elsewhere: %s", error)
         return True
 
     def _saved(self) -> str:
@@ -438,10 +404,46 @@ class ForgottenLog:
         except (OSError, ValueError, KeyError, TypeError):
             return "0-0"
 
-    def _save(self) -> None:
-        if self._path is None:
-            return
+
+# ── how names and values look in the server ──
+
+
+class Seal:
+    """Leaves them as they are: anyone who can read the server can read them."""
+
+    def digest(self, data: bytes, size: int) -> bytes:
+        return hashlib.blake2b(data, digest_size=size).digest()
+
+    def close(self, name: bytes, parts: Sequence[bytes | memoryview]) -> bytes:
+        """One value, which can be opened under that name alone."""
+        return b"".join(parts)
+
+    def open(self, name: bytes, value: bytes) -> bytes:
+        """Raises Damaged."""
+        return value
+
+
+class KeySeal(Seal):
+    """AES-256-GCM. A value belongs to its name: one that was swapped does not open."""
+
+    def __init__(self, secret: str) -> None:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+        derived = HKDF(SHA256(), length=64, salt=None, info=b"emberkeep remote tier 1").derive(secret.encode())
+        self._names, self._cipher, self._wrong = derived[32:], AESGCM(derived[:32]), InvalidTag
+
+    def digest(self, data: bytes, size: int) -> bytes:
+        return hashlib.blake2b(data, digest_size=size, key=self._names).digest()
+
+    def close(self, name: bytes, parts: Sequence[bytes | memoryview]) -> bytes:
+        nonce = os.urandom(12)
+        return nonce + self._cipher.encrypt(nonce, b"".join(parts), name)
+
+    def open(self, name: bytes, value: bytes) -> bytes:
         try:
-            replace_file(self._path, json.dumps({"forgotten": self._last}).encode())
-        except OSError as error:
-            log.warning("it cannot be kept who was forgotten elsewhere: %s", error)
+            return self._cipher.decrypt(value[:12], memoryview(value)[12:], name)
+        except (self._wrong, ValueError):
+            raise Damaged("it was not sealed with this key, or under another name") from None

@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from emberkeep.kv.disk.chunkfile import Damaged, Description, verified
-from emberkeep.kv.lookups import Arrival
+from emberkeep.kv.lookups import BLOCK_TOKENS, Arrival, block_start
 from emberkeep.kv.policy import CostModel, ReadCounters
-from emberkeep.kv.remote.blocks import BLOCK_TOKENS, Place, block_start, blocks_of, place_after
 from emberkeep.kv.remote.link import FOLLOWERS, SNAPSHOTS, ForgottenLog, RemoteLink
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, place_at
+from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, Made, Span, chunk_key, place_at
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types.lineage import EXACT_BITS, SHARED, Lineage
 from emberkeep.values import dataclass
@@ -248,6 +247,65 @@ def _fitting(sizes: Sequence[int], room: int) -> int:
     return len(sizes)
 
 
+# ── blocks: tokens cut so that every host gives the same part the same name ──
+#
+#     position   0        128       256    300
+#     host A     [block 0][block 1 ][tail ]          a turn ended at 300
+#     host B     [chunk 0 ][0][1][chunk 2   ]        cut where its conversations parted
+#
+# A block begins at a multiple of its length, whatever happened on a host. Its key is that of a chunk whose parents
+# are blocks too, all of the same lineage: it depends on the tokens from the beginning and on nothing else.
+
+_NO_TOKENS = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The end of a block, or the beginning of everything."""
+
+    fingerprint: bytes
+    lineage: Lineage
+    key: ChunkKey = ROOT
+    position: int = 0
+
+    @property
+    def take(self) -> int:
+        return BLOCK_TOKENS if self.position else 0
+
+    def child(self, tokens: TokenArray, sampled: tuple[Span, ...] = (), made: Made = Made.UNKNOWN) -> Description:
+        """The block, or the tail, of `tokens` that begins here."""
+        key = chunk_key(self.fingerprint, self.lineage, self.key, self.take, tokens)
+        name = str(self.lineage)
+        return Description(self.fingerprint, name, key, self.key, self.take, self.position, tokens, sampled, made)
+
+    def snapshot(self, tokens: TokenArray, made: Made = Made.UNKNOWN) -> Description:
+        """The state after `tokens` from here, fewer than a block."""
+        parent, take = self.key, self.take
+        if len(tokens):
+            parent, take = self.child(tokens).key, len(tokens)
+        key = chunk_key(self.fingerprint, self.lineage, parent, take, _NO_TOKENS)
+        start = self.position + len(tokens)
+        return Description(self.fingerprint, str(self.lineage), key, parent, take, start, _NO_TOKENS, (), made)
+
+    def after(self, block: Description) -> Place:
+        return Place(self.fingerprint, self.lineage, block.key, self.position + len(block.tokens))
+
+
+def blocks_of(fingerprint: bytes, lineage: Lineage, tokens: TokenArray) -> list[Description]:
+    place, blocks = Place(fingerprint, lineage), []
+    for begin in range(0, block_start(len(tokens)), BLOCK_TOKENS):
+        blocks.append(place.child(tokens[begin : begin + BLOCK_TOKENS]))
+        place = place.after(blocks[-1])
+    return blocks
+
+
+def place_after(fingerprint: bytes, lineage: Lineage, blocks: Sequence[Description]) -> Place:
+    """Where the last of `blocks` ends; without any, the beginning."""
+    if not blocks:
+        return Place(fingerprint, lineage)
+    return Place(fingerprint, lineage, blocks[-1].key, len(blocks) * BLOCK_TOKENS)
+
+
 # ── reading ──
 
 
@@ -338,10 +396,10 @@ class BlockReader:
             log.warning("a value of the remote tier is not what it should be: %s", reason)
             with self._lock:
                 self.counters.damaged_chunks += 1
-            self._link.breaker.damaged(str(reason))
+            self._link.breaker.received(str(reason))
             self._discard([found.name])
             return None
-        self._link.breaker.whole()
+        self._link.breaker.received(None)
         return described, payload
 
     def _count(self, values: Sequence[Any], seconds: float) -> None:

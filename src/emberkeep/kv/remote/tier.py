@@ -18,8 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
 
-from emberkeep.kv.lookups import Arrival, SharedTier
-from emberkeep.kv.remote.blocks import BLOCK_TOKENS
+from emberkeep.kv.lookups import BLOCK_TOKENS, Arrival, SharedTier
 from emberkeep.kv.remote.link import FOLLOWERS, SNAPSHOTS, VERSION, ForgottenLog, RemoteLink, Unreachable
 from emberkeep.kv.remote.lookup import WORTH_ASKING, BlockReader, Lookup, LookupTools
 from emberkeep.kv.remote.writer import RemoteWriter
@@ -205,7 +204,7 @@ class RemoteTier(SharedTier):
             "last_error": counters.last_error,
             "breaker_open": int(breaker.is_open),
             "breaker_opened": breaker.opened,
-            "is_encrypted": self._link.seal.is_closed,
+            "is_encrypted": bool(self._link.settings.key),
         }
 
 
