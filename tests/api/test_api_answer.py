@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.api.answer import detail_json
-from emberkeep.api.openai.answer import ChatFrames, Envelope, TextFrames
+from emberkeep.api.openai_answer import ChatFrames, Envelope, TextFrames
 from emberkeep.types.events import Event, Loading, ReasoningDelta, TextDelta
 from helpers.scripted_server import COMPLETED
 

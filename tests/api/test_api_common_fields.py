@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from emberkeep.api.anthropic.body import MessagesBody
+from emberkeep.api.anthropic_messages import MessagesBody
 from emberkeep.api.body import validate
-from emberkeep.api.ollama.body import GenerateBody, OllamaChatBody
-from emberkeep.api.openai.body import ChatBody, CompletionBody
-from emberkeep.api.responses.body import ResponseBody
+from emberkeep.api.ollama_body import GenerateBody, OllamaChatBody
+from emberkeep.api.openai_chat import ChatBody
+from emberkeep.api.openai_completions import CompletionBody
+from emberkeep.api.responses_body import ResponseBody
 from emberkeep.errors import InvalidField
 from emberkeep.types.request import AnswerFormat, ChoiceFormat, GrammarFormat, JsonFormat, Recall, Request
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.api.answer import usage_json
-from emberkeep.api.openai.body import ChatBody
+from emberkeep.api.openai_chat import ChatBody
 from emberkeep.backend.local import LocalBackend
 from emberkeep.config.settings import Config
 from emberkeep.engine.base import KvUnit

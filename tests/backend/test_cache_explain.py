@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.backend.local import LocalBackend
-from emberkeep.chat.render_pool import ask_worker
+from emberkeep.chat.template import ask_worker
 from emberkeep.config.settings import Config
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine

@@ -9,7 +9,7 @@ from time import perf_counter
 import pytest
 
 from emberkeep.api.errors import failure_of
-from emberkeep.api.openai.answer import ChatFrames
+from emberkeep.api.openai_answer import ChatFrames
 from emberkeep.backend.base import ModelCard
 from emberkeep.bench.servers import BenchClient, TimedExchange, is_settled, parse_stream
 from emberkeep.errors import EmberkeepError, EngineError

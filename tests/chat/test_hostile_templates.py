@@ -13,7 +13,7 @@ import pytest
 
 from emberkeep.backend.base import ModelCard
 from emberkeep.chat import template
-from emberkeep.chat.sandbox import JinjaTemplate
+from emberkeep.chat.render_worker import JinjaTemplate
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from emberkeep.chat.infill import infill_text, infill_tokens
-from emberkeep.chat.seams import SeamedText
+from emberkeep.chat.prompt_tokens import SeamedText
 from emberkeep.errors import InvalidField
 from emberkeep.types.request import Infill, SourceFile
 from helpers.byte_vocab import TinyVocab

@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 
-from emberkeep.chat import render_pool, template
-from emberkeep.chat.render_pool import MOST_WORKERS, ask_worker
-from emberkeep.chat.sandbox import JinjaTemplate
-from emberkeep.chat.template import ChatTemplate
+from emberkeep.chat import template
+from emberkeep.chat.render_worker import JinjaTemplate
+from emberkeep.chat.template import MOST_WORKERS, ChatTemplate, ask_worker
 from emberkeep.errors import Overloaded, TemplateFailed
 from emberkeep.types.request import Message
 from helpers.waiting import eventually
@@ -39,14 +38,14 @@ def echo(text: Any) -> str:
 
 
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[render_pool._Pool]:
-    pool = render_pool._Pool()
-    monkeypatch.setattr(render_pool, "_POOL", pool)
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[template._Pool]:
+    pool = template._Pool()
+    monkeypatch.setattr(template, "_POOL", pool)
     yield pool
     pool.close()
 
 
-def pids(pool: render_pool._Pool) -> list[int]:
+def pids(pool: template._Pool) -> list[int]:
     return [worker._process.pid for worker in pool._workers]
 
 
@@ -105,14 +104,14 @@ def test_the_date_is_that_of_our_time_zone(zone: str, monkeypatch: pytest.Monkey
         time.tzset()
 
 
-def test_more_templates_than_a_worker_keeps_are_loaded_again(pool: render_pool._Pool) -> None:
+def test_more_templates_than_a_worker_keeps_are_loaded_again(pool: template._Pool) -> None:
     for _ in range(2):
         texts = [rendered(f"{i}{{{{ text }}}}", {"text": "x"}) for i in range(20)]
         assert texts == [f"{i}x" for i in range(20)]
     assert len(pids(pool)) == 1
 
 
-def test_every_caller_gets_the_answer_to_its_own_question(pool: render_pool._Pool) -> None:
+def test_every_caller_gets_the_answer_to_its_own_question(pool: template._Pool) -> None:
     def ask(i: int) -> bool:
         text = f"{i} " * (1 + i * 37 % 400)
         return echo(text) == text
@@ -125,7 +124,7 @@ def test_every_caller_gets_the_answer_to_its_own_question(pool: render_pool._Poo
 # ── faults ──
 
 
-def test_a_worker_that_was_killed_while_it_waited_is_replaced(pool: render_pool._Pool) -> None:
+def test_a_worker_that_was_killed_while_it_waited_is_replaced(pool: template._Pool) -> None:
     assert echo("a") == "a"
     [worker] = pool._workers
     worker._process.kill()
@@ -134,7 +133,7 @@ def test_a_worker_that_was_killed_while_it_waited_is_replaced(pool: render_pool.
     assert worker not in pool._workers
 
 
-def test_a_worker_that_ran_out_of_memory_is_replaced(pool: render_pool._Pool) -> None:
+def test_a_worker_that_ran_out_of_memory_is_replaced(pool: template._Pool) -> None:
     if sys.platform == "darwin":
         pytest.skip("macOS does not count address space")
     assert echo("a") == "a"
@@ -147,7 +146,7 @@ def test_a_worker_that_ran_out_of_memory_is_replaced(pool: render_pool._Pool) ->
 
 
 def test_an_interrupted_question_leaves_no_answer_behind(
-    pool: render_pool._Pool, monkeypatch: pytest.MonkeyPatch
+    pool: template._Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert echo("a") == "a"
 
@@ -155,19 +154,19 @@ def test_an_interrupted_question_leaves_no_answer_behind(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(render_pool._Worker, "_answer", interrupt)
+        patched.setattr(template._Worker, "_answer", interrupt)
         echo("another caller's")
     assert echo("b") == "b"
 
 
 def test_no_descriptors_left_means_later_and_loses_nothing(
-    pool: render_pool._Pool, monkeypatch: pytest.MonkeyPatch
+    pool: template._Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patched:
-        patched.setattr(render_pool, "_start_process", fail)
+        patched.setattr(template, "_start_process", fail)
         for _ in range(MOST_WORKERS + 1):
             with pytest.raises(Overloaded, match="Too many open files"):
                 echo("a")
@@ -176,7 +175,7 @@ def test_no_descriptors_left_means_later_and_loses_nothing(
 
 @pytest.mark.usefixtures("pool")
 def test_a_program_that_does_not_start_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(render_pool, "_PROGRAM", "raise SystemExit(1)")
+    monkeypatch.setattr(template, "_PROGRAM", "raise SystemExit(1)")
     with pytest.raises(Overloaded, match="does not start"):
         echo("a")
 
@@ -196,7 +195,7 @@ def test_a_program_that_does_not_start_is_said(monkeypatch: pytest.MonkeyPatch) 
 def test_a_worker_that_was_taken_over_can_only_fail(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     hello = bytes([1]) + bytes(8)
     program = f"import os; os.write(0, {hello!r}); os.read(0, 1); os.write(0, {says!r})"
-    monkeypatch.setattr(render_pool, "_PROGRAM", program)
+    monkeypatch.setattr(template, "_PROGRAM", program)
     with pytest.raises(TemplateFailed, match="was stopped"):
         echo("a")
 
@@ -216,7 +215,7 @@ def test_other_templates_are_rendered_while_one_is_stuck(monkeypatch: pytest.Mon
             assert echo(str(i)) == str(i)
         assert not stuck.done()
         while not stuck.done():
-            for worker in list(render_pool._POOL._workers):
+            for worker in list(template._POOL._workers):
                 worker._process.kill()
             wait([stuck], timeout=0.05)
     assert isinstance(stuck.exception(), TemplateFailed)
@@ -227,7 +226,7 @@ def test_other_templates_are_rendered_while_one_is_stuck(monkeypatch: pytest.Mon
 
 @ON_LINUX
 def test_a_worker_has_no_file_socket_or_secret_of_ours(
-    pool: render_pool._Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    pool: template._Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("EMBERKEEP_API_KEY", "canary-7f3a")
     with socket.socket() as ours, (tmp_path / "file").open("w") as file:
@@ -246,7 +245,7 @@ def test_a_worker_has_no_file_socket_or_secret_of_ours(
 
 
 @ON_LINUX
-def test_a_worker_has_limits_of_its_own(pool: render_pool._Pool) -> None:
+def test_a_worker_has_limits_of_its_own(pool: template._Pool) -> None:
     assert echo("a") == "a"
     [pid] = pids(pool)
     limits = Path(f"/proc/{pid}/limits").read_text()
@@ -258,13 +257,13 @@ def test_a_worker_has_limits_of_its_own(pool: render_pool._Pool) -> None:
 
 PARENT = """
 import sys, threading
-from emberkeep.chat import render_pool
-render_pool.ask_worker("render", "{{ 1 }}", {}, 2.0)
-[worker] = render_pool._POOL._workers
+from emberkeep.chat import template
+template.ask_worker("render", "{{ 1 }}", {}, 2.0)
+[worker] = template._POOL._workers
 if sys.argv[1] == "busy":
     stuck = ("render", "{{ 5 | round(-40000000) }}", {}, 2.0)
-    threading.Thread(target=render_pool.ask_worker, args=stuck).start()
-    while worker in render_pool._POOL._free.queue:
+    threading.Thread(target=template.ask_worker, args=stuck).start()
+    while worker in template._POOL._free.queue:
         pass
 print(worker._process.pid, flush=True)
 if sys.argv[1] == "exits":
@@ -300,10 +299,10 @@ def test_a_worker_ends_with_who_started_it(how: str) -> None:
 
 FORKED = """
 import os
-from emberkeep.chat import render_pool
-echo = lambda text: render_pool.ask_worker("render", "{{ text }}", {"text": text}, 2.0)
+from emberkeep.chat import template
+echo = lambda text: template.ask_worker("render", "{{ text }}", {"text": text}, 2.0)
 echo("a")
-pid = lambda: next(iter(render_pool._POOL._workers))._process.pid
+pid = lambda: next(iter(template._POOL._workers))._process.pid
 before = pid()
 if child := os.fork():
     _, status = os.waitpid(child, 0)
@@ -312,7 +311,7 @@ if child := os.fork():
     assert pid() == before
     print("good")
 else:
-    assert not render_pool._POOL._workers
+    assert not template._POOL._workers
     assert echo("b") == "b"
     assert pid() != before
 """

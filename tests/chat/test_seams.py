@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from emberkeep.chat.prompt import Prompt, PromptBuilder
-from emberkeep.chat.seams import SeamedTemplate, SeamedText
+from emberkeep.chat.prompt_tokens import SeamedTemplate, SeamedText
 from emberkeep.chat.template import CHATML, ChatTemplate
 from emberkeep.errors import InvalidField
 from emberkeep.types.lineage import EXACT

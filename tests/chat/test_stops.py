@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.chat import stops
-from emberkeep.chat.stops import LineLimit, StopScanner
+from emberkeep.chat import output
+from emberkeep.chat.output import LineLimit, StopScanner
 from emberkeep.types.request import Request
 
 
@@ -70,7 +70,7 @@ def test_the_first_line_may_begin_as_it_likes() -> None:
 
 def test_after_its_time_an_answer_ends_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(stops, "monotonic", lambda: now)
+    monkeypatch.setattr(output, "monotonic", lambda: now)
     limit = LineLimit(0.5, 0)
     assert limit.feed("a\n") == ("a\n", False)
     now = 100.6

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from emberkeep.api.openai.messages import MessageBody, to_messages
+from emberkeep.api.openai_chat import MessageBody, to_messages
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.fallback import FallbackBackend, Link
 from emberkeep.cli import chat

@@ -20,9 +20,9 @@ TO_THE_DURABLE_CHUNK = 74
 """Files of the package that run: 65 and 74. One more is one more that a reader has to open: is it worth that?
 On a busy machine the engine may be further when the first frame is written.
 
-The latest four: `server/app.py` finds the routes in FastAPI's place, `chat/seams.py` keeps control tokens out
-of prompts, `values.py` has what the standard library generated for dataclasses, and admission reads an engine's
-footprint, which changes, through a lambda of `runtime/local_model.py`."""
+The latest four: `server/app.py` finds the routes in FastAPI's place, `chat/prompt_tokens.py` keeps control tokens
+out of prompts, `values.py` has what the standard library generated for dataclasses, and admission reads an
+engine's footprint, which changes, through a lambda of `runtime/local_model.py`."""
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,7 @@ from emberkeep.backend.remote.base import Service
 from emberkeep.backend.remote.vendors import open_provider
 from emberkeep.backend.tool_loop import MOST_CALLS
 from emberkeep.chat.prompt import PromptBuilder
-from emberkeep.chat.prompt_tokens import PromptTokenizer
-from emberkeep.chat.seams import SeamedTemplate
+from emberkeep.chat.prompt_tokens import PromptTokenizer, SeamedTemplate
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.cli.console import complain
 from emberkeep.config.settings import Config, public_values

@@ -12,8 +12,7 @@ import numpy as np
 
 from emberkeep.chat.messages import CacheKeys
 from emberkeep.chat.prompt import Prompt, Stable
-from emberkeep.chat.prompt_tokens import TokenizedText
-from emberkeep.chat.seams import SeamedText
+from emberkeep.chat.prompt_tokens import SeamedText, TokenizedText
 from emberkeep.engine.base import Engine, Exported, KvExport, Payload, Rows
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError, EngineError

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from emberkeep.api.body import parse_body
-from emberkeep.api.openai.body import ChatBody
+from emberkeep.api.openai_chat import ChatBody
 from emberkeep.errors import ConfigError, EmberkeepError, InvalidField, Overloaded, RequestError
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.types.events import (

@@ -12,7 +12,8 @@ import pytest
 from emberkeep import Emberkeep
 from emberkeep.api.body import validate
 from emberkeep.api.llama_server import InfillBody, LlamaCompletionBody
-from emberkeep.api.openai.body import ChatBody, CompletionBody
+from emberkeep.api.openai_chat import ChatBody
+from emberkeep.api.openai_completions import CompletionBody
 from emberkeep.config.settings import Config
 from emberkeep.errors import InvalidField
 from emberkeep.library.arguments import (

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.chat.prompt_tokens import PromptTokenizer
-from emberkeep.chat.seams import SeamedTemplate, SeamedText
+from emberkeep.chat.prompt_tokens import PromptTokenizer, SeamedTemplate, SeamedText
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.engine.fake import FakeVocab
 from emberkeep.kv.tree import Made

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.api.openai.body import ChatBody, CompletionBody
-from emberkeep.api.responses.body import ResponseBody
+from emberkeep.api.openai_chat import ChatBody
+from emberkeep.api.openai_completions import CompletionBody
+from emberkeep.api.responses_body import ResponseBody
 from emberkeep.server.routes.cache import EntryBody, VerifyBody, WarmBody
 from emberkeep.server.routes.memory import AnswerBody, FactBody
 from emberkeep.types.events import MissReason

@@ -11,9 +11,9 @@ NOT_NEEDED = {
     *("anthropic", "openai"),
     *("emberkeep.bench", "emberkeep.cluster", "emberkeep.mcp", "emberkeep.tools"),
     *("emberkeep.library.arguments", "emberkeep.library.emberkeep", "emberkeep.models.pull"),
-    *("emberkeep.chat.grammar", "emberkeep.chat.sandbox", "emberkeep.engine.hf.engine"),
-    *("emberkeep.api.anthropic.body", "emberkeep.api.embeddings", "emberkeep.api.llama_server"),
-    *("emberkeep.api.ollama.body", "emberkeep.api.responses.body"),
+    *("emberkeep.chat.grammar", "emberkeep.engine.hf.engine"),
+    *("emberkeep.api.anthropic_messages", "emberkeep.api.embeddings", "emberkeep.api.llama_server"),
+    *("emberkeep.api.ollama_body", "emberkeep.api.responses_body"),
     *("emberkeep.server.routes.cache", "emberkeep.server.metrics", "emberkeep.server.openapi"),
 }
 """Each of these is imported when the first request, or a setting, wants it."""
@@ -39,5 +39,5 @@ print(*sys.modules)
 def test_a_server_imports_only_what_it_serves() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     imported = set(done.stdout.split())
-    assert "emberkeep.api.openai.messages" in imported
+    assert "emberkeep.api.openai_chat" in imported
     assert NOT_NEEDED & imported == set()

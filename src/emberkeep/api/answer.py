@@ -6,11 +6,12 @@ per choice. JSON is written in ASCII because some clients take U+2028 inside a t
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, field
 from typing import Protocol, TypeVar
 
+from emberkeep.api.errors import OPENAI_ERRORS, Failure, sse
 from emberkeep.types.events import (
     CallEnded,
     CallStarted,
@@ -20,6 +21,7 @@ from emberkeep.types.events import (
     Finished,
     FinishReason,
     Fit,
+    Loading,
     LookupRecord,
     PermissionAsked,
     Progress,
@@ -70,6 +72,15 @@ class ChoiceAnswer:
         self.text += delta.text
         self.logprobs.extend(delta.logprobs)
         self.tokens.extend(delta.tokens)
+
+
+def arguments_of(call: ToolCall) -> dict[str, Json] | None:
+    """None where the model was cut off before its arguments were whole."""
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError):
+        return None
+    return arguments if isinstance(arguments, dict) else None
 
 
 class _Scored(Protocol):
@@ -126,57 +137,7 @@ class Answer:
         return detail | {"tools": [tool_json(event)["tool"] for event in self._called]} if self._called else detail
 
 
-# ── log probabilities ──
-
-LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot express."""
-
-
-def chat_logprobs(tokens: Sequence[TokenLogprob]) -> Json:
-    """None when there are none."""
-    if not tokens:
-        return None
-    content = [_entry(token) | {"top_logprobs": [_entry(other) for other in token.top]} for token in tokens]
-    return {"content": content, "refusal": None}
-
-
-def text_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> Json:
-    """`offset`: characters of this choice's text that came before these tokens."""
-    if not tokens:
-        return None
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(_text(token))
-    return {
-        "tokens": [_text(token) for token in tokens],
-        "token_logprobs": [None if math.isnan(token.logprob) else _finite(token) for token in tokens],
-        "top_logprobs": [_likeliest(token) for token in tokens],
-        "text_offset": offsets,
-    }
-
-
-def _likeliest(token: TokenLogprob) -> Json:
-    if math.isnan(token.logprob):
-        return None
-    return {_text(other): _finite(other) for other in token.top}
-
-
-def _entry(token: TokenLogprob) -> dict[str, Json]:
-    return {"token": _text(token), "logprob": _finite(token), "bytes": list(token.piece)}
-
-
-def _text(token: TokenLogprob) -> str:
-    return token.piece.decode("utf-8", "replace")
-
-
-def _finite(token: TokenLogprob) -> float:
-    return max(token.logprob, LOWEST)
-
-
 # ── what it cost ──
-
-
 def usage_json(usage: Usage) -> dict[str, Json]:
     return {
         "prompt_tokens": usage.prompt_tokens,
@@ -283,3 +244,77 @@ def tool_json(event: CallStarted | CallEnded) -> dict[str, Json]:
     outcome = event.outcome
     result = {"result": outcome.text, "ms": outcome.ms, "remark": outcome.remark or None}
     return {"tool": {**about, "state": "failed" if outcome.failed else "done", **result}}
+
+
+MARKER = json.dumps("\0").encode()
+"""Stands for a text in JSON that is written once, around many texts."""
+
+
+class Frames(Protocol):
+    """Stateful: one object per stream, fed in order."""
+
+    media_type: str
+
+    def frame(self, event: Event) -> bytes:
+        """What to send for `event`; empty for what the stream does not show (yet)."""
+
+    def end(self) -> bytes:
+        """Everything after the last event, [DONE] included."""
+
+    def idle(self) -> bytes:
+        """What tells the client, after seconds of silence, that its answer is still to come; empty: nothing."""
+
+    def failure(self, failure: Failure, request_id: str) -> bytes:
+        """What a stream ends with that failed."""
+
+
+class SseFrames:
+    """Server-sent events: what they have in common."""
+
+    media_type = "text/event-stream"
+
+    def idle(self) -> bytes:
+        return b": the answer is being computed\n\n"
+
+    def failure(self, failure: Failure, request_id: str) -> bytes:
+        return OPENAI_ERRORS.frame(failure, request_id)
+
+
+class BlockFrames(SseFrames):
+    """A stream of numbered blocks, one after the other: each is opened, filled piece by piece, and closed.
+
+    Every event says its type twice, as Anthropic's and OpenAI's newer clients want it.
+    """
+
+    def __init__(self) -> None:
+        self._has_begun = False
+        self._around: list[bytes] = []
+        """The JSON before, between and after what differs in the deltas of the open block."""
+
+    def _event(self, kind: str, **fields: Json) -> bytes:
+        return sse({"type": kind, **fields}, kind)
+
+    def _beginning(self) -> bytes:
+        """The events before the first block."""
+        raise NotImplementedError
+
+    def _begin(self) -> bytes:
+        """`_beginning`, once."""
+        if self._has_begun:
+            return b""
+        self._has_begun = True
+        return self._beginning()
+
+    def _open_delta(self, kind: str, **fields: Json) -> None:
+        """Prepares the deltas of a block that is opened. What will differ is a marker in `fields`."""
+        self._around = sse({"type": kind, **fields}, kind).split(MARKER)
+
+    def _piece(self, text: str) -> bytes:
+        """One delta."""
+        return self._around[0] + json.dumps(text).encode() + self._around[1]
+
+
+def loading_comment(event: Loading) -> bytes:
+    """A comment and no event: clients read chunks of an answer only."""
+    done = "" if event.fraction is None else f", {event.fraction:.0%}"
+    return f": {json.dumps(event.model)} is being loaded{done}\n\n".encode()

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator
 
 from emberkeep.api.body import INT32_MAX, WHOLE, Body, Count, one_of
 from emberkeep.api.fields import UserFields
-from emberkeep.api.openai.body import to_prompts
+from emberkeep.api.openai_completions import to_prompts
 from emberkeep.errors import InvalidField
 from emberkeep.types.request import Embedded, EmbeddingInput, EmbeddingRequest, Json, Ranked, RerankRequest, Vector
 

@@ -13,13 +13,14 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
 
-from emberkeep.api.answer import LOWEST, ChoiceAnswer, progress_json, timings_json
+from emberkeep.api.answer import ChoiceAnswer, SseFrames, progress_json, timings_json
 from emberkeep.api.body import INT32_MAX, WHOLE, Body, Count, whole
 from emberkeep.api.errors import sse
-from emberkeep.api.fields import MAX_CHOICES
-from emberkeep.api.frames import SseFrames
-from emberkeep.api.openai.body import MAX_PROMPTS, GenerationBody, Prompt
-from emberkeep.api.sampling import BAN, USUAL_LAST_N, Limit, to_limit
+from emberkeep.api.fields import USUAL_LAST_N, Limit, to_limit
+from emberkeep.api.kinds import BAN, MAX_CHOICES
+from emberkeep.api.openai_answer import LOWEST
+from emberkeep.api.openai_chat import GenerationBody
+from emberkeep.api.openai_completions import MAX_PROMPTS, Prompt
 from emberkeep.errors import InvalidField
 from emberkeep.types.events import (
     Accepted,

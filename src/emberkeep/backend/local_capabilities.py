@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from emberkeep.backend.base import NO_ARGS, ModelTexts
 from emberkeep.chat.prompt import PromptBuilder
-from emberkeep.chat.seams import SeamedText
+from emberkeep.chat.prompt_tokens import SeamedText
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.engine.base import AttentionTiers, ExpertTracking
 from emberkeep.errors import RequestError

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from emberkeep.api.openai.messages import message_json
+from emberkeep.api.openai_chat import message_json
 from emberkeep.api.stored import lookup_from_json
 from emberkeep.backend.base import Extras, ModelCard
 from emberkeep.errors import EmberkeepError, RequestError

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from emberkeep.chat.seams import SeamedText
+from emberkeep.chat.prompt_tokens import SeamedText
 from emberkeep.errors import InvalidField
 from emberkeep.types.models import Vocab
 from emberkeep.types.request import Infill

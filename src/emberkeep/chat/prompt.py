@@ -21,8 +21,7 @@ from emberkeep.chat.messages import (
     stable_messages,
     with_moved,
 )
-from emberkeep.chat.prompt_tokens import PromptTokenizer, TokenizedText
-from emberkeep.chat.seams import SeamedTemplate, SeamedText
+from emberkeep.chat.prompt_tokens import PromptTokenizer, SeamedTemplate, SeamedText, TokenizedText
 from emberkeep.chat.template import ChatTemplate
 from emberkeep.errors import ContextExceeded, InvalidField, Overloaded, TemplateFailed
 from emberkeep.text import common_start

@@ -1,12 +1,14 @@
-"""A program of its own: compiles and renders chat templates that came out of model files.
+"""A program of its own: compiles and renders chat templates that came out of model files, and so are foreign code.
 
-`render_pool` starts it, sends one question at a time through its standard input, a socket, and reads one answer.
-Only a process can be stopped: one step of a template can take minutes, hold the interpreter's lock all the while
-or need all memory, and such steps cannot all be listed.
+`chat/template.py` starts it, sends one question at a time through its standard input, a socket, and reads one
+answer. Jinja's immutable sandbox keeps templates away from Python. It does not bound what they cost, and only a
+process can be stopped: one step of a template can take minutes, hold the interpreter's lock all the while or need
+all memory, and such steps cannot all be listed.
 """
 
 from __future__ import annotations
 
+import json
 import marshal
 import math
 import resource
@@ -15,17 +17,20 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import datetime
 from enum import IntEnum
-from functools import lru_cache
+from functools import cache, lru_cache
 from io import BufferedIOBase
 from pathlib import Path
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Literal
 
 from emberkeep.errors import TemplateFailed
+from emberkeep.types.request import Json
 
 if TYPE_CHECKING:  # Jinja is for this program alone, and who starts it imports this module too
-    from emberkeep.chat.sandbox import JinjaTemplate
+    from jinja2 import Environment, nodes
+    from jinja2.parser import Parser
 
 QUESTION_HEADER = Struct("<dQ")
 """Seconds that the answer may take, and the size of what follows: a `Question` in marshal's format."""
@@ -45,6 +50,7 @@ _MEMORY_PER_BYTE = 32
 _MOST_MEMORY = 2 << 30
 """What it may need: beyond what the program itself does, and by the size of what it is given."""
 _TEMPLATES = 16
+MAX_SOURCE = 1 << 20
 _TRIAL_SHARE = 0.75
 """The part of its time that a trial may take: what was found out until then is an answer, too."""
 
@@ -62,8 +68,7 @@ def serve() -> None:
     _allow(resource.RLIMIT_CORE, 0)
     _allow(resource.RLIMIT_FSIZE, 0)
     signal.signal(signal.SIGALRM, _interrupt)
-    from emberkeep.chat import sandbox  # noqa: F401  before the first question, which has a time limit
-
+    _environment()  # before the first question, which has a time limit
     own = _address_space()
     with suppress(EOFError, OSError), socket.socket(fileno=0) as channel, channel.makefile("rwb") as stream:
         kind, text = AnswerKind.TEXT, ""
@@ -105,7 +110,7 @@ def _text(question: Question, seconds: float) -> str:
     from emberkeep.chat.traits import find_traits
 
     wanted, source, values = question
-    template = _template(source)
+    template = _compiled(source)
     if wanted == "render":
         return template.render(values)
     return find_traits(_until(template.render, time.monotonic() + _TRIAL_SHARE * seconds), values).to_json()
@@ -133,13 +138,6 @@ def _interrupt(number: int, frame: object) -> None:
     raise stop_error("it takes too long")
 
 
-@lru_cache(_TEMPLATES)
-def _template(source: str) -> JinjaTemplate:
-    from emberkeep.chat.sandbox import JinjaTemplate
-
-    return JinjaTemplate(source)
-
-
 def stop_error(reason: str) -> TemplateFailed:
     return TemplateFailed(f"The model's chat template was stopped: {reason}.", "messages")
 
@@ -163,3 +161,104 @@ def _allow(what: int, amount: int) -> None:
     _, hard = resource.getrlimit(what)
     with suppress(ValueError, OSError):
         resource.setrlimit(what, (amount if hard == resource.RLIM_INFINITY else min(amount, hard), hard))
+
+
+# ── templates made to run ──
+
+
+class JinjaTemplate:
+    """Runs its source in this process, where nothing can stop it: foreign ones belong in a worker.
+
+    Raises TemplateFailed when `source` is not a template, and MemoryError.
+    """
+
+    def __init__(self, source: str) -> None:
+        try:
+            if len(source) > MAX_SOURCE:
+                raise ValueError(f"it is longer than {MAX_SOURCE} characters")
+            self._template = _environment().from_string(source)
+        except MemoryError:
+            raise
+        # Foreign code: Jinja, Python's parser and its recursion limit all have their say.
+        except Exception as error:
+            raise TemplateFailed(f"The model's chat template is not valid Jinja: {_reason(error)}.") from error
+
+    def render(self, values: Mapping[str, Json]) -> str:
+        """Raises TemplateFailed, MemoryError."""
+        try:
+            return self._template.render(values)
+        except MemoryError:
+            raise
+        # Foreign code may fail in any way; all of them mean that it cannot write these messages.
+        except Exception as error:
+            raise TemplateFailed(
+                f"The model's chat template refused these messages ({_reason(error)}): "
+                "change them to what it expects.",
+                "messages",
+            ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The first line of a foreign error, short enough for one sentence."""
+    text = str(getattr(error, "message", None) or error) or type(error).__name__
+    line = text.strip().partition("\n")[0]
+    return line[:200].rstrip(".")
+
+
+@lru_cache(_TEMPLATES)
+def _compiled(source: str) -> JinjaTemplate:
+    return JinjaTemplate(source)
+
+
+# ── the dialect of chat templates ──
+
+
+@cache
+def _environment() -> Environment:
+    """Loads Jinja: nothing else in its process may need it."""
+    from jinja2 import TemplateError
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
+
+    class GenerationTag(Extension):
+        """`{% generation %}` marks the assistant's text for training; here it is only its body."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    class ChatEnvironment(ImmutableSandboxedEnvironment):
+        def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+            if type(obj) is Namespace:
+                # Holds only what the template put there. Templates that scan all messages for each message
+                # come here a million times, and Jinja's own check is slow.
+                return not attr.startswith("_")
+            return super().is_safe_attribute(obj, attr, value)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ChatEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": _strftime_now}
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON, with no escaping for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern[:200])

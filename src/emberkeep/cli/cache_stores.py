@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
-from emberkeep.api.openai.body import ChatBody, CompletionBody, read_chat_or_completion, to_one_request
+from emberkeep.api.openai_chat import ChatBody
+from emberkeep.api.openai_completions import CompletionBody, read_chat_or_completion, to_one_request
 from emberkeep.api.stored import MAX_VERIFY_S, entry_from_json, lookup_from_json, shown_json
 from emberkeep.cli.console import complain
 from emberkeep.cli.model_setup import install_model, open_model

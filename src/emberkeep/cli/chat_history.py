@@ -88,7 +88,7 @@ def _new_id() -> str:
 
 
 def _json(messages: Sequence[Message]) -> str:
-    from emberkeep.api.openai.messages import message_json
+    from emberkeep.api.openai_chat import message_json
 
     return json.dumps({"messages": [message_json(m) for m in messages]}, indent=2, ensure_ascii=False) + "\n"
 

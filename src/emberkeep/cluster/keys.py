@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, unquote
 
 import xxhash
 
-from emberkeep.api.anthropic.body import user_of_metadata
+from emberkeep.api.anthropic_messages import user_of_metadata
 from emberkeep.api.body import parse_object, validate
 from emberkeep.api.fields import UserFields
 from emberkeep.errors import RequestError

@@ -11,15 +11,23 @@ from dataclasses import asdict, replace
 from functools import cache
 from typing import Any, Literal, TypedDict
 
-from emberkeep.api.body import Body, Label, validate
-from emberkeep.api.errors import HALF_A_CHARACTER
-from emberkeep.api.fields import ChoiceCount, FormatFields, LogprobFields, RoomFields, ttl_of
+from emberkeep.api.body import HALF_A_CHARACTER, Body, Label, validate
+from emberkeep.api.fields import (
+    FormatFields,
+    GenerationFields,
+    LogprobFields,
+    RoomFields,
+    check_choice,
+    to_limit,
+    ttl_of,
+)
+from emberkeep.api.kinds import ChoiceCount, call_json
 from emberkeep.api.llama_server import LineFields
-from emberkeep.api.openai.body import CompletionFields, TemplateFields
-from emberkeep.api.openai.messages import (
+from emberkeep.api.openai_chat import (
     BeginningList,
     ChoiceField,
     MessageList,
+    TemplateFields,
     ToolList,
     message_json,
     prefix_of_chats,
@@ -27,8 +35,7 @@ from emberkeep.api.openai.messages import (
     to_choice,
     to_messages,
 )
-from emberkeep.api.sampling import GenerationFields, to_limit
-from emberkeep.api.tools import call_json, check_choice
+from emberkeep.api.openai_completions import CompletionFields
 from emberkeep.errors import InvalidField, RequestError
 from emberkeep.text import did_you_mean
 from emberkeep.types.lineage import Approximation, private_namespace

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberkeep.api.body import Body, Label, Name, validate
-from emberkeep.api.fields import FactName, MaxConversations, MaxResults, Question, Remembered
+from emberkeep.api.kinds import FactName, MaxConversations, MaxResults, Question, Remembered
 from emberkeep.config.settings import Config
 from emberkeep.errors import InvalidField, MemoryOff
 from emberkeep.files import read_lines, write_lines

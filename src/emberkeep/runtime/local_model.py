@@ -12,8 +12,7 @@ from emberkeep.backend.limits import Permits
 from emberkeep.backend.local import LocalBackend, LocalSettings
 from emberkeep.backend.model_pool import Report, tell_nobody
 from emberkeep.backend.precache import KeepAlive
-from emberkeep.chat.render_pool import begin_worker
-from emberkeep.chat.template import ChatTemplate
+from emberkeep.chat.template import ChatTemplate, begin_worker
 from emberkeep.config.kinds import readable_size
 from emberkeep.config.settings import DRAIN_S, NEVER, OFF, TOOL_TURNS, Config, TooLong, placed_by_itself
 from emberkeep.engine.base import Engine, Footprint

@@ -19,10 +19,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from emberkeep.api.answer import Answer
+from emberkeep.api.answer import Answer, Frames
 from emberkeep.api.body import B, parse_body, parse_object
 from emberkeep.api.errors import Failure, Refused, failure_of
-from emberkeep.api.frames import Frames
 from emberkeep.errors import EmberkeepError
 from emberkeep.server.middleware import Limits
 from emberkeep.server.request_log import record_of

@@ -13,8 +13,8 @@ from urllib.parse import quote
 
 import openai
 
-from emberkeep.api.openai.messages import content_json
-from emberkeep.api.tools import call_json
+from emberkeep.api.kinds import call_json
+from emberkeep.api.openai_chat import content_json
 from emberkeep.backend.remote.base import (
     Keepsakes,
     RemoteAbout,

@@ -6,8 +6,7 @@ import uuid
 
 from starlette.requests import Request as HttpRequest
 
-from emberkeep.api.anthropic.answer import MessageEnvelope, MessageFrames, message_json
-from emberkeep.api.anthropic.body import CountBody, MessagesBody
+from emberkeep.api.anthropic_messages import CountBody, MessageEnvelope, MessageFrames, MessagesBody, message_json
 from emberkeep.backend.base import tokenizer_of
 from emberkeep.server.routes.base import HELLO, STREAMS, Routes, Served, passed_on, respond
 from emberkeep.server.stream import make_of_body

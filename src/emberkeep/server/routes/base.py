@@ -20,9 +20,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from emberkeep.api.answer import Answer
+from emberkeep.api.answer import Answer, Frames
 from emberkeep.api.body import INT32_MAX, B, Body, validate
-from emberkeep.api.frames import Frames
 from emberkeep.backend.base import Backend
 from emberkeep.backend.models import Models, loaded
 from emberkeep.config.settings import Config

@@ -17,15 +17,9 @@ from starlette.responses import Response
 from emberkeep.api.answer import lookup_json
 from emberkeep.api.body import INT32_MAX, WHOLE, Body, Label, one_of
 from emberkeep.api.fields import OwnerFields
-from emberkeep.api.openai.body import (
-    ChatBody,
-    CompletionBody,
-    TemplateArgs,
-    read_chat_or_completion,
-    to_one_request,
-)
-from emberkeep.api.openai.messages import BeginningList, ToolList, prefix_of_chats
-from emberkeep.api.sampling import KvBits
+from emberkeep.api.kinds import KvBits
+from emberkeep.api.openai_chat import BeginningList, ChatBody, TemplateArgs, ToolList, prefix_of_chats
+from emberkeep.api.openai_completions import CompletionBody, read_chat_or_completion, to_one_request
 from emberkeep.api.stored import MAX_VERIFY_S, entry_json, node_json, shown_json
 from emberkeep.backend.base import Backend, cache_of, warm_prefix
 from emberkeep.backend.models import loaded

@@ -27,8 +27,7 @@ from emberkeep.api.llama_server import (
     settings_json,
     whole_json,
 )
-from emberkeep.api.openai.body import TemplateArgs
-from emberkeep.api.openai.messages import MessageList, ToolList, to_messages
+from emberkeep.api.openai_chat import MessageList, TemplateArgs, ToolList, to_messages
 from emberkeep.backend.base import Backend, cache_of, tokenizer_of
 from emberkeep.errors import InvalidField, NoSuchEntry, RequestError
 from emberkeep.server.routes.base import (

@@ -16,8 +16,9 @@ from starlette.responses import Response, StreamingResponse
 
 from emberkeep.api.body import Label, Name
 from emberkeep.api.errors import failure_of
-from emberkeep.api.fields import FactName, MaxConversations, MaxResults, Question, Remembered, UserFields
-from emberkeep.api.openai.messages import message_json
+from emberkeep.api.fields import UserFields
+from emberkeep.api.kinds import FactName, MaxConversations, MaxResults, Question, Remembered
+from emberkeep.api.openai_chat import message_json
 from emberkeep.api.stored import found_json
 from emberkeep.backend.base import Backend
 from emberkeep.errors import EmberkeepError, InvalidField, NoSuchEntry

@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from emberkeep import __version__
-from emberkeep.api.ollama.answer import (
+from emberkeep.api.ollama_answer import (
     GenerateEnvelope,
     OllamaEnvelope,
     OllamaFrames,
@@ -20,7 +20,7 @@ from emberkeep.api.ollama.answer import (
     loaded_json,
     whole_json,
 )
-from emberkeep.api.ollama.body import EmbedBody, EmbeddingsBody, GenerateBody, OllamaBody, OllamaChatBody
+from emberkeep.api.ollama_body import EmbedBody, EmbeddingsBody, GenerateBody, OllamaBody, OllamaChatBody
 from emberkeep.backend.base import Backend
 from emberkeep.backend.models import Models
 from emberkeep.backend.on_demand import OnDemandBackend

@@ -22,7 +22,7 @@ from starlette.responses import Response, StreamingResponse
 
 from emberkeep.api.body import Body, one_of
 from emberkeep.api.errors import OLLAMA_ERRORS, failure_of
-from emberkeep.api.ollama.answer import OllamaFrames, timestamp
+from emberkeep.api.ollama_answer import OllamaFrames, timestamp
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.embedder import EmbeddingBackend
 from emberkeep.backend.models import status_of

@@ -19,8 +19,9 @@ from starlette.responses import Response
 
 from emberkeep.api.answer import Answer
 from emberkeep.api.body import Body
-from emberkeep.api.openai.answer import CallShape, ChatFrames, Envelope, TextFrames, chat_json, text_json
-from emberkeep.api.openai.body import ChatBody, CompletionBody
+from emberkeep.api.openai_answer import CallShape, ChatFrames, Envelope, TextFrames, chat_json, text_json
+from emberkeep.api.openai_chat import ChatBody
+from emberkeep.api.openai_completions import CompletionBody
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.models import Models, status_of
 from emberkeep.models.library import InstalledModel, ModelLibrary

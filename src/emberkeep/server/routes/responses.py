@@ -20,8 +20,8 @@ from starlette.requests import Request as HttpRequest
 
 from emberkeep.api.body import Name
 from emberkeep.api.errors import Failure, failure_of
-from emberkeep.api.responses.answer import Output, ResponseFrames, cancelled, failed
-from emberkeep.api.responses.body import (
+from emberkeep.api.responses_answer import Output, ResponseFrames, cancelled, failed
+from emberkeep.api.responses_body import (
     ConversationBody,
     ItemsBody,
     MetadataBody,
@@ -33,7 +33,7 @@ from emberkeep.api.responses.body import (
     new_response_id,
     response_head,
 )
-from emberkeep.api.responses.items import Item, references, resolve, response_of, to_items
+from emberkeep.api.responses_items import Item, references, resolve, response_of, to_items
 from emberkeep.backend.base import Backend, tokenizer_of
 from emberkeep.errors import EmberkeepError, InvalidField, MemoryFailed, NoSuchEntry, RequestError
 from emberkeep.library.user_memory import require_memory

@@ -1,4 +1,4 @@
-"""A chat: its messages and tools, from OpenAI's shape to ours and back, and the body of `/v1/chat/completions`.
+"""The body of `/v1/chat/completions`: its messages and tools, from OpenAI's shape to ours and back.
 
 HTTP and the library share it.
 """
@@ -10,25 +10,75 @@ import re
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator
 
-from emberkeep.api.body import BY_KIND, Body, ByKind, Label, one_of
-from emberkeep.api.fields import MarkFields, breakpoints_in_text
-from emberkeep.api.sampling import TextPart
-from emberkeep.api.tools import CustomFields, FunctionFields, call_json, custom_arguments
+from emberkeep.api.body import BY_KIND, NO_OTHERS, TEMPLATE_NAME, Body, ByKind, Label, one_of
+from emberkeep.api.fields import (
+    FormatFields,
+    GenerationFields,
+    Limit,
+    LogprobFields,
+    MarkFields,
+    OwnerFields,
+    RoomFields,
+    breakpoints_in_text,
+    check_choice,
+    to_limit,
+    ttl_of,
+)
+from emberkeep.api.kinds import ChoiceCount, CustomFields, FunctionFields, TextPart, call_json, custom_arguments
 from emberkeep.errors import InvalidField
 from emberkeep.types.request import (
     Breakpoint,
     Image,
     Json,
     Message,
+    ReasoningFormat,
     Request,
     Tool,
     ToolCall,
     ToolChoice,
+    Ttl,
 )
 
+# ── what chats and completions share ──
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+RETENTIONS = {"in_memory": Ttl.SHORT, "in-memory": Ttl.SHORT, "24h": Ttl.EXTENDED}
+
+
+class GenerationBody(GenerationFields, FormatFields, OwnerFields):
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
+
+    n: ChoiceCount | None = None
+
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def to_base(self) -> Request:
+        """What this body says, without a prompt. Raises InvalidField where fields contradict each other."""
+        return replace(
+            self.apply_to(self.to_owned()),
+            format=self.to_format(),
+            max_tokens=to_limit(self.max_tokens),
+            n=self.n or 1,
+            ttl=RETENTIONS[self.prompt_cache_retention] if self.prompt_cache_retention else None,
+            want_progress=bool(self.stream and self.return_progress),
+        )
+
+
 # ── parts of a message ──
+
 
 _IMAGE_URL = re.compile(r"https?://|data:image/", re.IGNORECASE)
 
@@ -300,3 +350,89 @@ def to_choice(choice: ChoiceField | LegacyChoiceField) -> ToolChoice:
             allowed = choice.allowed_tools
             return ToolChoice(allowed.mode, allowed=tuple(tool.name for tool in allowed.tools))
     return ToolChoice("named", choice.name)
+
+
+# ── the body ──
+
+
+TemplateName = Annotated[str, Field(pattern=TEMPLATE_NAME)]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (dict, list)) or (isinstance(value, str) and len(value) > 4096):
+        raise ValueError("give a short string, a number, true, false or null")
+    return value
+
+
+Scalar = Annotated[Any, PlainValidator(_plain, json_schema_input_type=bool | float | str | None)]
+TemplateArgs = Annotated[dict[TemplateName, Scalar], Field(max_length=64, json_schema_extra=NO_OTHERS)]
+
+_FORMATS = {
+    "none": ReasoningFormat.INLINE,  # llama.cpp's words
+    "auto": ReasoningFormat.SEPARATE,
+    "deepseek": ReasoningFormat.SEPARATE,
+    "hidden": ReasoningFormat.STRIP,  # other servers'
+    **{str(one): one for one in ReasoningFormat},
+}
+
+
+class TemplateFields(Body):
+    """What the chat template is told, and what becomes of the reasoning."""
+
+    chat_template_kwargs: TemplateArgs | None = None
+    reasoning_format: Literal["none", "auto", "deepseek", "hidden", "separate", "strip", "inline"] | None = None
+
+    def to_reasoning(self) -> ReasoningFormat | None:
+        return _FORMATS.get(self.reasoning_format or "")
+
+
+class ChatBody(GenerationBody, RoomFields, LogprobFields, TemplateFields):
+    messages: MessageList
+    tools: ToolList | None = None
+    tool_choice: ChoiceField = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[list[FunctionFields], Field(max_length=256)] | None = None
+    function_call: LegacyChoiceField = None
+    max_completion_tokens: Limit | None = None
+    ask_permission: bool | None = None
+
+    def to_request(self) -> Request:
+        """Raises InvalidField where fields contradict each other."""
+        tools, choice = self._tools()
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        base, breakpoints = self.to_base(), to_breakpoints(self.messages)
+        return replace(
+            base,
+            messages=to_messages(self.messages),
+            breakpoints=breakpoints,
+            ttl=base.ttl or ttl_of(breakpoints),
+            tools=tools,
+            tool_choice=choice,
+            parallel_tool_calls=self.parallel_tool_calls is not False and not self.functions,
+            max_tokens=to_limit(limit),
+            top_logprobs=self.to_top_logprobs(),
+            template_args=self.chat_template_kwargs or {},
+            reasoning=self.to_reasoning(),
+            evict=self.evict,
+            recall=self.to_recall(),
+            asks_permission=bool(self.ask_permission),
+        )
+
+    @property
+    def custom_names(self) -> frozenset[str]:
+        """The tools that take a text."""
+        return frozenset(tool.custom.name for tool in self.tools or () if isinstance(tool, CustomTool))
+
+    def _tools(self) -> tuple[tuple[Tool, ...], ToolChoice]:
+        if not self.functions:
+            tools = tuple(tool.to_tool() for tool in self.tools or ())
+            choice = to_choice(self.tool_choice)
+            check_choice(choice, tools)
+            return tools, choice
+        if self.tools:
+            raise InvalidField("functions", "goes without tools: leave one of them out.")
+        tools = tuple(function.to_tool() for function in self.functions)
+        choice = to_choice(self.function_call)
+        if choice.name not in {None, *(tool.name for tool in tools)}:
+            raise InvalidField("function_call", "names a function that is not among the functions.")
+        return tools, choice

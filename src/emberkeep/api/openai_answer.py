@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import field
 
 from emberkeep.api.answer import (
+    MARKER,
     Answer,
     ChoiceAnswer,
-    chat_logprobs,
+    SseFrames,
     detail_json,
+    loading_comment,
     progress_json,
     question_json,
-    text_logprobs,
     timings_json,
     tool_json,
     usage_json,
 )
 from emberkeep.api.errors import sse
-from emberkeep.api.frames import MARKER, SseFrames, loading_comment
-from emberkeep.api.tools import call_json, custom_input
+from emberkeep.api.kinds import call_json, custom_input
 from emberkeep.types.events import (
     CallEnded,
     CallStarted,
@@ -315,3 +316,52 @@ class TextFrames(ChunkFrames):
             case Finished():
                 return self._chunk([self.choice(event.index, {}, finish=event.reason)])
         return super().frame(event)
+
+
+# ── log probabilities ──
+
+
+LOWEST = -9999.0
+"""Stands for minus infinity, which JSON cannot express."""
+
+
+def chat_logprobs(tokens: Sequence[TokenLogprob]) -> Json:
+    """None when there are none."""
+    if not tokens:
+        return None
+    content = [_entry(token) | {"top_logprobs": [_entry(other) for other in token.top]} for token in tokens]
+    return {"content": content, "refusal": None}
+
+
+def text_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> Json:
+    """`offset`: characters of this choice's text that came before these tokens."""
+    if not tokens:
+        return None
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(_text(token))
+    return {
+        "tokens": [_text(token) for token in tokens],
+        "token_logprobs": [None if math.isnan(token.logprob) else _finite(token) for token in tokens],
+        "top_logprobs": [_likeliest(token) for token in tokens],
+        "text_offset": offsets,
+    }
+
+
+def _likeliest(token: TokenLogprob) -> Json:
+    if math.isnan(token.logprob):
+        return None
+    return {_text(other): _finite(other) for other in token.top}
+
+
+def _entry(token: TokenLogprob) -> dict[str, Json]:
+    return {"token": _text(token), "logprob": _finite(token), "bytes": list(token.piece)}
+
+
+def _text(token: TokenLogprob) -> str:
+    return token.piece.decode("utf-8", "replace")
+
+
+def _finite(token: TokenLogprob) -> float:
+    return max(token.logprob, LOWEST)

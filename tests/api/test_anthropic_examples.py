@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from emberkeep.api.anthropic.answer import MessageEnvelope, MessageFrames
-from emberkeep.api.anthropic.body import MessagesBody
+from emberkeep.api.anthropic_messages import MessageEnvelope, MessageFrames, MessagesBody
 from emberkeep.api.body import parse_body
 from emberkeep.types.events import (
     Accepted,

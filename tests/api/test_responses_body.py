@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from emberkeep.api.body import validate
-from emberkeep.api.responses.body import ResponseBody, response_head
-from emberkeep.api.responses.items import Called
+from emberkeep.api.responses_body import ResponseBody, response_head
+from emberkeep.api.responses_items import Called
 from emberkeep.errors import InvalidField
 from emberkeep.types.request import JsonFormat, Message, Request, Tool, ToolChoice, Ttl
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from emberkeep.api.answer import Answer
-from emberkeep.api.anthropic.answer import MessageEnvelope, MessageFrames, message_json, usage_json
-from emberkeep.api.anthropic.blocks import pack_reasoning, signature_of
+from emberkeep.api.anthropic_blocks import pack_reasoning, signature_of
+from emberkeep.api.anthropic_messages import MessageEnvelope, MessageFrames, message_json, usage_json
 from emberkeep.api.errors import Failure
 from emberkeep.types.events import (
     Accepted,

@@ -16,9 +16,8 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from emberkeep.api.body import BY_KIND, Body, ByKind, Label, Name
 from emberkeep.api.fields import MarkFields, breakpoints_in_text
-from emberkeep.api.openai.messages import ImageUrl, RefusalPart
-from emberkeep.api.sealed import unseal
-from emberkeep.api.tools import custom_arguments
+from emberkeep.api.kinds import custom_arguments, unseal
+from emberkeep.api.openai_chat import ImageUrl, RefusalPart
 from emberkeep.errors import InvalidField
 from emberkeep.types.request import Breakpoint, Image, Json, Message, ToolCall, Ttl
 from emberkeep.values import dataclass

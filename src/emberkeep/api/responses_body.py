@@ -1,6 +1,6 @@
 """The bodies of OpenAI's Responses API, and what a response tells about itself.
 
-A response is asked for with items (`api/responses/items.py`) and answered with items (`api/responses/answer.py`).
+A response is asked for with items (`api/responses_items.py`) and answered with items (`api/responses_answer.py`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,19 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from emberkeep.api.body import BY_KIND, WHOLE, Body, ByKind, Label, Name, not_here
-from emberkeep.api.fields import FormatFields, OwnerFields, RoomFields, Schema, ttl_of
-from emberkeep.api.openai.body import RETENTIONS
-from emberkeep.api.responses.items import Called, Item, ItemList, WholeItemList, model_name, to_items, to_messages
-from emberkeep.api.sampling import GenerationFields, Limit, TopLogprobs, to_limit
-from emberkeep.api.tools import CustomFields, FunctionFields, ToolName, check_choice
+from emberkeep.api.fields import (
+    FormatFields,
+    GenerationFields,
+    Limit,
+    OwnerFields,
+    RoomFields,
+    check_choice,
+    to_limit,
+    ttl_of,
+)
+from emberkeep.api.kinds import CustomFields, FunctionFields, Schema, ToolName, TopLogprobs
+from emberkeep.api.openai_chat import RETENTIONS
+from emberkeep.api.responses_items import Called, Item, ItemList, WholeItemList, model_name, to_items, to_messages
 from emberkeep.errors import InvalidField
 from emberkeep.types.memory import ApiConversation
 from emberkeep.types.request import Json, JsonFormat, Message, Request, Tool, ToolChoice, Ttl

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import field
 from typing import TypeVar
 
-from emberkeep.api.answer import chat_logprobs, detail_json, timings_json, tool_json
+from emberkeep.api.answer import BlockFrames, detail_json, timings_json, tool_json
 from emberkeep.api.errors import Failure
-from emberkeep.api.frames import BlockFrames
-from emberkeep.api.responses.body import Toolset
-from emberkeep.api.responses.items import SEALED, Called, Item, output_id
-from emberkeep.api.sealed import seal
-from emberkeep.api.tools import custom_input
+from emberkeep.api.kinds import custom_input, seal
+from emberkeep.api.openai_answer import chat_logprobs
+from emberkeep.api.responses_body import Toolset
+from emberkeep.api.responses_items import SEALED, Called, Item, output_id
 from emberkeep.types.events import (
     CallEnded,
     Completed,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from emberkeep.api.anthropic.blocks import pack_reasoning, signature_of, unpack_reasoning
-from emberkeep.api.anthropic.body import CountBody, MessagesBody, user_of_metadata
+from emberkeep.api.anthropic_blocks import pack_reasoning, signature_of, unpack_reasoning
+from emberkeep.api.anthropic_messages import CountBody, MessagesBody, user_of_metadata
 from emberkeep.api.body import parse_body
 from emberkeep.errors import InvalidField
 from emberkeep.types.request import (

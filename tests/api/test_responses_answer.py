@@ -13,10 +13,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 
 from emberkeep.api.body import validate
 from emberkeep.api.errors import Failure
-from emberkeep.api.responses.answer import Output, ResponseFrames
-from emberkeep.api.responses.body import ResponseBody, response_head
-from emberkeep.api.responses.items import SEALED
-from emberkeep.api.sealed import unseal
+from emberkeep.api.kinds import unseal
+from emberkeep.api.responses_answer import Output, ResponseFrames
+from emberkeep.api.responses_body import ResponseBody, response_head
+from emberkeep.api.responses_items import SEALED
 from emberkeep.types.events import (
     Accepted,
     CallEnded,

@@ -18,10 +18,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from emberkeep.api.body import BY_KIND, INT32_MAX, WHOLE, Body, Count, Label
 from emberkeep.api.embeddings import MAX_INPUTS, Dimensions, embedding_request
-from emberkeep.api.fields import OwnerFields, RoomFields, Schema
-from emberkeep.api.openai.body import USUAL_COMPLETION
-from emberkeep.api.openai.messages import MAX_MESSAGES, ToolList
-from emberkeep.api.sampling import GenerationFields, TopLogprobs, to_limit
+from emberkeep.api.fields import GenerationFields, OwnerFields, RoomFields, to_limit
+from emberkeep.api.kinds import Schema, TopLogprobs
+from emberkeep.api.openai_chat import MAX_MESSAGES, ToolList
+from emberkeep.api.openai_completions import USUAL_COMPLETION
 from emberkeep.errors import InvalidField
 from emberkeep.types.request import (
     EmbeddingRequest,

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from emberkeep.api.body import validate
-from emberkeep.api.ollama.answer import GenerateEnvelope, OllamaEnvelope, OllamaFrames, timestamp
-from emberkeep.api.ollama.body import EmbedBody, EmbeddingsBody, GenerateBody, OllamaChatBody, to_context
-from emberkeep.api.openai.body import USUAL_COMPLETION
+from emberkeep.api.ollama_answer import GenerateEnvelope, OllamaEnvelope, OllamaFrames, timestamp
+from emberkeep.api.ollama_body import EmbedBody, EmbeddingsBody, GenerateBody, OllamaChatBody, to_context
+from emberkeep.api.openai_completions import USUAL_COMPLETION
 from emberkeep.errors import InvalidField
 from emberkeep.types.events import (
     Event,

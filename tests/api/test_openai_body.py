@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.api.body import parse_body
-from emberkeep.api.openai.body import ChatBody
+from emberkeep.api.openai_chat import ChatBody
 from emberkeep.errors import InvalidField
 from emberkeep.types.lineage import SHARED, user_of
 from emberkeep.types.request import (

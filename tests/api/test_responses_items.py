@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.api.body import validate
-from emberkeep.api.responses.body import PromptBody
-from emberkeep.api.responses.items import SEALED, Item, output_id, references, resolve, response_of, to_messages
-from emberkeep.api.sealed import seal, unseal
-from emberkeep.api.tools import custom_arguments, custom_input
+from emberkeep.api.kinds import custom_arguments, custom_input, seal, unseal
+from emberkeep.api.responses_body import PromptBody
+from emberkeep.api.responses_items import SEALED, Item, output_id, references, resolve, response_of, to_messages
 from emberkeep.errors import InvalidField
 from emberkeep.types.request import Breakpoint, Image, Json, Message, ToolCall, Ttl
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Sequence
+from dataclasses import field
 from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from emberkeep.api.body import Body, ByKind, Label
-from emberkeep.api.fields import CacheControl
-from emberkeep.api.sealed import seal, unseal
-from emberkeep.types.request import Image, Json, ToolCall
+from emberkeep.api.fields import CacheControl, breakpoints_in_text
+from emberkeep.api.kinds import seal, unseal
+from emberkeep.types.request import Breakpoint, Image, Json, Message, Role, ToolCall, Ttl
+from emberkeep.values import dataclass
 
 
 class Block(Body):
@@ -229,3 +232,92 @@ AnyBlocks = list[
 ]
 Content = Annotated[AnyBlocks, BeforeValidator(texts_as_blocks, json_schema_input_type=str | AnyBlocks)]
 """A text stands for one block of it."""
+
+
+# ── from blocks to messages ──
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A message that is still being put together."""
+
+    role: Role
+    call_id: str | None = None
+    tool: str | None = None
+    parts: list[tuple[Ttl | None, str | None]] = field(default_factory=list)
+    """Marks and texts in their order, as `breakpoints_in_text` reads them."""
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    images: list[Image] = field(default_factory=list)
+
+    @property
+    def texts(self) -> list[str]:
+        return [text for _, text in self.parts if text is not None]
+
+    def add(self, block: Block) -> None:
+        if isinstance(block, ThinkingBlock):
+            self.reasoning.append(block.to_reasoning())
+        elif isinstance(block, ToolUseBlock):
+            self.calls.append(block.to_call())
+        else:
+            self.parts += [(None, text) for text in block.texts()]
+            self.images += block.images()
+
+    def to_message(self) -> Message:
+        return Message(
+            role=self.role,
+            content="\n".join(self.texts),
+            reasoning="\n".join(filter(None, self.reasoning)),
+            tool_calls=tuple(self.calls),
+            tool_call_id=self.call_id,
+            name=self.tool,
+            images=tuple(self.images),
+        )
+
+
+class Turns:
+    """The messages of a conversation, and its breakpoints."""
+
+    def __init__(self) -> None:
+        self._turns: list[_Turn] = []
+        self._before: list[Breakpoint] = []
+        """Those before the first message."""
+        self._names: dict[str, str] = {}
+        """Tools by the ids of their calls."""
+
+    @property
+    def last(self) -> _Turn | None:
+        return self._turns[-1] if self._turns else None
+
+    def messages(self) -> tuple[Message, ...]:
+        return tuple(turn.to_message() for turn in self._turns)
+
+    def breakpoints(self) -> tuple[Breakpoint, ...]:
+        turns = enumerate(self._turns, 1)
+        return (*self._before, *(one for n, turn in turns for one in breakpoints_in_text(turn.parts, n)))
+
+    def mark(self, control: CacheControl | None) -> None:
+        if control is None:
+            return
+        if self._turns:
+            self._turns[-1].parts.append((control.to_ttl(), None))
+        else:
+            self._before.append(Breakpoint(0, None, control.to_ttl()))
+
+    def add(self, role: Role, blocks: Sequence[Block]) -> None:
+        """Results stand before whatever else the user says: models know them right after their calls."""
+        for block in sorted(blocks, key=lambda block: not isinstance(block, ResultBlock)):
+            if isinstance(block, ResultBlock):
+                turn = _Turn("tool", block.tool_use_id, self._names.get(block.tool_use_id))
+                turn.parts, turn.images = [(None, block.text())], block.images()
+                self._turns.append(turn)
+            elif block.says_something:
+                self._turn_of(role).add(block)
+            if isinstance(block, ToolUseBlock):
+                self._names[block.id] = block.name
+            self.mark(block.cache_control)
+
+    def _turn_of(self, role: Role) -> _Turn:
+        if not self._turns or self._turns[-1].role != role:
+            self._turns.append(_Turn(role))
+        return self._turns[-1]

@@ -9,9 +9,9 @@ import pytest
 
 from emberkeep.api.answer import Answer
 from emberkeep.api.body import parse_body
-from emberkeep.api.openai.answer import CallShape, ChatFrames, Envelope, chat_json
-from emberkeep.api.openai.body import ChatBody
-from emberkeep.api.tools import custom_input
+from emberkeep.api.kinds import custom_input
+from emberkeep.api.openai_answer import CallShape, ChatFrames, Envelope, chat_json
+from emberkeep.api.openai_chat import ChatBody
 from emberkeep.errors import InvalidField
 from emberkeep.types.events import (
     Completed,

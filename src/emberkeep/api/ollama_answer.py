@@ -9,9 +9,10 @@ from dataclasses import field
 from functools import lru_cache
 from time import perf_counter
 
-from emberkeep.api.answer import Answer, chat_logprobs, detail_json
+from emberkeep.api.answer import Answer, arguments_of, detail_json
 from emberkeep.api.errors import OLLAMA_ERRORS, Failure
-from emberkeep.api.ollama.body import to_context
+from emberkeep.api.ollama_body import to_context
+from emberkeep.api.openai_answer import chat_logprobs
 from emberkeep.types.events import Event, FinishReason, ReasoningDelta, TextDelta, TokenLogprob, ToolCallDelta
 from emberkeep.types.request import Embedded, Json, Message, Request, ToolCall
 from emberkeep.values import dataclass
@@ -155,11 +156,7 @@ def _line(value: Json) -> bytes:
 
 def _calls_json(index: int, call: ToolCall) -> list[Json]:
     """None for a call whose arguments were cut off: they must be an object."""
-    try:
-        arguments = json.loads(call.arguments or "{}")
-    except ValueError:
-        return []
-    if not isinstance(arguments, dict):
+    if (arguments := arguments_of(call)) is None:
         return []
     return [{"id": call.id, "function": {"index": index, "name": call.name, "arguments": arguments}}]
 
