@@ -27,7 +27,7 @@ from emberkeep.types.events import Admitted, Plan, TokenLogprob
 from emberkeep.types.lineage import EXACT, Approximation, Lineage, Repair
 from emberkeep.types.request import Sampling
 from helpers.kv_building import check_ledger
-from helpers.scheduling import GREEDY, Recorder, Rig, no_pins, prompt_of, reference, text
+from helpers.scheduling import ENDLESS, GREEDY, Recorder, Rig, no_pins, prompt_of, reference, text
 from helpers.waiting import eventually
 
 ERRORS = (EngineError("injected"), RuntimeError("injected"), MemoryError("injected"))
@@ -125,7 +125,6 @@ BLENDED = {
     "approximate": Approximation(Repair.NONE),
     "lineage": Lineage(repair=Repair.NONE),
 }
-ENDLESS = Sampling(temperature=0, logit_bias=dict.fromkeys(FakeEngine().vocab.eog, -1e9))
 NEW = 4
 
 

@@ -34,6 +34,8 @@ from emberkeep.types.request import Execution, Request, Sampling
 from helpers.kv_building import chunks_of, lineage_of
 
 GREEDY = Sampling(temperature=0)
+ENDLESS = Sampling(temperature=0, logit_bias=dict.fromkeys(FakeEngine().vocab.eog, -1e9))
+"""Never ends its turn."""
 
 SEEDED = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=11)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -16,13 +17,11 @@ from emberkeep.sched.admission import (
     Room,
     choose,
     ladder,
-    largest,
     open_admission,
     peak,
-    stored,
 )
 from emberkeep.types.events import Admitted, Plan
-from helpers.scheduling import LONG, PROMPT, Gate, Recorder, Rig, text
+from helpers.scheduling import LONG, PROMPT, Gate, Rig, reference, text
 
 GIB = 1 << 30
 GPU = Footprint("cuda:0", 10 * GIB, 4 * GIB, 40_000, 2_000, 100, 500_000)
@@ -81,10 +80,6 @@ def test_the_peak_is_what_the_footprint_says_of_the_worse_of_prompt_and_answer()
     assert peak(GPU, WIDE, 3000, 100_000, rows=1) == answer
 
 
-def test_fewer_bits_take_less_of_the_store():
-    assert [stored(40_000, Plan(512, bits), 100) for bits in (16, 8, 4)] == [4_000_000, 2_000_000, 1_000_000]
-
-
 # ── the ladder ──
 
 
@@ -119,11 +114,6 @@ def test_what_is_suggested_fits_and_one_token_more_does_not(prompt, new, beyond,
         assert found.lacks(plans[-1], chosen.suggested_max_tokens, new) is None
 
 
-@given(st.integers(0, 1000), st.integers(0, 1000))
-def test_the_largest_that_fits_is_found(limit, most):
-    assert largest(lambda count: count <= limit, most) == min(limit, most)
-
-
 # ── RAM ──
 
 
@@ -156,7 +146,7 @@ def test_a_step_on_the_cpu_takes_ram_too():
 # ── admission ──
 
 
-def test_who_wants_exact_state_never_gets_fewer_bits():
+def test_who_wants_exact_state_never_gets_fewer_bits_and_others_get_them_where_ram_is_short():
     with pytest.raises(TooLarge):
         admission(free=GIB).admit(40_000, 0)
     assert admission(free=GIB).admit(40_000, 0, bits=8).plan == Plan(512, 8)
@@ -220,26 +210,21 @@ def with_plan(slice_: int, beyond: int = 0) -> Admitted:
     return Admitted(Plan(slice_, 16), len(LONG), 12, predicted=beyond, beyond=beyond)
 
 
-def test_a_prompt_is_evaluated_in_slices_of_its_plan():
+@pytest.mark.parametrize(
+    "limit", [{"admitted": with_plan(48)}, {"prefill_slice": 48}], ids=["planned", "asked for"]
+)
+def test_a_prompt_is_evaluated_in_slices_of_its_plan_or_of_what_its_request_allows(limit):
     slices = []
     engine = FakeEngine(cells=1 << 15, on_evaluate=lambda batch: slices.extend(len(rows.tokens) for rows in batch))
     with Rig(engine=engine) as rig:
-        answer = rig.run(LONG, admitted=with_plan(48)).answer
+        answer = rig.run(LONG, **limit).answer
     assert max(slices) == 48
-    with Rig() as rig:
-        assert rig.run(LONG).answer == answer
+    assert answer == reference(LONG)
 
 
-def test_a_request_may_ask_for_smaller_slices():
-    slices = []
-    engine = FakeEngine(cells=1 << 15, on_evaluate=lambda batch: slices.extend(len(rows.tokens) for rows in batch))
-    with Rig(engine=engine) as rig:  # without a plan
-        rig.run(LONG, prefill_slice=48)
-    assert max(slices) == 48
-    planned = admission()
-    assert planned.admit(1000, 1).plan.prefill_slice == 512
-    assert planned.admit(1000, 1, most_slice=48).plan.prefill_slice == 48
-    assert planned.admit(1000, 1, most_slice=4096).plan.prefill_slice == 512
+@pytest.mark.parametrize(("most", "largest"), [(None, 512), (48, 48), (4096, 512)])
+def test_a_request_may_ask_for_smaller_slices(most, largest):
+    assert admission().admit(1000, 1, most_slice=most).plan.prefill_slice == largest
 
 
 def test_sequences_that_together_need_too_much_run_one_after_the_other():
@@ -277,19 +262,23 @@ class Measured(FakeEngine):
 # ── figures ──
 
 
-def told(count: int, median: float | None, p95: float | None, least: float | None, most: float | None) -> dict:
-    return {"count": count, "min": least, "median": median, "p95": p95, "max": most}
+def compared(*actual: int) -> dict:
+    """What is told after so many requests were each predicted to need 1000 bytes, and needed these."""
+    calibration = Calibration(Measured(*(peak for each in actual for peak in (None, each))), lambda: 0)
+    for _ in actual:
+        alone = SimpleNamespace(prompt=SimpleNamespace(admitted=admitted()))
+        calibration.started(alone, alone=True)
+        calibration.ended(alone)
+    return calibration.stats()
 
 
 def alike(ratio: float | None, count: int = 1) -> dict:
-    return told(count, ratio, ratio, ratio, ratio)
+    return {"count": count, "min": ratio, "median": ratio, "p95": ratio, "max": ratio}
 
 
 def test_the_middle_and_the_ends_of_the_ratios_are_told():
-    calibration = Calibration()
-    for actual in range(901, 1001):
-        calibration.note(admitted(), actual)
-    assert calibration.stats()["actual_to_predicted"] == told(100, 0.951, 0.996, 0.901, 1.0)
+    ratios = compared(*range(901, 1001))["actual_to_predicted"]
+    assert ratios == {"count": 100, "min": 0.901, "median": 0.951, "p95": 0.996, "max": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -300,27 +289,15 @@ def test_the_middle_and_the_ends_of_the_ratios_are_told():
         ([800] * 16, 0.05),
         ([1800] * 16, 0.5),
         ([1250] * 15, None),  # too few
+        ([], None),
     ],
 )
 def test_the_suggested_margin_covers_what_was_predicted_too_low_within_limits(actual, suggested):
-    calibration = Calibration()
-    for each in actual:
-        calibration.note(admitted(), each)
-    assert calibration.stats()["suggested_margin"] == suggested
+    assert compared(*actual)["suggested_margin"] == suggested
 
 
-def test_nothing_is_suggested_before_anything_was_compared():
-    stats = Calibration().stats()
-    assert stats["suggested_margin"] is None
-    assert stats["actual_to_predicted"] == alike(None, 0)
-
-
-def test_its_memory_is_bounded_and_it_counts_on():
-    calibration = Calibration()
-    for number in range(3000):
-        calibration.note(admitted(), 1000 if number < 1500 else 2000)
-    stats = calibration.stats()
-    assert stats["actual_to_predicted"] == alike(2.0, 3000)
+def test_the_latest_comparisons_count():
+    assert compared(*[1000] * 1500, *[2000] * 1500)["actual_to_predicted"] == alike(2.0, 3000)
 
 
 # ── in the loop ──
@@ -328,39 +305,32 @@ def test_its_memory_is_bounded_and_it_counts_on():
 
 def test_a_request_that_ran_alone_is_compared():
     with Rig(engine=Measured(999_999, 900)) as rig:
-        calibration = rig.scheduler.calibration
         rig.run(PROMPT, admitted=admitted())
-    assert calibration.stats()["actual_to_predicted"] == alike(0.9)
+        assert rig.scheduler.calibration.stats()["actual_to_predicted"] == alike(0.9)
 
 
 def test_on_a_cpu_what_the_store_holds_is_not_the_engines():
-    engine = Measured(999_999, 10_000, device="cpu")
-    with Rig(engine=engine) as rig:
-        calibration = rig.scheduler.calibration
+    with Rig(engine=Measured(999_999, 10_000, device="cpu")) as rig:
         rig.run(PROMPT, admitted=admitted(predicted=10_000))
-        held = rig.store.held_bytes()[0]
-    assert held
-    assert calibration.stats()["actual_to_predicted"]["median"] < 1
+        assert rig.store.held_bytes()[0]
+        assert rig.scheduler.calibration.stats()["actual_to_predicted"]["median"] < 1
 
 
 def test_requests_that_ran_together_are_not_compared():
-    calibration = Calibration()
     engine = Measured(999_999)
     gate = Gate(engine)
     with Rig(engine=engine) as rig:
-        calibration = rig.scheduler.calibration
         first = rig.start(PROMPT, admitted=admitted())
         gate.reached()
         second = rig.start(text(500, seed=1), admitted=admitted())
         gate.open()
         assert first.answer
         assert second.answer
-    assert calibration.stats()["actual_to_predicted"]["count"] == 0
+        assert rig.scheduler.calibration.stats()["actual_to_predicted"]["count"] == 0
 
 
 def test_an_engine_that_tells_nothing_and_a_sequence_without_a_plan_are_no_trouble():
     with Rig(engine=Measured(None, None)) as rig:
-        calibration = rig.scheduler.calibration
         assert rig.run(PROMPT, admitted=admitted()).answer
-        assert rig.run(text(300), Recorder()).answer
-    assert calibration.stats()["actual_to_predicted"]["count"] == 0
+        assert rig.run(text(300)).answer
+        assert rig.scheduler.calibration.stats()["actual_to_predicted"]["count"] == 0

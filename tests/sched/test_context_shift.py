@@ -16,14 +16,12 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
 from emberkeep.sched.sequence_state import EndReason
 from emberkeep.types.lineage import Lineage
-from emberkeep.types.request import Sampling
 from helpers.chance import examples
 from helpers.kv_building import check_ledger, chunk_files
-from helpers.scheduling import CLOSING, Recorder, Rig, no_pins, prompt_of, reference, text
+from helpers.scheduling import CLOSING, ENDLESS, Recorder, Rig, no_pins, prompt_of, reference, text
 
 LEAD, OLD, KEPT = text(50, seed=1), text(300, seed=2), text(260, seed=3)
 NOTICE, ASK = text(12, seed=4), text(30, seed=5)
-ENDLESS = Sampling(temperature=0, logit_bias=dict.fromkeys(FakeEngine().vocab.eog, -1e9))
 MARKED = Lineage(splice="abc")
 
 

@@ -1,18 +1,20 @@
-"""Reuse never changes an answer, and nothing is evaluated twice."""
+"""Reuse never changes an answer, and nothing is evaluated twice. State in fewer bits is found only by those who
+asked for it, and said to be approximate."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
+from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
+from emberkeep.kv.policy import CHUNK_TOKENS
 from emberkeep.types.events import MissReason
-from emberkeep.types.lineage import EXACT
+from emberkeep.types.lineage import EXACT, Lineage, private_namespace
 from helpers.kv_building import check_ledger, chunk_files, chunks_of
 from helpers.scheduling import (
     CLOSING,
     GREEDY,
+    PROMPT,
     SEEDED,
     Gate,
     Recorder,
@@ -21,15 +23,6 @@ from helpers.scheduling import (
     text,
     unique_prefix_tokens,
 )
-
-PROMPT = text(700)
-
-
-@pytest.fixture
-def rig(tmp_path: Path):
-    with Rig(tmp_path) as rig:
-        yield rig
-        check_ledger(rig.store)
 
 
 def evaluated_by(rig: Rig, *args, **kwargs) -> int:
@@ -78,54 +71,26 @@ def test_a_next_turn_that_comes_at_once_waits_for_the_end_of_the_last(rig):
 
 
 @pytest.mark.parametrize("position", [0, 1, 127, 128, 129, 300, 698, 699])
-def test_an_edited_prompt_reuses_exactly_what_comes_before_the_edit(rig, position):
-    rig.run(PROMPT)
+def test_an_edited_prompt_reuses_exactly_what_comes_before_the_edit_in_the_engine_and_on_disk(tmp_path, position):
     edited = [*PROMPT[:position], PROMPT[position] - 1, *PROMPT[position + 1 :]]
-    answer = rig.run(edited)
-    assert answer.answer == reference(edited)
-    assert answer.lookup.reused_tokens == position
-
-
-@pytest.mark.parametrize("position", [0, 128, 300, 699])
-def test_an_edit_is_found_in_the_store_as_exactly_as_in_the_engine(tmp_path, position):
     with Rig(tmp_path) as rig:
         rig.run(PROMPT)
-    edited = [*PROMPT[:position], PROMPT[position] - 1, *PROMPT[position + 1 :]]
+        hot = rig.run(edited, is_kept=False)
     with Rig(tmp_path) as rig:
-        answer = rig.run(edited)
-        assert answer.answer == reference(edited)
-        assert answer.lookup.cold_tokens == answer.lookup.reused_tokens == position
+        cold = rig.run(edited)
+    assert hot.answer == cold.answer == reference(edited)
+    assert hot.lookup.reused_tokens == cold.lookup.reused_tokens == cold.lookup.cold_tokens == position
 
 
 def test_a_divergence_says_where_and_what(tmp_path):
     with Rig(tmp_path) as rig:
-        rig.run(PROMPT)
+        assert rig.run(PROMPT).lookup.reason is MissReason.NEW
         edited = [*PROMPT[:300], *map(ord, "something else entirely"), *PROMPT[340:]]
         lookup = rig.run(edited).lookup
     assert lookup.reason is MissReason.DIVERGED
     assert lookup.divergence.token_index == 300
     assert lookup.divergence.prompt_text == "something el"
     assert lookup.divergence.stored_text == bytes(PROMPT[300:312]).decode()
-
-
-def test_a_new_prompt_says_that_it_is_new(rig):
-    assert rig.run(PROMPT).lookup.reason is MissReason.NEW
-
-
-def test_branches_share_their_trunk(rig):
-    branches = [[*PROMPT, *text(150, seed=seed)] for seed in range(1, 6)]
-    answers = [rig.run(branch) for branch in branches]
-    assert [a.answer for a in answers] == [reference(branch) for branch in branches]
-    assert [a.lookup.reused_tokens for a in answers] == [0, *[len(PROMPT)] * 4]
-
-
-def test_choices_of_one_request_share_their_prompt(rig):
-    recorders = [rig.start(PROMPT, sampling=_seed(seed)) for seed in range(4)]
-    assert [r.answer for r in recorders] == [reference(PROMPT, sampling=_seed(seed)) for seed in range(4)]
-    assert len({tuple(r.answer) for r in recorders}) == 4
-    rig.settle()
-    sampled = sum(len(r.answer) + len(CLOSING) for r in recorders)
-    assert rig.engine.evaluated_tokens <= len(PROMPT) + 3 + sampled
 
 
 def test_sixteen_conversations_over_one_prefix_cost_its_evaluation_once(tmp_path):
@@ -326,7 +291,104 @@ def test_stored_tokens_of_no_known_vocabulary_do_not_stop_the_engine(tmp_path):
         assert rig.run(prompt, Recorder()).answer == reference(prompt)
 
 
-def _seed(seed: int):
-    from dataclasses import replace
+PACKED = {bits: Lineage(bits=bits) for bits in (8, 4)}
 
-    return replace(SEEDED, seed=seed)
+EXACT_BYTES = 12
+"""What one token takes in the fake engine."""
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_full_chunks_are_packed_and_the_newest_tokens_are_not(rig, bits):
+    rig.run(PROMPT, namespace=PACKED[bits])
+    sizes = {len(chunk.tokens): len(chunk.payload) for chunk in chunks_of(rig.store)}
+    (tail,) = sizes.keys() - {CHUNK_TOKENS}
+    assert sizes[CHUNK_TOKENS] < CHUNK_TOKENS * EXACT_BYTES * bits / 16
+    assert sizes[tail] == tail * EXACT_BYTES
+
+
+def test_a_conversation_ends_up_packed_but_for_its_last_tail(rig):
+    history = PROMPT
+    for turn in range(5):
+        answer = rig.run(history, namespace=PACKED[8])
+        history = [*history, *answer.tokens, *CLOSING, *text(90, seed=turn)]
+    rig.store.flush()  # only then tails that have grown are gone
+    unpacked = [c for c in chunks_of(rig.store) if len(c.payload) == len(c.tokens) * EXACT_BYTES]
+    assert len(unpacked) == 1
+    assert len(unpacked[0].tokens) < CHUNK_TOKENS
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_comes_back_from_fewer_bits_is_approximate(rig, bits):
+    first = rig.run(PROMPT, namespace=PACKED[bits])
+    again = rig.run(PROMPT, namespace=PACKED[bits], from_store=True)
+    assert (first.lookup.is_approximate, again.lookup.is_approximate) == (False, True)
+    assert again.lookup.reused_tokens == len(PROMPT) - 1
+    assert again.answer != first.answer == reference(PROMPT)
+
+
+def test_what_goes_on_from_approximate_state_is_approximate(rig):
+    rig.run(PROMPT, namespace=PACKED[8])
+    loaded = rig.run(PROMPT, namespace=PACKED[8], from_store=True)
+    hot = rig.run([*PROMPT, *loaded.tokens, *CLOSING, *text(30)], namespace=PACKED[8])
+    assert hot.lookup.hot_tokens > len(PROMPT)
+    assert hot.lookup.is_approximate
+
+
+@pytest.mark.parametrize("from_store", [True, False])
+def test_an_exact_sequence_never_sees_packed_state(rig, from_store):
+    rig.run(PROMPT, namespace=PACKED[8])
+    exact = rig.run(PROMPT, from_store=from_store)
+    assert exact.lookup.reused_tokens == 0
+    assert exact.answer == reference(PROMPT)
+    assert not exact.lookup.is_approximate
+    assert rig.run(PROMPT, from_store=True).answer == reference(PROMPT)
+
+
+def test_an_exact_sequence_goes_on_from_what_is_exact_of_a_packed_conversation(rig):
+    rig.run(PROMPT[:300], max_new=0)
+    rig.run(PROMPT, namespace=PACKED[8])
+    exact = rig.run(PROMPT, from_store=True)
+    assert exact.lookup.reused_tokens == 300
+    assert exact.answer == reference(PROMPT)
+
+
+def test_a_sequence_in_fewer_bits_reuses_exact_state_and_stores_nothing_of_it_again(rig):
+    rig.run(PROMPT)
+    before = chunks_of(rig.store)
+    packed = rig.run(PROMPT, namespace=PACKED[8], from_store=True)
+    assert packed.lookup.reused_tokens == len(PROMPT) - 1
+    assert not packed.lookup.is_approximate
+    assert packed.answer == reference(PROMPT)
+    assert chunks_of(rig.store) == before
+
+
+def test_who_wants_other_bits_or_is_another_user_does_not_see_it(rig):
+    mine, theirs = (Lineage(private_namespace(user), 8) for user in ("alice", "bob"))
+    rig.run(PROMPT, namespace=mine)
+    for other in (theirs, Lineage(mine.owner, 4)):
+        assert rig.run(PROMPT, namespace=other).lookup.reused_tokens == 0
+    assert rig.run(PROMPT, namespace=mine).lookup.reused_tokens == len(PROMPT) - 1
+
+
+def test_packed_state_survives_a_restart(tmp_path):
+    with Rig(tmp_path) as rig:
+        rig.run(PROMPT, namespace=PACKED[8])
+        loaded = rig.run(PROMPT, namespace=PACKED[8], from_store=True).answer
+        rig.store.flush()
+    with Rig(tmp_path) as rig:
+        again = rig.run(PROMPT, namespace=PACKED[8])
+        assert again.lookup.cold_tokens == len(PROMPT) - 1
+        assert again.lookup.is_approximate
+        assert again.answer == loaded
+        assert rig.run(PROMPT).answer == reference(PROMPT)
+
+
+def test_a_model_with_snapshots_packs_its_ranges(tmp_path):
+    engine = FakeEngine(cells=1 << 15, kv_unit=KvUnit.BOTH)
+    with Rig(tmp_path, engine) as rig:
+        rig.run(PROMPT, namespace=PACKED[8], max_new=0)
+        again = rig.run([*PROMPT, 40], namespace=PACKED[8], from_store=True)
+        assert again.lookup.reused_tokens == len(PROMPT)
+        assert again.lookup.is_approximate
+        packed = [chunk for chunk in chunks_of(rig.store) if len(chunk.tokens) == CHUNK_TOKENS]
+        assert packed and all(len(chunk.payload) < CHUNK_TOKENS * EXACT_BYTES / 2 for chunk in packed)

@@ -15,9 +15,8 @@ from emberkeep.errors import StepFailed
 from emberkeep.types.events import MissReason
 from helpers.chance import examples
 from helpers.kv_building import check_ledger, chunk_files, chunks_of
-from helpers.scheduling import CLOSING, Recorder, Rig, reference, text
+from helpers.scheduling import CLOSING, PROMPT, Recorder, Rig, reference, text
 
-PROMPT = text(700)
 UNITS = [KvUnit.SNAPSHOT, KvUnit.BOTH]
 
 
@@ -76,15 +75,6 @@ def test_a_branch_restores_the_nearest_border_before_it(rig, unit):
     assert rig.run([*PROMPT[:100], *text(80, seed=5)]).lookup.reused_tokens == 0
 
 
-def test_both_branches_go_on_from_one_snapshot(rig, unit):
-    rig.run(PROMPT, borders=frozenset({600}))
-    for seed in range(4):
-        branch = [*PROMPT[:650], *text(60, seed=seed)]
-        told = rig.run(branch)
-        assert told.lookup.reused_tokens == 600
-        assert told.answer == fresh(unit, branch)
-
-
 def test_a_repeated_prompt_is_resumed_at_its_last_border_and_says_why_not_later(rig, unit):
     rig.run(PROMPT, borders=frozenset({690}), closing=())
     rig.run(text(50, seed=9))
@@ -120,8 +110,6 @@ def test_sequences_side_by_side_do_not_mix_their_state(rig, unit):
 
 
 def test_a_stop_string_gives_the_state_up_and_nothing_wrong_is_kept(rig, unit):
-    from helpers.scheduling import Recorder
-
     stopped = rig.run(PROMPT, Recorder(stop_at=lambda tokens: 2 if len(tokens) == 5 else None))
     turn = [*PROMPT, *stopped.answer[:2], *CLOSING, *text(30, seed=2)]
     assert rig.run(turn).answer == fresh(unit, turn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,26 +20,51 @@ def follow(text: list[int], answer: list[int] = []) -> Rewriting:  # noqa: B006
     return rewriting
 
 
-def test_a_copy_goes_on_as_the_old_text_does():
-    assert follow(OLD, OLD[:7]).draft(5) == OLD[7:12]
+NAMED = [1, 2, 50, 3, 4, 50, 5, 6, 50, 7]
 
 
-def test_nothing_is_drafted_before_it_begins_or_behind_the_end():
-    assert Rewriting(NgramIndex()).draft(5) == []
-    assert follow(OLD, OLD).draft(5) == []
-    assert follow(OLD, [*OLD, 1, 2, 3]).draft(5) == []
-
-
-def test_after_one_other_token_the_old_text_is_tried_behind_it():
-    assert follow(OLD, [*OLD[:7], 1]).draft(3) == OLD[8:11]
-
-
-def test_tokens_that_are_left_out_are_passed_over():
-    assert follow(OLD, [*OLD[:7], OLD[12]]).draft(3) == OLD[13:16]
-
-
-def test_tokens_that_are_put_in_are_followed_by_the_old_text():
-    assert follow(OLD, [*OLD[:7], 1, 2, 3, 4, 5, OLD[7]]).draft(3) == OLD[8:11]
+@pytest.mark.parametrize(
+    ("text", "answer", "draft"),
+    [
+        pytest.param(OLD, OLD[:7], OLD[7:], id="a copy goes on as the old text does"),
+        pytest.param(OLD, OLD, [], id="nothing comes at its end"),
+        pytest.param(OLD, [*OLD, 1, 2, 3], [], id="nor behind it"),
+        pytest.param(OLD, [*OLD[:7], 1], OLD[8:], id="after another token the old text is tried behind it"),
+        pytest.param(OLD, [*OLD[:7], OLD[12]], OLD[13:], id="what is left out is passed over"),
+        pytest.param(OLD, [*OLD[:7], 1, 2, 3, 4, 5, OLD[7]], OLD[8:], id="the old text follows what is put in"),
+        pytest.param(
+            [1, 2, 3, 50, 51, 52, 4, 5, 6, 50, 51, 52, 7, 8, 50, 9],
+            [1, 2, 3, 60, 4, 5],
+            [6, 60, 7, 8, 50, 9],
+            id="several tokens that become one are expected again",
+        ),
+        pytest.param(
+            [1, 2, 50, 3, 4, 5, 50, 3, 6, 7], [1, 2, 3, 4], [5, 3, 6, 7], id="what is left out is expected again"
+        ),
+        pytest.param(
+            [1, 2, 50, 3, 4, 5, 50, 3, 6, 7],
+            [1, 2, 60, 50, 3, 4],
+            [5, 60, 50, 3, 6, 7],
+            id="what is put in is expected again",
+        ),
+        pytest.param(NAMED, [1, 2, 60, 3, 4, 50], [5, 6, 50, 7], id="one that is not made is expected no more"),
+        pytest.param(NAMED, [1, 2, 60, 3, 4, 61, 5, 6], [61, 7], id="the latest change is expected"),
+        pytest.param(
+            NAMED,
+            [1, 2, 60, 61, 3, 4, 60, 62, 5, 6],
+            [60, 62, 7],
+            id="one that goes on otherwise is another",
+        ),
+        pytest.param(
+            NAMED[:8],
+            [1, 2, 60, 61, 62, 3, 4, 60],
+            [61, 62, 5, 6],
+            id="one that has begun is drafted to its end",
+        ),
+    ],
+)
+def test_what_is_drafted_after_an_answer_that_changes_a_text(text, answer, draft):
+    assert follow(text, answer).draft(40) == draft
 
 
 def test_what_was_changed_once_is_expected_again():
@@ -46,38 +72,6 @@ def test_what_was_changed_once_is_expected_again():
     for new in ([60], [60, 61], [60, 61, 62, 63]):
         answer = [1, 2, 3, *new, 4, 5]
         assert follow(text, answer).draft(20) == [6, *new, 7, 8, 9, *new, 10, 11]
-
-
-def test_several_tokens_that_become_one_are_expected_again():
-    text = [1, 2, 3, 50, 51, 52, 4, 5, 6, 50, 51, 52, 7, 8, 50, 9]
-    assert follow(text, [1, 2, 3, 60, 4, 5]).draft(20) == [6, 60, 7, 8, 50, 9]
-
-
-def test_what_is_left_out_or_put_in_is_expected_again():
-    text = [1, 2, 50, 3, 4, 5, 50, 3, 6, 7]
-    assert follow(text, [1, 2, 3, 4]).draft(20) == [5, 3, 6, 7]
-    assert follow(text, [1, 2, 60, 50, 3, 4]).draft(20) == [5, 60, 50, 3, 6, 7]
-
-
-def test_a_change_is_expected_no_more_once_it_is_not_made():
-    text = [1, 2, 50, 3, 4, 50, 5, 6, 50, 7]
-    assert follow(text, [1, 2, 60, 3, 4, 50]).draft(20) == [5, 6, 50, 7]
-
-
-def test_the_latest_change_is_the_one_that_is_expected():
-    text = [1, 2, 50, 3, 4, 50, 5, 6, 50, 7]
-    assert follow(text, [1, 2, 60, 3, 4, 61, 5, 6]).draft(20) == [61, 7]
-
-
-def test_a_change_that_goes_on_otherwise_is_another_one():
-    text = [1, 2, 50, 3, 4, 50, 5, 6, 50, 7]
-    rewriting = follow(text, [1, 2, 60, 61, 3, 4, 60, 62, 5, 6])
-    assert rewriting.draft(20) == [60, 62, 7]
-
-
-def test_a_change_that_has_begun_is_drafted_to_its_end():
-    text = [1, 2, 50, 3, 4, 50, 5, 6]
-    assert follow(text, [1, 2, 60, 61, 62, 3, 4, 60]).draft(20) == [61, 62, 5, 6]
 
 
 def test_what_is_written_for_long_is_no_longer_the_old_text():

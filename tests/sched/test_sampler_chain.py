@@ -13,7 +13,7 @@ import pytest
 
 from emberkeep.sched.sampler_chain import Chain, ChainedSampler, find_breakers
 from emberkeep.sched.sampling import Sampler
-from emberkeep.types.request import DEFAULT_SAMPLERS, Sampling
+from emberkeep.types.request import Sampling
 from helpers.chance import seed, times
 
 OFF = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0, seed=1)
@@ -60,12 +60,6 @@ def near(logits: dict[int, float]) -> object:
 
 
 # ── what needs it ──
-
-
-def test_usual_settings_need_no_chain() -> None:
-    assert not Sampling().needs_chain
-    assert not Sampling(repetition_penalty=1.2, temperature=0, seed=3).needs_chain
-    assert not Sampling(repeat_last_n=64, dry_base=2.0, xtc_threshold=0.6, xtc_probability=1).needs_chain
 
 
 @pytest.mark.parametrize(
@@ -285,15 +279,6 @@ def test_mirostat_learns_from_what_was_sampled_and_from_nothing_else(version: in
     assert len(set(expected)) > 1
 
 
-def test_mirostat_moves_its_bound_by_the_error() -> None:
-    running = chain(replace(OFF, mirostat=2, mirostat_tau=1.0, mirostat_eta=0.5))
-    assert len(running.candidates(LOGITS, (), 0.0).logits) == 2
-    running.accept(5, 1 / 16)
-    assert len(running.candidates(LOGITS, (), 0.0).logits) == 1
-    running.accept(0, None)
-    assert len(running.candidates(LOGITS, (), 0.0).logits) == 1
-
-
 # ── infill ──
 
 
@@ -386,13 +371,3 @@ def test_a_look_ahead_with_a_chain_sees_what_sampling_will_draw() -> None:
         second, _ = sampler.look_ahead(LOGITS, [first])
         assert sampler.sample(LOGITS, Words.pieces)[0] == first
         assert sampler.sample(LOGITS, Words.pieces)[0] == second
-
-
-def test_the_default_order_names_every_usual_sampler() -> None:
-    everything = replace(
-        OFF, dry_multiplier=1.0, top_n_sigma=1.0, xtc_probability=1.0, frequency_penalty=1.0, repeat_last_n=4
-    )
-    assert everything.needs_chain
-    assert everything.samplers == DEFAULT_SAMPLERS
-    # 3 and those after it are too far below, and of the three that are left 0, which was penalised, is last.
-    assert set(left(everything, prompt=[0])) == {0}

@@ -13,7 +13,7 @@ import pytest
 from emberkeep.engine.base import Engine, KvUnit, Rows
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.kv.store import KvStore
-from emberkeep.sched.admission import PeakWatch
+from emberkeep.sched.admission import Calibration
 from emberkeep.sched.moved_state import CacheBlend, ContextShift
 from emberkeep.sched.prefix_cache import PrefixCache
 from emberkeep.sched.sampling import Sampler
@@ -48,10 +48,11 @@ PARTS: dict[type, Callable[[Rig], object]] = {
     ContextShift: lambda rig: rig.scheduler._parts.cache.shift,
     Planner: lambda rig: rig.scheduler._steps._planner,
     SlotAffinity: lambda rig: rig.scheduler._slots._affinity,
-    PeakWatch: lambda rig: rig.scheduler._parts.watch,
+    Calibration: lambda rig: rig.scheduler.calibration,
 }
 """Whatever does something for one sequence."""
 NEVER_FAIL = {
+    (Calibration, "stats"),
     (PrefixCache, "release"),
     (SlotAffinity, "forget"),
     (Engine, "payload_buffer"),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from time import monotonic
 
+from emberkeep.engine.base import Outcome, Payload, Rows
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import DeadlineExceeded
 from helpers.scheduling import (
+    ENDLESS,
     LONG,
     PATIENCE,
     PROMPT,
@@ -35,6 +38,49 @@ def test_others_run_while_one_loads(tmp_path, monkeypatch):
         assert not loading.is_over
         go_on.set()
         assert loading.answer == reference(PROMPT)
+
+
+class SlowLoads(FakeEngine):
+    """What it imports is there after some more steps."""
+
+    STEPS = 3
+
+    def __init__(self) -> None:
+        super().__init__(cells=1 << 15)
+        self.steps: list[set[int]] = []
+        self._there_at: dict[int, int] = {}
+
+    def evaluate(self, batch: Sequence[Rows]) -> Outcome:
+        self.steps.append({rows.sequence for rows in batch})
+        return super().evaluate(batch)
+
+    def import_kv(
+        self, sequence: int, start: int, end: int, payloads: Sequence[Payload], payload_start: int
+    ) -> Outcome:
+        self._there_at[sequence] = len(self.steps) + self.STEPS
+        return super().import_kv(sequence, start, end, payloads, payload_start)
+
+    def is_loading(self, sequence: int) -> bool:
+        return len(self.steps) < self._there_at.get(sequence, 0)
+
+
+def test_others_go_on_while_state_is_loaded(tmp_path):
+    engine = SlowLoads()
+    with Rig(tmp_path, engine, prefill_slice=SLICE) as rig:
+        answer, other = rig.run(PROMPT).answer, text(40, seed=8)
+        gate = Gate(engine, holds=lambda step: step == 4)
+        writing = rig.start(other, sampling=ENDLESS, max_new=30)
+        gate.reached()
+        begin = len(engine.steps)
+        found = rig.start(PROMPT, from_store=True)
+        gate.open()
+        assert found.wait().answer == answer
+        assert found.lookup.reused_tokens == len(PROMPT) - 1
+        first = next(number for number, step in enumerate(engine.steps[begin:]) if len(step) > 1)
+        assert first >= SlowLoads.STEPS
+        assert writing.wait().answer == reference(other, sampling=ENDLESS, max_new=30)
+        # Who is alone does not wait for others: the device is told at once, and does one after the other.
+        assert rig.run(PROMPT, from_store=True).answer == answer
 
 
 def test_sequences_that_do_not_fit_together_run_one_after_the_other(tmp_path):

@@ -6,8 +6,9 @@ import threading
 
 import pytest
 
+from emberkeep.engine.base import Outcome
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.errors import Overloaded
+from emberkeep.errors import EngineError, Overloaded, StepFailed
 from emberkeep.sched.sequence_state import EndReason
 from helpers.scheduling import (
     CLOSING,
@@ -24,12 +25,13 @@ from helpers.scheduling import (
 )
 
 
-def test_a_sequence_ends_after_max_new_tokens(rig):
-    recorder = rig.run(PROMPT, max_new=3)
-    assert recorder.answer == reference(PROMPT, max_new=3)
+@pytest.mark.parametrize("prompt", [PROMPT, [70]])
+def test_a_sequence_ends_after_max_new_tokens(rig, prompt):
+    recorder = rig.run(prompt, max_new=3)
+    assert recorder.answer == reference(prompt, max_new=3)
     assert recorder.ending.reason is EndReason.LENGTH
     assert recorder.ending.sampled_tokens == 3
-    assert recorder.ending.prompt_tokens == 700
+    assert recorder.ending.prompt_tokens == len(prompt)
 
 
 def test_a_sequence_ends_where_the_model_ends_its_turn(rig):
@@ -44,10 +46,6 @@ def test_zero_tokens_evaluates_the_prompt_and_nothing_else(rig, engine):
     assert recorder.answer == []
     assert recorder.ending.reason is EndReason.LENGTH
     assert engine.evaluated_tokens == len(PROMPT)
-
-
-def test_a_prompt_of_one_token_is_answered(rig):
-    assert rig.run([70]).answer == reference([70])
 
 
 @pytest.mark.parametrize("kept", [0, 1, 4, 6, 7])
@@ -89,10 +87,7 @@ def test_progress_is_reported_and_includes_what_was_reused(rig):
     again = rig.run([*LONG[:1500], *text(300, seed=2)], want_progress=True)
     assert again.reports[0].cached == again.reports[0].processed == 1500
     assert again.reports[1].processed > 1500
-
-
-def test_quiet_sequences_get_no_progress(rig):
-    assert rig.run(LONG).reports == []
+    assert rig.run(LONG).reports == []  # who does not ask for it gets none
 
 
 def test_closing_keeps_what_was_computed(tmp_path):
@@ -118,14 +113,9 @@ def test_closing_keeps_what_was_computed(tmp_path):
 def test_closing_lets_sequences_finish_when_it_is_given_time(tmp_path):
     rig = Rig(tmp_path, drain_s=PATIENCE)
     recorders = [rig.start(text(300, seed=seed)) for seed in range(6)]
-    rig.scheduler.close()
-    rig.store.close()
-    assert [r.answer for r in recorders] == [reference(text(300, seed=seed)) for seed in range(6)]
-
-
-def test_nothing_is_taken_after_closing(tmp_path):
-    rig = Rig(tmp_path)
     rig.close()
+    assert [r.answer for r in recorders] == [reference(text(300, seed=seed)) for seed in range(6)]
+    assert rig.scheduler.failure() is None
     with pytest.raises(Overloaded, match="shutting down"):
         rig.start(PROMPT)
 
@@ -168,22 +158,6 @@ def test_a_cancelled_prefill_stops_within_one_slice_and_keeps_what_it_computed(r
     again = rig.run(LONG)
     assert again.answer == reference(LONG)
     assert again.lookup.reused_tokens == 2 * SLICE
-
-
-def test_a_prefill_cancelled_before_a_restart_is_continued_after_it(tmp_path):
-    engine = FakeEngine()
-    gate = Gate(engine, holds=lambda step: step == 2)
-    with Rig(tmp_path, engine, prefill_slice=SLICE) as rig:
-        sequence = rig.sequence(LONG)
-        rig.scheduler.submit(sequence)
-        gate.reached()
-        rig.scheduler.cancel(sequence)
-        gate.open()
-        rig.settle()
-    with Rig(tmp_path) as rig:
-        answer = rig.run(LONG)
-        assert answer.answer == reference(LONG)
-        assert answer.lookup.cold_tokens == 3 * SLICE
 
 
 def test_a_cancelled_answer_stops_within_one_step(rig, engine):
@@ -253,3 +227,82 @@ def test_cancelling_what_is_over_changes_nothing(rig):
     rig.scheduler.cancel(sequence)
     rig.settle()
     assert rig.scheduler.counters.cancelled == 0
+
+
+def fail_once(engine: FakeEngine, at: int, error: Exception) -> None:
+    steps = iter(range(1000))
+
+    def on_evaluate(batch):
+        if next(steps) == at:
+            raise error
+
+    engine.on_evaluate = on_evaluate
+
+
+def test_a_failed_step_fails_its_sequences_and_the_loop_goes_on_with_what_was_there_before(rig, engine):
+    fail_once(engine, 2, EngineError("the accelerator is on fire"))
+    assert isinstance(rig.run(LONG).error, EngineError)
+    again = rig.run(LONG)
+    assert again.lookup.reused_tokens == 2 * SLICE
+    assert again.answer == reference(LONG)
+    assert rig.scheduler.counters.failed == 1
+
+
+def test_what_waits_for_a_sequence_that_fails_runs_itself(rig, engine):
+    gate = Gate(engine)
+    first = rig.start(LONG)
+    gate.reached()
+    second = rig.start(LONG)
+    third = rig.start(LONG[:1500])
+    held = engine.on_evaluate
+
+    def fail(batch):
+        engine.on_evaluate = None
+        held(batch)
+        raise EngineError("once")
+
+    engine.on_evaluate = fail
+    gate.open()
+    first.wait()
+    assert second.answer == reference(LONG)
+    assert third.answer == reference(LONG[:1500])
+
+
+def test_a_memory_that_stays_full_fails_the_sequence_and_not_the_loop(tmp_path):
+    class Stubborn(FakeEngine):
+        full = True
+
+        def evaluate(self, batch):
+            return Outcome.NO_ROOM if self.full else super().evaluate(batch)
+
+    engine = Stubborn()
+    with Rig(tmp_path, engine) as rig:
+        failed = rig.run(PROMPT)
+        assert isinstance(failed.error, EngineError)
+        assert "full" in str(failed.error)
+        engine.full = False
+        assert rig.run(PROMPT).answer == reference(PROMPT)
+
+
+def test_state_that_cannot_be_exported_costs_its_reuse_only(tmp_path):
+    class Mute(FakeEngine):
+        def export_kv(self, sequence, borders):
+            raise EngineError("no")
+
+    with Rig(tmp_path, Mute()) as rig:
+        assert rig.run(PROMPT).answer == reference(PROMPT)
+        assert rig.run(text(50)).answer == reference(text(50))
+
+
+def test_memory_that_runs_out_while_loading_costs_the_reuse_and_no_file(tmp_path):
+    class Exhausted(FakeEngine):
+        def import_kv(self, *place):
+            raise StepFailed("no memory")
+
+    with Rig(tmp_path) as rig:
+        rig.run(PROMPT)
+    with Rig(tmp_path, Exhausted()) as rig:
+        assert rig.run(PROMPT).answer == reference(PROMPT)
+        assert rig.store.counters.damaged_chunks == 0
+    with Rig(tmp_path) as rig:
+        assert rig.run(PROMPT).lookup.cold_tokens > 0

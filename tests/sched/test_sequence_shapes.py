@@ -16,7 +16,7 @@ from emberkeep.types.lineage import EXACT
 from helpers.kv_building import chunks_of
 from helpers.scheduling import PROMPT, Gate, Rig, text
 
-WIDE, NARROW, GIVEN = Made.WIDE, Made.NARROW, Made.GIVEN
+WIDE, NARROW = Made.WIDE, Made.NARROW
 ALONE = Made.WIDE | Made.REPRODUCIBLE
 CLASSES = [WIDE, NARROW, ALONE]
 
@@ -58,23 +58,12 @@ def alone(tmp_path: Path):
         yield rig
 
 
-def test_a_prompt_is_wide_and_its_last_token_and_the_answer_are_narrow(alone: Rig) -> None:
-    alone.run(PROMPT[:300])
-    assert [made for _, _, made in kinds(alone)] == [ALONE, ALONE, WIDE | NARROW]
-
-
-def test_a_short_turn_is_narrow(alone: Rig) -> None:
-    answer = alone.run(PROMPT[:257]).answer
-    turn = [*PROMPT[:257], *answer, *text(30, seed=5)]
-    alone.run(turn)
-    later = [made for _, end, made in kinds(alone) if end > 256]
-    assert later
-    assert not any(made & WIDE for made in later)
-
-
-def test_ids_that_a_client_gave_are_known_beside_it(alone: Rig) -> None:
-    alone.run(PROMPT[:300], given=True)
-    assert [made for _, _, made in kinds(alone)] == [ALONE | GIVEN, ALONE | GIVEN, WIDE | NARROW | GIVEN]
+@pytest.mark.parametrize("given", [Made.UNKNOWN, Made.GIVEN])
+def test_a_prompt_is_wide_its_last_token_and_the_answer_are_narrow_and_given_ids_are_known(
+    alone: Rig, given
+) -> None:
+    alone.run(PROMPT[:300], given=bool(given))
+    assert [made for _, _, made in kinds(alone)] == [ALONE | given, ALONE | given, WIDE | NARROW | given]
 
 
 def test_slices_beside_an_answer_are_narrow(tmp_path: Path) -> None:

@@ -130,12 +130,6 @@ def test_with_a_seed_nothing_is_drafted_unless_it_is_asked_for():
     assert Request(sampling=Sampling(seed=1), speculation=True).may_speculate
 
 
-def test_a_request_may_do_without(plain):
-    spoken = answer_of(corpus=ToldCorpus(knows(PROMPT + plain)), speculation=False)
-    assert spoken.answer == plain
-    assert spoken.ending.drafted_tokens == 0
-
-
 @pytest.mark.parametrize("kind", SOME)
 @pytest.mark.parametrize(
     "sampling",
@@ -261,6 +255,9 @@ def test_figures_say_what_was_drafted_by_whom_and_how_much_of_it_was_right(plain
     figures = stats.sources[source]
     assert sum(figures.accepted_lengths) == figures.drafts > 0
     assert figures.accepted_tokens > 0
+    if source == "model":
+        assert stats.draft_model.steps > 0
+        assert stats.json()["draft_model"]["reason"] is None
 
 
 def exported(rig: Rig, idle) -> memoryview:

@@ -52,11 +52,6 @@ def _step(footprint: Footprint, tokens: int, context: int) -> float:
     return tokens * footprint.per_step_token + context * footprint.per_context_token + pairs
 
 
-def stored(kv_bytes_per_token: int, plan: Plan, tokens: int) -> int:
-    """The bytes of RAM that the state of so many tokens takes in the store."""
-    return math.ceil(kv_bytes_per_token * tokens * plan.kv_bits / 16)
-
-
 def ladder(largest_slice: int, bits: Sequence[int]) -> list[Plan]:
     """Every plan, from the cheapest to run to the one that needs least; `bits` begins with the wanted ones."""
     slices = [largest_slice]
@@ -97,7 +92,7 @@ class Room:
         device = self.footprint
         most = peak(device, plan, prompt_tokens, max_new, rows=1)
         new = max(prompt_tokens + max_new - self.in_ram, 0)
-        ram = min(stored(self.kv_bytes_per_token, plan, new), self.store_room)
+        ram = min(math.ceil(self.kv_bytes_per_token * new * plan.kv_bits / 16), self.store_room)
         if device.device == "cpu":
             ram += most - device.fixed
         for place, bytes_, available in ((device.device, most, device.capacity), (_RAM, ram, self.free_ram)):
@@ -179,8 +174,10 @@ class Admission:
         `most_slice`: no step takes more of its prompt. `in_ram` tells how many of its tokens the store holds in
         RAM; it is asked only where that could help.
         """
-        slice_ = min(self._largest_slice, most_slice or self._largest_slice)
-        room, plans = self._room(is_kept), ladder(slice_, self._bits(bits))
+        footprint, largest_slice = self.footprint, min(self._largest_slice, most_slice or self._largest_slice)
+        kv_bytes_per_token = self._kv_bytes_per_token if is_kept else 0
+        room = Room(footprint, self.margin, self._free(), self._store_room(), kv_bytes_per_token)
+        plans = ladder(largest_slice, self._bits(bits))
         least = min(max_new, _LEAST_ANSWER)
         chosen = choose(room, plans, prompt_tokens, least)
         if isinstance(chosen, Refusal) and chosen.place == _RAM:
@@ -190,13 +187,8 @@ class Admission:
             raise _too_large(chosen, prompt_tokens)
         plan = chosen
         answer = largest(lambda count: not room.lacks(plan, prompt_tokens, count), max_new)
-        predicted = peak(room.footprint, plan, prompt_tokens, answer, rows=1)
-        return Admitted(plan, prompt_tokens, answer, predicted, predicted - room.footprint.fixed)
-
-    def _room(self, is_kept: bool) -> Room:
-        return Room(
-            self.footprint, self.margin, self._free(), self._store_room(), self._kv_bytes_per_token * is_kept
-        )
+        predicted = peak(footprint, plan, prompt_tokens, answer, rows=1)
+        return Admitted(plan, prompt_tokens, answer, predicted, predicted - footprint.fixed)
 
     def _bits(self, wanted: int) -> list[int]:
         """Who wants exact state gets it or nothing; who does not may get less exact state where room is short."""
@@ -263,36 +255,18 @@ _LEAST_MARGIN, _MOST_MARGIN = 0.05, 0.5
 
 
 class Calibration:
-    """`note` is for the engine's thread, `stats` for any. Its memory is bounded."""
+    """Asks for the peak around every sequence that runs alone: only then is it that one's.
 
-    def __init__(self) -> None:
-        self._latest: deque[float] = deque(maxlen=_REMEMBERED)
-        self._count = 0
+    `started` and `ended` are for the engine's thread, `stats` for any. Its memory is bounded.
+    """
 
-    def note(self, admitted: Admitted, actual: int) -> None:
-        self._count += 1
-        self._latest.append(actual / max(admitted.predicted, 1))
-
-    def stats(self) -> dict[str, Json]:
-        """With ratios above 1 more was used than predicted. `suggested_margin` would have covered 95 of 100; it is
-        None before that can be told."""
-        ratios = list(self._latest)
-        return {
-            "suggested_margin": _margin(ratios),
-            "actual_to_predicted": {**_summary(ratios), "count": self._count},
-        }
-
-
-class PeakWatch:
-    """Asks for the peak around every sequence that runs alone: only then is it that one's. On the engine's
-    thread."""
-
-    def __init__(self, engine: Engine, calibration: Calibration, others: Callable[[], int]) -> None:
+    def __init__(self, engine: Engine, others: Callable[[], int]) -> None:
         """`others`: bytes that the engine's measure counts as well, and that are not the engine's."""
         self._engine = engine
-        self._calibration = calibration
         self._others = others
         self._watched: Running | None = None
+        self._latest: deque[float] = deque(maxlen=_REMEMBERED)
+        self._count = 0
 
     def started(self, sequence: Running, *, alone: bool) -> None:
         self._watched = sequence if alone and sequence.prompt.admitted else None
@@ -306,12 +280,16 @@ class PeakWatch:
         self._watched = None
         actual = self._engine.peak_bytes()
         if actual is not None:
-            self._calibration.note(admitted, actual - self._others())
+            self._count += 1
+            self._latest.append((actual - self._others()) / max(admitted.predicted, 1))
 
-
-def _summary(ratios: list[float]) -> dict[str, Json]:
-    shares = {"min": 0.0, "median": 0.5, "p95": 0.95, "max": 1.0}
-    return {name: _quantile(ratios, share) if ratios else None for name, share in shares.items()}
+    def stats(self) -> dict[str, Json]:
+        """With ratios above 1 more was used than predicted. `suggested_margin` would have covered 95 of 100; it is
+        None before that can be told."""
+        ratios = list(self._latest)
+        shares = {"min": 0.0, "median": 0.5, "p95": 0.95, "max": 1.0}
+        summary = {name: _quantile(ratios, share) if ratios else None for name, share in shares.items()}
+        return {"suggested_margin": _margin(ratios), "actual_to_predicted": {**summary, "count": self._count}}
 
 
 def _margin(ratios: list[float]) -> float | None:

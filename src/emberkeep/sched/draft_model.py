@@ -185,9 +185,8 @@ class DraftModel:
 
     def _evaluate(self, batch: list[Rows]) -> bool:
         """False: there is no room for it, whatever is given up."""
-        while self._engine.evaluate(batch) is Outcome.NO_ROOM:
-            if not self._slots.free_cells():
-                return False
+        if self._slots.with_room(lambda: self._engine.evaluate(batch)) is Outcome.NO_ROOM:
+            return False
         self._steps += 1
         self._evaluated += sum(len(rows.tokens) for rows in batch)
         return True

@@ -12,10 +12,9 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from emberkeep.errors import EmberkeepError, Overloaded
-from emberkeep.sched.sequence import Sequence
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")
@@ -71,38 +70,17 @@ SHUTTING_DOWN = "The server is shutting down: try again in a moment."
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
-    sequence: Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    action: Callable[[], None]
-    future: Future[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class WhenIdle:
-    action: Callable[[], None]
-    future: Future[Any]
-
-
-class Wake:
-    """Something has arrived that the loop waits for."""
-
-
-class Stop:
-    pass
-
-
-Command = Sequence | Cancel | Call | WhenIdle | Wake | Stop
+class EngineCall:
+    run: Callable[[], object]
+    give_up: Callable[[], object] = lambda: None
+    """Called instead where everything ends before its turn."""
 
 
 class Inbox:
     """`enter`, `put` and `shut` may be called from any thread, `take` only by the engine's."""
 
     def __init__(self) -> None:
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[EngineCall] = queue.SimpleQueue()
         self._refusal: Callable[[], EmberkeepError] | None = None
         """The error for commands that come when it is shut."""
         self._door = threading.Lock()
@@ -116,14 +94,14 @@ class Inbox:
     def is_empty(self) -> bool:
         return self._commands.empty()
 
-    def enter(self, command: Sequence | Call | WhenIdle) -> None:
+    def enter(self, command: EngineCall) -> None:
         """Raises what it was shut with."""
         with self._door:
             if self._refusal is not None:
                 raise self._refusal()
             self._commands.put(command)
 
-    def put(self, command: Cancel | Wake | Stop) -> None:
+    def put(self, command: EngineCall) -> None:
         """For what must come in at any time."""
         self._commands.put(command)
 
@@ -132,7 +110,7 @@ class Inbox:
         with self._door:
             self._refusal = self._refusal or refusal
 
-    def take(self, *, wait: bool = False, seconds: float | None = None) -> Command | None:
+    def take(self, *, wait: bool = False, seconds: float | None = None) -> EngineCall | None:
         """The next command; None when there is none, after waiting for it if asked to."""
         try:
             return self._commands.get(block=wait, timeout=seconds if wait else None)

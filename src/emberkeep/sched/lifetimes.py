@@ -16,7 +16,7 @@ from types import TracebackType
 from emberkeep.engine.base import Engine
 from emberkeep.errors import DeadlineExceeded, EmberkeepError, EngineError, StepFailed
 from emberkeep.kv.store import KvStore
-from emberkeep.sched.admission import Calibration, PeakWatch
+from emberkeep.sched.admission import Calibration
 from emberkeep.sched.commits import RecentAnswers
 from emberkeep.sched.draft_model import DraftModel, LoadedDraft
 from emberkeep.sched.engine_thread import insist
@@ -110,8 +110,7 @@ class SchedulerParts:
         self.cache = PrefixCache(engine, store, self.slots, wake)
         self.draft = DraftModel(draft, settings.tracked, settings.prefill_slice, wake) if draft else None
         self.speculation = Speculation(engine, store.corpus, settings.draft_max, self.draft)
-        self.calibration = Calibration()
-        self.watch = PeakWatch(engine, self.calibration, self._bytes_of_others)
+        self.calibration = Calibration(engine, self._bytes_of_others)
         self.counters = SchedulerCounters()
         self.recent = RecentAnswers(4 * settings.parallel)
         self.timeline = Timeline()
@@ -170,7 +169,7 @@ class Beginnings:
         self._waiting.remove(sequence)
         self.note_forks(self._waiting)
         with self._only(sequence):
-            self._parts.watch.started(sequence, alone=alone)
+            self._parts.calibration.started(sequence, alone=alone)
             self._report_progress(sequence)
             self._end_if_all_is_there(sequence)
         return True
@@ -260,7 +259,7 @@ class Endings:
         self._timeline.ended(sequence, RequestState.FINISHED)
         is_whole = reason is not EndReason.STOPPED and sequence.max_new
         sequence.close(sequence.prompt.closing if is_whole else ())
-        self._parts.watch.ended(sequence)
+        self._parts.calibration.ended(sequence)
         self.finish_if_closed(sequence)
 
     def finish_if_closed(self, sequence: Sequence) -> None:

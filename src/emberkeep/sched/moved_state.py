@@ -244,10 +244,9 @@ class ContextShift:
         """False: it was not possible, and the sequence holds what it held before, or nothing."""
         begin = perf_counter()
         try:
-            while (
-                outcome := self._engine.splice(sequence.slot, splice.start, splice.end, splice.insert)
-            ) is Outcome.NO_ROOM and self._slots.free_cells(avoid=sequence):
-                pass
+            outcome = self._slots.with_room(
+                lambda: self._engine.splice(sequence.slot, splice.start, splice.end, splice.insert), avoid=sequence
+            )
         except EngineError as error:
             log.warning("state was not spliced, and is evaluated again: %s", error)
             self._engine.trim(sequence.slot, 0)

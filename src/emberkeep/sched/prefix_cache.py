@@ -260,10 +260,7 @@ class PrefixCache:
             return False
         begin = perf_counter()
         try:
-            while (
-                outcome := self._into_engine(sequence, first.chunk, last.end, payloads)
-            ) is Outcome.NO_ROOM and self._slots.free_cells():
-                pass
+            outcome = self._slots.with_room(lambda: self._into_engine(sequence, first.chunk, last.end, payloads))
         except StepFailed as error:
             log.warning("stored state was not loaded: %s", error)
             return False

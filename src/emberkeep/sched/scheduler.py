@@ -14,7 +14,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from emberkeep.chat.prompt import Prompt
 from emberkeep.engine.base import Engine
@@ -23,19 +23,7 @@ from emberkeep.kv.entries import EntryId
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.commits import StoredText
 from emberkeep.sched.draft_model import LoadedDraft
-from emberkeep.sched.engine_thread import (
-    SHUTTING_DOWN,
-    Call,
-    Cancel,
-    Command,
-    EngineThread,
-    Inbox,
-    Stop,
-    Wake,
-    WhenIdle,
-    insist,
-    promised,
-)
+from emberkeep.sched.engine_thread import SHUTTING_DOWN, EngineCall, EngineThread, Inbox, insist, promised
 from emberkeep.sched.lifetimes import Beginnings, Endings, SchedulerParts, SchedulerSettings
 from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.sequence_state import Phase
@@ -71,7 +59,8 @@ class Scheduler:
         self.store = store
         store.follow(engine.fingerprint)
         self._inbox = Inbox()
-        self._when_idle: deque[WhenIdle] = deque()
+        self._is_stopped = False
+        self._when_idle: deque[tuple[Future[Any], Callable[[], None]]] = deque()
         """No sequence is started while something is in here."""
         self._failed_with = ""
         """What has ended the loop, if anything did."""
@@ -89,7 +78,9 @@ class Scheduler:
 
     def submit(self, sequence: Sequence) -> None:
         """Raises Overloaded once the scheduler is being closed, EngineError when it has failed."""
-        self._inbox.enter(sequence)
+        self._inbox.enter(
+            EngineCall(lambda: self._came(sequence), lambda: self._endings.turn_away(sequence, self._over()))
+        )
 
     def failure(self) -> EngineError | None:
         """Why nothing will ever be answered again; None while all is well, and when it was closed."""
@@ -101,12 +92,12 @@ class Scheduler:
 
     def cancel(self, sequence: Sequence) -> None:
         """Stop within one step. What was computed is kept; the output gets nothing more."""
-        self._inbox.put(Cancel(sequence))
+        self._inbox.put(EngineCall(lambda: self._endings.cancel(sequence)))
 
     def call(self, action: Callable[[], T]) -> Future[T]:
         """Run `action` on the engine's thread between two steps. Raises as `submit` does."""
         future, run = promised(action)
-        self._inbox.enter(Call(run, future))
+        self._inbox.enter(EngineCall(run, lambda: self._give_up(future)))
         return future
 
     def make_room(self, sequence: Sequence, prompt: Prompt | None) -> None:
@@ -122,9 +113,9 @@ class Scheduler:
         nothing stored is used for it. An error of `action` ends the scheduler, since it is not known what it left
         of the engine. Raises as `submit` does; an action that still waits then fails with the same.
         """
-        future, run = promised(action)
-        self._inbox.enter(WhenIdle(run, future))
-        return future
+        promise = promised(action)
+        self._inbox.enter(EngineCall(lambda: self._when_idle.append(promise), lambda: self._give_up(promise[0])))
+        return promise[0]
 
     def stored_text(self, lineage: Lineage) -> StoredText:
         """What is stored of a lineage, by other processes too, for a prompt that is still text. Reads the
@@ -141,7 +132,7 @@ class Scheduler:
         deadline = monotonic() + self._parts.settings.drain_s
         while not self._running.done() and monotonic() < deadline and self._is_busy():
             wait([self._running], timeout=0.02)
-        self._inbox.put(Stop())
+        self._inbox.put(EngineCall(self._stop))
         self._thread.end()
 
     def forget(self, owners: Container[str]) -> Future[None]:
@@ -210,7 +201,7 @@ class Scheduler:
     # ── the steps ──
 
     def _wake(self) -> None:
-        self._inbox.put(Wake())
+        self._inbox.put(EngineCall(lambda: None))
 
     def _run(self) -> None:
         try:
@@ -253,46 +244,38 @@ class Scheduler:
 
     def _take_commands(self, *, wait: bool) -> bool:
         """Obey everything in the inbox, waiting for a first command if asked to. False: stop."""
-        command = self._inbox.take(wait=wait, seconds=self._patience())
+        command = self._inbox.take(wait=wait, seconds=self._next_deadline() or self._gaps.patience)
         if command is None and wait and not self._is_busy():
             self._gaps.use()
         while command is not None:
-            if isinstance(command, Stop):
+            command.run()
+            if self._is_stopped:
                 return False
-            self._obey(command)
             command = self._inbox.take()
         self._beginnings.pump_loads()
         self._endings.expire()
         return True
 
-    def _patience(self) -> float | None:
-        """Seconds until there is something to do though nothing comes."""
-        return self._next_deadline() or self._gaps.patience
+    def _came(self, sequence: Sequence) -> None:
+        self._gaps.end_rest()
+        self.counters.jobs += 1
+        self._parts.timeline.came(sequence)
+        self._waiting.add(sequence)
+        self._beginnings.note_forks([sequence])
+        self._parts.speculation.prepare(sequence)
 
-    def _obey(self, command: Command) -> None:
-        if isinstance(command, Sequence):
-            self._gaps.end_rest()
-            self.counters.jobs += 1
-            self._parts.timeline.came(command)
-            self._waiting.add(command)
-            self._beginnings.note_forks([command])
-            self._parts.speculation.prepare(command)
-        elif isinstance(command, Cancel):
-            self._endings.cancel(command.sequence)
-        elif isinstance(command, Call):
-            command.action()
-        elif isinstance(command, WhenIdle):
-            self._when_idle.append(command)
+    def _stop(self) -> None:
+        self._is_stopped = True
 
     def _act_when_idle(self) -> None:
         """Does nothing while a sequence is being computed."""
         while self._when_idle and not self._slots.active:
             self._slots.clear_the_way(None)
-            command = self._when_idle.popleft()
-            command.action()
+            future, run = self._when_idle.popleft()
+            run()
             self.store.follow(self.engine.fingerprint)
             self._endings.slot_freed = True
-            if not command.future.cancelled() and (error := command.future.exception()):
+            if not future.cancelled() and (error := future.exception()):
                 raise error
 
     def _admit(self) -> None:
@@ -315,12 +298,9 @@ class Scheduler:
         """Every request that waits is told that it is over, and none comes in any more."""
         self._inbox.shut(self._over)
         while (late := self._inbox.take()) is not None:
-            if isinstance(late, Sequence):
-                self._waiting.add(late)
-            elif isinstance(late, Call | WhenIdle):
-                self._give_up(late.future)
+            late.give_up()
         while self._when_idle:
-            self._give_up(self._when_idle.popleft().future)
+            self._give_up(self._when_idle.popleft()[0])
         for sequence in self._waiting:
             self._endings.turn_away(sequence, self._over())
         for sequence in self._slots.active:
@@ -330,6 +310,6 @@ class Scheduler:
     def _over(self) -> EmberkeepError:
         return self.failure() or Overloaded(SHUTTING_DOWN)
 
-    def _give_up(self, future: Future[object]) -> None:
+    def _give_up(self, future: Future[Any]) -> None:
         if future.set_running_or_notify_cancel():
             future.set_exception(self._over())

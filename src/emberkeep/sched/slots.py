@@ -8,15 +8,16 @@ holds is in the store as well, so that giving its slot away costs a reload and n
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict, deque
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from heapq import heapify, heappop, heapreplace
 from itertools import count
 from time import monotonic
 
-from emberkeep.engine.base import Engine
+from emberkeep.engine.base import Engine, Outcome
 from emberkeep.kv.entries import EntryId
+from emberkeep.latest import Latest
 from emberkeep.sched.engine_thread import insist
 from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.sequence_state import Phase
@@ -166,6 +167,12 @@ class Slots:
                 self.drop(sequence)
         self._affinity.forget(owners)
 
+    def with_room(self, action: Callable[[], Outcome], avoid: Sequence | None = None) -> Outcome:
+        """Do it, after giving up as many idle sequences (not `avoid`) as it needs; NO_ROOM when none is left."""
+        while (outcome := action()) is Outcome.NO_ROOM and self.free_cells(avoid):
+            pass
+        return outcome
+
     def free_cells(self, avoid: Sequence | None = None) -> bool:
         """Give up one idle sequence; False when there is none left."""
         victim = self._least_valuable(avoid)
@@ -203,8 +210,7 @@ class SlotAffinity:
 
     def __init__(self, slots: int, limit: int) -> None:
         self._slots = slots
-        self._limit = limit
-        self._pinned: OrderedDict[tuple[Lineage, str], int] = OrderedDict()
+        self._pinned: Latest[tuple[Lineage, str], int] = Latest(limit)
 
     def slot_for(self, lineage: Lineage, key: str, wanted: int | None = None) -> int:
         """`wanted`: what the client asked for, if it exists."""
@@ -216,9 +222,6 @@ class SlotAffinity:
             load = Counter(self._pinned.values())
             slot = min(range(self._slots), key=lambda candidate: load[candidate])
         self._pinned[conversation] = slot
-        self._pinned.move_to_end(conversation)
-        if len(self._pinned) > self._limit:
-            self._pinned.popitem(last=False)
         return slot
 
     def forget(self, owners: Container[str]) -> None:

@@ -1,3 +1,5 @@
+"""Whose turn it is: users share the engine fairly, whatever each of them asks for."""
+
 from __future__ import annotations
 
 from collections import Counter, defaultdict
@@ -7,95 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.kv.policy import Rate
-from emberkeep.kv.tree import Cursor, new_root
 from emberkeep.sched.sampling import Sampler
-from emberkeep.sched.sequence import Sequence, slice_within
-from emberkeep.sched.sequence_state import Phase
+from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.slots import WaitingQueue
-from emberkeep.sched.steps import Planner
-from emberkeep.types.lineage import EXACT
 from emberkeep.types.request import Request
 from helpers.scheduling import GREEDY, Gate, Recorder, Rig, prompt_of, text
-
-
-def sequence(slot: int, prompt: int, *, computed: int = 0) -> Sequence:
-    made = Sequence(prompt_of([0] * prompt, max_new=10), Request(), Sampler(GREEDY), Recorder())
-    made.occupy(slot, Cursor(new_root(""), 0, EXACT), None, computed)
-    return made
-
-
-def planned(planner: Planner, *sequences: Sequence) -> dict[int, int]:
-    """Slot to the number of tokens in the next step."""
-    return {each.rows.sequence: len(each.rows.tokens) for each in planner.plan(list(sequences))}
-
-
-@pytest.fixture
-def planner() -> Planner:
-    return Planner(batch=512, largest_slice=512, speed=Rate(1e6))
-
-
-def test_a_prompt_alone_gets_the_largest_slice(planner):
-    assert planned(planner, sequence(0, 2000)) == {0: 512}
-
-
-def test_the_last_prompt_token_is_evaluated_alone(planner):
-    assert planned(planner, sequence(0, 100)) == {0: 99}
-    assert planned(planner, sequence(0, 100, computed=99)) == {0: 1}
-
-
-def test_only_the_last_token_wants_logits(planner):
-    (first,) = planner.plan([sequence(0, 100)])
-    (last,) = planner.plan([sequence(0, 100, computed=99)])
-    assert not first.rows.outputs
-    assert last.rows.outputs
-
-
-def test_short_prompts_go_first_and_the_oldest_keeps_a_quarter(planner):
-    plan = planned(planner, sequence(0, 3000), sequence(1, 51), sequence(2, 2000))
-    assert plan == {0: 128, 1: 50, 2: 334}
-
-
-def test_no_prompt_ends_in_a_tiny_slice(planner):
-    assert planned(planner, sequence(0, 541)) == {0: 270}
-    assert planned(planner, sequence(0, 541, computed=270)) == {0: 270}
-    assert planned(planner, sequence(0, 700)) == {0: 512}
-
-
-def test_every_answer_gets_its_token_beside_prompts(planner):
-    plan = planned(planner, sequence(0, 50, computed=49), sequence(1, 2000), sequence(2, 60, computed=59))
-    assert plan == {0: 1, 2: 1, 1: 510}
-
-
-def test_slices_follow_the_measured_speed():
-    planner = Planner(batch=512, largest_slice=512, speed=Rate(150.0))
-    assert planned(planner, sequence(0, 2000)) == {0: 256}
-    assert planned(planner, sequence(0, 50, computed=49), sequence(1, 2000)) == {0: 1, 1: 32}
-    assert [slice_within(seconds, Rate(150.0), 128, 512) for seconds in (0.1, 2.0, 60.0)] == [128, 256, 512]
-
-
-def test_steps_with_few_tokens_say_nothing_about_the_speed():
-    speed = Rate()
-    planner = Planner(batch=512, largest_slice=512, speed=speed)
-    planner.measure(3, 1.0)
-    assert speed.value is None
-    planner.measure(200, 2.0)
-    assert speed.value == 100
-
-
-def test_what_loads_or_is_idle_has_no_part_in_a_step(planner):
-    loading, idle = sequence(0, 100), sequence(1, 100, computed=100)
-    loading.phase = Phase.LOADING
-    idle.become_idle()
-    assert planned(planner, loading, idle) == {}
-
-
-def test_a_closing_turn_is_evaluated_without_logits(planner):
-    closing = sequence(0, 100, computed=100)
-    closing.phase = Phase.CLOSING
-    closing.tokens.extend((7, 8))
-    (last,) = planner.plan([closing])
-    assert (len(last.rows.tokens), last.rows.outputs) == (2, False)
 
 
 def sequence_of(user: str) -> Sequence:
@@ -176,16 +94,6 @@ def test_users_who_came_together_take_turns(parallel: int, arriving: str, starti
     assert arrivals(parallel, arriving).drain() == starting
 
 
-@pytest.mark.parametrize("parallel", [1, 2, 4])
-def test_fifty_requests_of_another_user_delay_a_first_request_by_those_that_run(parallel: int) -> None:
-    queue = arrivals(parallel, "a" * 50)
-    queue.admit()
-    queue.arrive("b")
-    queue.finish(0)
-    queue.admit()
-    assert queue.started[-1].request.user == "b"
-
-
 @pytest.mark.parametrize("first", ["arrive", "finish"])
 def test_who_comes_as_another_is_done_is_next(first: str) -> None:
     queue = arrivals(1, "aaa")
@@ -208,33 +116,6 @@ def test_among_those_who_have_as_much_running_the_one_served_longest_ago_is_next
     queue.finish(1)
     queue.admit()
     assert queue.started[-1].request.user == "b"
-
-
-def test_who_has_the_fewest_running_is_next_even_if_another_has_waited_longer() -> None:
-    queue = arrivals(4, "aab")
-    queue.admit()
-    for user in "ab":
-        queue.arrive(user)
-    queue.admit()
-    assert queue.started[-1].request.user == "b"
-
-
-def test_several_places_that_are_free_are_shared_out() -> None:
-    queue = arrivals(4, "a")
-    queue.admit()
-    for user in "bbba":
-        queue.arrive(user)
-    queue.admit()
-    assert "".join(sequence.request.user for sequence in queue.started) == "abab"
-
-
-def test_newcomers_without_end_starve_no_user() -> None:
-    queue = arrivals(1, "aaaa")
-    for number in range(30):
-        queue.admit()
-        queue.arrive(f"new {number}")
-        queue.finish(0)
-    assert [sequence.request.user for sequence in queue.started].count("a") == 4
 
 
 def test_who_leaves_the_line_and_comes_back_gains_nothing() -> None:
@@ -326,21 +207,6 @@ def test_sequences_of_one_user_start_in_order_of_arrival(users: list[str], paral
     queue.drain()
     for user, sequences in queue.arrived.items():
         assert [sequence for sequence in queue.started if sequence.request.user == user] == sequences
-
-
-@given(st.lists(st.sampled_from(["arrive", "finish", "admit"]), max_size=60), st.integers(1, 4))
-def test_a_single_user_is_served_in_order_of_arrival(actions: list[str], parallel: int) -> None:
-    queue = Queue(parallel)
-    for action in actions:
-        if action == "arrive":
-            queue.arrive("")
-        elif action == "finish":
-            queue.finish(0)
-        else:
-            queue.admit()
-        assert list(queue.waiting.in_turn(queue.load)) == list(queue.waiting)
-    queue.drain()
-    assert queue.started == queue.arrived[""]
 
 
 @pytest.mark.parametrize("parallel", [1, 3])

@@ -1,0 +1,167 @@
+"""Which tokens a step evaluates, and how likely those of a prompt were, whatever the steps are."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from emberkeep.engine.base import Rows
+from emberkeep.engine.fake import FakeEngine
+from emberkeep.errors import EngineError
+from emberkeep.kv.policy import Rate
+from emberkeep.kv.tree import Cursor, new_root
+from emberkeep.sched.sampling import Sampler, describe
+from emberkeep.sched.sequence import Sequence, slice_within
+from emberkeep.sched.sequence_state import Phase
+from emberkeep.sched.steps import Planner
+from emberkeep.types.lineage import EXACT
+from emberkeep.types.request import Request
+from helpers.scheduling import GREEDY, Gate, Recorder, Rig, prompt_of
+
+PROMPT = [(7 * i) % 90 + 32 for i in range(300)]
+
+
+def scores_of(prompt, top=2):
+    """The direct way: one token at a time."""
+    engine, scores = FakeEngine(), []
+    for place, (token, following) in enumerate(pairwise(prompt)):
+        engine.evaluate([Rows(0, place, np.array([token], np.int32), outputs=1)])
+        scores.append(describe(engine.logits(0), following, top, engine.vocab.pieces))
+    return scores
+
+
+def asking(**more):
+    return {"echo": True, "top_logprobs": 2, "use_cache": False, **more}
+
+
+@pytest.mark.parametrize("max_new", [0, 1, 5])
+@pytest.mark.parametrize("length", [1, 2, 65, 300])
+def test_every_token_of_a_prompt_has_its_score_whatever_is_sampled_after_it(length, max_new):
+    with Rig() as rig:
+        spoken = rig.run(PROMPT[:length], max_new=max_new, **asking())
+        plain = rig.run(PROMPT[:length], max_new=max_new)
+    assert spoken.scores == scores_of(PROMPT[:length])
+    assert spoken.answer == plain.answer
+
+
+def test_what_is_stored_is_evaluated_again_and_what_was_scored_is_stored():
+    with Rig() as rig:
+        first = rig.run(PROMPT, max_new=0, **asking())
+        again = rig.run(PROMPT, max_new=0, **asking())
+        plain = rig.run(PROMPT, max_new=3)
+    assert first.scores == again.scores == scores_of(PROMPT)
+    assert again.lookup.reused_tokens == 0
+    assert plain.lookup.reused_tokens == len(PROMPT) - 1
+
+
+def test_prompts_are_scored_beside_others_that_are_answered():
+    others = [PROMPT[i:] for i in (1, 2)]
+    with Rig() as rig:
+        gate = Gate(rig.engine)
+        decoding = rig.start(PROMPT[:40], max_new=60)
+        scored = [rig.start(prompt, max_new=0, **asking()) for prompt in others]
+        gate.open()
+        assert [spoken.wait().scores for spoken in scored] == [scores_of(prompt) for prompt in others]
+        answer = decoding.answer
+    with Rig() as rig:
+        assert rig.run(PROMPT[:40], max_new=60).answer == answer
+
+
+def test_no_step_wants_more_logits_than_the_engine_gives():
+    engine, most = FakeEngine(cells=1 << 15), []
+    engine.on_evaluate = lambda batch: most.append(sum(rows.outputs for rows in batch))
+    with Rig(engine=engine) as rig:
+        running = [rig.start(PROMPT[i:], max_new=8, **asking()) for i in range(4)]
+        for spoken in running:
+            spoken.wait()
+    assert max(most) <= engine.capabilities.outputs
+
+
+def test_tokens_that_have_to_be_evaluated_again_are_scored_once():
+    engine = FakeEngine(cells=1 << 15)
+    failed = []
+
+    def fail_once(batch):
+        if len(batch) > 1 and not failed and any(rows.start > 60 for rows in batch):
+            failed.append(True)
+            raise EngineError("once")
+
+    engine.on_evaluate = fail_once
+    with Rig(engine=engine) as rig:
+        gate_free = [rig.start(PROMPT[i:], max_new=0, **asking()) for i in (0, 1)]
+        assert [spoken.wait().scores for spoken in gate_free] == [scores_of(PROMPT[i:]) for i in (0, 1)]
+
+
+# ── which tokens the next step evaluates ──
+
+
+def sequence(slot: int, prompt: int, *, computed: int = 0) -> Sequence:
+    made = Sequence(prompt_of([0] * prompt, max_new=10), Request(), Sampler(GREEDY), Recorder())
+    made.occupy(slot, Cursor(new_root(""), 0, EXACT), None, computed)
+    return made
+
+
+def planned(planner: Planner, *sequences: Sequence) -> dict[int, int]:
+    """Slot to the number of tokens in the next step."""
+    return {each.rows.sequence: len(each.rows.tokens) for each in planner.plan(list(sequences))}
+
+
+@pytest.fixture
+def planner() -> Planner:
+    return Planner(batch=512, largest_slice=512, speed=Rate(1e6))
+
+
+def test_a_prompt_alone_gets_the_largest_slice(planner):
+    assert planned(planner, sequence(0, 2000)) == {0: 512}
+
+
+def test_the_last_prompt_token_is_evaluated_alone(planner):
+    assert planned(planner, sequence(0, 100)) == {0: 99}
+    assert planned(planner, sequence(0, 100, computed=99)) == {0: 1}
+
+
+def test_only_the_last_token_wants_logits(planner):
+    (first,) = planner.plan([sequence(0, 100)])
+    (last,) = planner.plan([sequence(0, 100, computed=99)])
+    assert not first.rows.outputs
+    assert last.rows.outputs
+
+
+def test_short_prompts_go_first_and_the_oldest_keeps_a_quarter(planner):
+    plan = planned(planner, sequence(0, 3000), sequence(1, 51), sequence(2, 2000))
+    assert plan == {0: 128, 1: 50, 2: 334}
+
+
+def test_no_prompt_ends_in_a_tiny_slice(planner):
+    assert planned(planner, sequence(0, 541)) == {0: 270}
+    assert planned(planner, sequence(0, 541, computed=270)) == {0: 270}
+    assert planned(planner, sequence(0, 700)) == {0: 512}
+
+
+def test_every_answer_gets_its_token_beside_prompts(planner):
+    plan = planned(planner, sequence(0, 50, computed=49), sequence(1, 2000), sequence(2, 60, computed=59))
+    assert plan == {0: 1, 2: 1, 1: 510}
+
+
+def test_slices_follow_the_measured_speed():
+    planner = Planner(batch=512, largest_slice=512, speed=Rate(150.0))
+    assert planned(planner, sequence(0, 2000)) == {0: 256}
+    assert planned(planner, sequence(0, 50, computed=49), sequence(1, 2000)) == {0: 1, 1: 32}
+    assert [slice_within(seconds, Rate(150.0), 128, 512) for seconds in (0.1, 2.0, 60.0)] == [128, 256, 512]
+
+
+def test_steps_with_few_tokens_say_nothing_about_the_speed():
+    speed = Rate()
+    planner = Planner(batch=512, largest_slice=512, speed=speed)
+    planner.measure(3, 1.0)
+    assert speed.value is None
+    planner.measure(200, 2.0)
+    assert speed.value == 100
+
+
+def test_a_closing_turn_is_evaluated_without_logits(planner):
+    closing = sequence(0, 100, computed=100)
+    closing.phase = Phase.CLOSING
+    closing.tokens.extend((7, 8))
+    (last,) = planner.plan([closing])
+    assert (len(last.rows.tokens), last.rows.outputs) == (2, False)
