@@ -140,6 +140,8 @@ def test_a_sweep_that_fails_is_not_the_last_one(backend, monkeypatch) -> None:
     assert backend.warmer._thread.is_alive()
 
 
+# ── hosts that share ──
+
 SYSTEM = Message("system", "You are a patient teacher of history. " * 20)
 
 GREEDY = Sampling(temperature=0)
@@ -148,14 +150,16 @@ UNITS = [KvUnit.RANGE, KvUnit.SNAPSHOT, KvUnit.BOTH]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+def running_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
     with running_valkey(tmp_path_factory.mktemp("valkey")) as running:
         yield running
 
 
-@pytest.fixture(autouse=True)
-def empty(server: ValkeyServer) -> None:
-    server.client.flushall()
+@pytest.fixture
+def server(running_server: ValkeyServer) -> ValkeyServer:
+    """With nothing in it."""
+    running_server.client.flushall()
+    return running_server
 
 
 @pytest.fixture

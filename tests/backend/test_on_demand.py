@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -21,10 +19,6 @@ from helpers.on_demand_models import Loadable, ask, pool_of, until
 from helpers.scripted_backend import text_of
 
 HELLO = Request(messages=(Message("user", "Hello"),))
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(work)
 
 
 async def test_the_first_request_loads_the_model_and_the_next_one_finds_it_loaded() -> None:

@@ -51,14 +51,6 @@ def test_a_call_runs_and_only_the_answer_is_the_clients(client, engine):
     assert answer.prompts[1].startswith(answer.prompts[0])
 
 
-def test_the_next_turn_still_has_the_call_and_its_result(client, engine):
-    engine.will_say(READ, "It came at noon.", "You are welcome.")
-    before = client.say("When did the Zephyr come?")
-    answer = client.say("Thanks.")
-    assert answer.prompt.startswith(before.prompt + "It came at noon.<|im_end|>")
-    assert answer.lookup.reused_tokens > answer.completed.usage.prompt_tokens - 40
-
-
 def test_the_same_question_in_another_chat_is_looked_up_anew(harbour, engine, tmp_path):
     engine.will_say(READ, "It came at noon.", READ, "It came at dusk.", "Hello.")
     Client(harbour, max_tokens=900).say("When did the Zephyr come?")
@@ -82,11 +74,6 @@ def test_a_client_with_tools_of_its_own_gets_none_of_ours(client, engine):
     answer = client.say("Hello", tools=(FERRY,))
     assert "read_file" not in answer.prompt
     assert "ferry" in answer.prompt
-
-
-def test_who_wants_no_tools_gets_none(client, engine):
-    engine.will_say("Hello.")
-    assert "read_file" not in client.say("Hello", tool_choice=ToolChoice("none")).prompt
 
 
 @pytest.fixture
@@ -122,13 +109,6 @@ def test_with_notools_what_is_warmed_and_explained_has_none_either(bare, engine)
     assert found.lookup.reused_tokens >= warmed.tokens - 1
 
 
-def test_only_enabled_tools_are_there(client, engine):
-    engine.will_say("Hello.")
-    prompt = client.say("Hello").prompt
-    assert "read_file" in prompt
-    assert "run_command" not in prompt
-
-
 def test_a_model_that_falls_silent_over_results_is_asked_once_more(client, engine):
     engine.will_say(READ, "", "It came at noon.", "You are welcome.")
     answer = client.say("When did the Zephyr come?")
@@ -146,15 +126,6 @@ def test_results_that_fill_the_context_make_room_for_later_ones(harbour, engine,
     assert answer.text == "Read all."
     assert "left out to make room" in answer.prompt
     assert sum(isinstance(event, CallStarted) for event in answer.events) == 8
-
-
-def test_a_warmed_prefix_is_the_beginning_of_such_chats(harbour, engine):
-    prefix = Request(messages=(Message("system", "Be brief."),)).decided(is_prefix=True)
-    warmed = harbour._runner.run(harbour.backend.warmer.warm(prefix))
-    assert warmed.error is None
-    engine.will_say("Hello.")
-    answer = Client(harbour, system="Be brief.", max_tokens=50, sampling=GREEDY).say("Hello")
-    assert answer.lookup.reused_tokens >= warmed.tokens - 8
 
 
 def test_an_answer_has_one_place_for_all_its_rounds(tmp_path, engine):

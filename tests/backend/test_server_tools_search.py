@@ -28,7 +28,7 @@ from emberkeep.types.events import (
     ToolEvent,
     Usage,
 )
-from emberkeep.types.request import JsonFormat, Message, Recall, Request, Tool, ToolCall, ToolChoice
+from emberkeep.types.request import JsonFormat, Message, Recall, Request, Tool, ToolChoice
 from helpers.conversing import FERRY, SEARCH_CALL, Client, Harbour, ScriptedEngine, line
 from helpers.remembering import PLENTY, turn
 
@@ -340,20 +340,3 @@ def test_a_client_that_insists_on_a_call_gets_one_after_the_search(server_tools)
     *events, _ = run(server_tools, model, tools=(Tool("go"),), tool_choice=ToolChoice("required"))
     assert [request.tool_choice.mode for request in model.asked] == ["required", "required"]
     assert events == [*call(0, "go", "{}"), CALLED]
-
-
-def test_what_the_model_asked_is_written_down_as_it_was_asked(server_tools):
-    model = Model(
-        [TextDelta(0, "Let me "), TextDelta(0, "see."), *SEARCHING, CALLED, COMPLETED],
-        [TextDelta(0, "Ah."), DONE, COMPLETED],
-    )
-    run(server_tools, model)
-    view = server_tools._sessions.view(
-        Request(messages=(Message("user", "Hello"), Message("assistant", "Let me see.\n\nAh.")))
-    )
-    assert view.messages == (
-        Message("user", "Hello"),
-        Message("assistant", "Let me see.", tool_calls=(ToolCall("id0", "search_memory", '{"query": "boat"}'),)),
-        Message("tool", "Nothing was found: try other words.", tool_call_id="id0", name="search_memory"),
-        Message("assistant", "Ah."),
-    )

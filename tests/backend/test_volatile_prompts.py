@@ -71,12 +71,6 @@ def test_a_header_that_changes_with_every_call_costs_nothing(open_backend):
     assert second.hygiene == ("billing-header",)
 
 
-def test_the_answer_is_that_of_the_prompt_without_the_header(open_backend):
-    backend = open_backend()
-    texts = [end_of(read_events(backend, chat(head + DUTIES)))[0] for head in (HEADER.format("fa690"), "")]
-    assert texts[0] == texts[1]
-
-
 def test_a_time_that_costs_reuse_is_named_with_the_rule_that_would_mend_it(open_backend):
     backend = open_backend()
     ask(backend, chat(at("10:05")))
@@ -192,15 +186,6 @@ def test_a_moved_time_leaves_system_prompt_and_history_reusable(open_backend):
     assert completed.hygiene == ("timestamps",)
     # The time of the turn before stood at its end: what follows is evaluated again, and nothing else.
     assert max(evaluated[1:]) < 150 < evaluated[0]
-
-
-def test_what_was_moved_is_in_the_prompt_and_in_no_history(open_backend):
-    backend = open_backend(TIMESTAMPS)
-    request = backend._hygiene.apply(chat(at("10:05")))
-    assert all("10:05" not in message.content for message in request.messages)
-    conversation, _, _ = backend._prepare(request, backend._lineages.of(request))
-    assert "What is left to do?\n\nIt is 10:05.<|im_end|>" in conversation.prompt.text
-    assert "10:05" not in conversation.prompt.messages[-1].content
 
 
 def test_what_is_warmed_has_no_header_either(open_backend):

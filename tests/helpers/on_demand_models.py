@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import numpy as np
 
 from emberkeep.backend.base import Backend, ModelCard
-from emberkeep.backend.embedder import EmbedderSettings, EmbeddingBackend, LocalEmbedder, VectorCache
+from emberkeep.backend.embedder import EmbeddingBackend, LocalEmbedder, VectorCache
 from emberkeep.backend.limits import Permits
 from emberkeep.backend.model_pool import Fits, ModelPool, ModelSource, Need, Report
 from emberkeep.backend.on_demand import OnDemandBackend
@@ -85,25 +85,14 @@ def embedder_over(
     truncates: bool = False,
 ) -> LocalEmbedder:
     """Its steps run on a thread of their own, as the real ones do."""
-    settings = EmbedderSettings(Permits(limit), truncates=truncates)
-    return _embedder("tiny-embed", engine, EngineThread(), file, settings)
+    cache, run = VectorCache(engine.fingerprint, file), EngineThread().submit
+    return LocalEmbedder("tiny-embed", engine, run, cache, Permits(limit), truncates=truncates)
 
 
 def embedding_backend(engine: FakeEmbeddingEngine, name: str = "tiny-embed") -> EmbeddingBackend:
-    thread = EngineThread()
-    embedder = _embedder(name, engine, thread, None, EmbedderSettings(Permits(100)))
+    thread, cache = EngineThread(), VectorCache(engine.fingerprint)
+    embedder = LocalEmbedder(name, engine, thread.submit, cache, Permits(100))
     return EmbeddingBackend(ModelCard(name, 0, engine.capabilities.context), engine, thread, embedder)
-
-
-def _embedder(
-    name: str,
-    engine: FakeEmbeddingEngine,
-    thread: EngineThread,
-    file: VectorFile | None,
-    settings: EmbedderSettings,
-) -> LocalEmbedder:
-    cache = VectorCache(engine.fingerprint, file)
-    return LocalEmbedder(name, engine, thread.submit, cache, settings)
 
 
 def unit(vector: Vectors) -> Vectors:

@@ -92,25 +92,16 @@ def test_messages_and_tools_may_have_openais_shape() -> None:
 @pytest.mark.parametrize(
     ("messages", "options", "field"),
     [
-        ([{"role": "robot", "content": "x"}], {}, "messages[0].role"),
         ([{"content": "x"}], {}, "messages[0].role"),
         ([{"role": "user", "content": 5}], {}, "messages[0].content"),
         ([{"role": "assistant", "tool_calls": [{}]}], {}, "messages[0].tool_calls[0].id"),
-        ([{"role": "user"}], {}, "messages[0].content"),
         ([5], {}, "messages[0]"),
-        ([], {}, "messages"),
         (5, {}, "messages"),
         ("hi", {"tools": [{"name": "add"}]}, "tools[0].function"),
         ("hi", {"tools": [Tool("two words")]}, "tools[0].function.name"),
-        ("hi", {"max_tokens": -2}, "max_tokens"),
         ("hi", {"max_tokens": "many"}, "max_tokens"),
         ("hi", {"temperature": -0.1}, "temperature"),
-        ("hi", {"temperature": 99}, "temperature"),
-        ("hi", {"top_p": -0.1}, "top_p"),
-        ("hi", {"stop": [""]}, "stop[0]"),
         ("hi", {"json_schema": {"type": object()}}, "json_schema"),
-        ("hi", {"user": "u" * 513}, "user"),
-        ("hi", {"conversation_id": 5}, "conversation_id"),
         ("hi", {"ttl": "5m"}, "ttl"),
     ],
 )
@@ -319,13 +310,6 @@ def test_verify_compares_stored_state_with_fresh_evaluation() -> None:
     assert (warmed.max_tokens, cached.use_cache, fresh.use_cache) == (0, True, False)
     assert cached.sampling.temperature == fresh.sampling.temperature == 0
     assert cached.speculation is fresh.speculation is False  # so that both are computed in the same steps
-
-
-def test_verify_reports_agreement() -> None:
-    llm, _ = scripted(*answer("same", tokens=(1, 2)))
-    with llm:
-        report = llm.verify("Once")
-    assert (report.equal, report.first_difference, report.agreement) == (True, None, 1.0)
 
 
 def test_several_threads_share_one_model() -> None:

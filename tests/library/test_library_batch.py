@@ -106,14 +106,6 @@ def test_texts_are_raw_and_messages_are_chats_and_results_are_in_order() -> None
     assert not any(request.execution.in_pieces for request in backend.requests)
 
 
-def test_the_best_of_each_is_given() -> None:
-    backend = ScriptedBackend(lambda request: answer("x"))
-    with Emberkeep(backend) as llm:
-        results = llm.generate_batch(["a", "b"], best_of=3)
-    assert [len(result.choices) for result in results] == [1, 1]
-    assert [request.n for request in backend.requests] == [3, 3]
-
-
 class Counting(ScriptedBackend):
     """Lets in `limit` requests at a time, and notes how many there were."""
 

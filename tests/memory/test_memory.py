@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.errors import InvalidField, MemoryFailed
+from emberkeep.errors import MemoryFailed
 from emberkeep.memory.memory import Memory
 from emberkeep.types.memory import Note, NoteKind, ToolUse
 from emberkeep.types.request import Message, ToolCall
@@ -152,11 +152,6 @@ def test_a_conversation_of_which_only_turns_are_archived_is_not_a_saved_one(memo
     assert memory.conversations("") == [] and memory.conversation("", "c") is None
 
 
-def test_saved_conversations_belong_to_one_owner(memory: Memory) -> None:
-    memory.save_messages("a", "c", TALK, model="m")
-    assert memory.conversations("b") == [] and memory.conversation("b", "c") is None
-
-
 def test_facts_are_set_read_listed_and_deleted(memory: Memory) -> None:
     memory.set_fact("", "town", "Graz")
     memory.set_fact("", "cat", "Tom")
@@ -169,14 +164,6 @@ def test_facts_are_set_read_listed_and_deleted(memory: Memory) -> None:
     assert memory.fact("", "town") is None
 
 
-def test_facts_survive_a_restart(memory: Memory, path: Path) -> None:
-    memory.set_fact("", "town", "Graz")
-    memory.close()
-    reopened = Memory(path, limit_bytes=PLENTY)
-    assert [fact.value for fact in reopened.facts("")] == ["Graz"]
-    reopened.close()
-
-
 def test_a_clock_that_goes_back_does_not_keep_a_fact_from_changing(
     memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,23 +174,6 @@ def test_a_clock_that_goes_back_does_not_keep_a_fact_from_changing(
     second = memory.store_answer("", "who?", "you")
     assert [fact.value for fact in memory.facts("")] == ["Linz"]
     assert second != first and [one.assistant_text for one in memory.search("", "who")] == ["you"]
-
-
-def test_facts_belong_to_one_owner(memory: Memory) -> None:
-    memory.set_fact("a", "town", "Graz")
-    assert memory.facts("b") == [] and memory.fact("b", "town") is None
-    assert not memory.delete_fact("b", "town")
-    assert memory.fact("a", "town")
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("openai", "sk-proj-1234567890abcdefghij"), ("password", "hunter22"), ("ghp_" + "a1" * 18, "x")],
-)
-def test_a_secret_is_no_fact(memory: Memory, name: str, value: str) -> None:
-    with pytest.raises(InvalidField, match="does not keep secrets"):
-        memory.set_fact("", name, value)
-    assert memory.facts("") == []
 
 
 def test_the_same_question_again_replaces_the_answer(memory: Memory) -> None:

@@ -176,15 +176,6 @@ def test_where_nothing_may_leave_a_long_conversation_is_an_error(tmp_path, how):
         assert client.go_on(evict=True).evictions
 
 
-def test_a_request_that_wants_all_of_it_gets_it_or_an_error(harbour):
-    client = Client(harbour)
-    client.talk_until_full()
-    client.messages.append(Message("user", "All of it, please."))
-    with pytest.raises(ContextExceeded):
-        harbour.ask(client.request(evict=False))
-    assert client.go_on().prompt.count("Remark") < 12
-
-
 # ── histories that were never here before ──
 
 
@@ -242,14 +233,6 @@ def test_a_long_history_in_few_tokens_stays_shortened(harbour, monkeypatch):
 # ── whose it is ──
 
 
-def test_users_do_not_see_each_others_turns(harbour):
-    for user in ("ann", "bob"):
-        Client(harbour, user=user).talk_until_full()
-    turns = [harbour.archived(private_namespace(user)) for user in ("ann", "bob")]
-    assert len(turns[0]) == len(turns[1]) > 0
-    assert harbour.archived("") == []
-
-
 def test_two_conversations_that_begin_alike_archive_what_they_share_once(harbour):
     one, two = Client(harbour), Client(harbour)
     first = one.talk_until_full()
@@ -266,14 +249,6 @@ def test_two_conversations_that_begin_alike_archive_what_they_share_once(harbour
     texts = harbour.archived_texts()
     assert len(texts) == len(set(texts))
     assert {"Left.", "Right."} <= set(texts)
-
-
-def test_two_conversations_with_names_archive_each_its_own(harbour):
-    for name in ("one", "two"):
-        Client(harbour, conversation_id=name).talk_until_full()
-    turns = harbour.archived()
-    assert {turn["conversation"] for turn in turns} == {"one", "two"}
-    assert len({turn["key"] for turn in turns}) == len(turns) == 2 * len({turn["user_text"] for turn in turns})
 
 
 def test_a_system_message_that_is_another_on_every_turn_changes_nothing(harbour):

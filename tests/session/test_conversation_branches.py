@@ -143,13 +143,6 @@ def test_the_same_where_everything_is_exact(tmp_path):
         assert again.ids == harbour.fresh(again)
 
 
-def test_spliced_state_is_approximate_and_says_so(harbour):
-    client = Client(harbour)
-    answer = client.talk_until_full()
-    assert answer.lookup.is_approximate
-    assert client.say("More.").lookup.is_approximate
-
-
 # ── whose spliced state it is ──
 
 
@@ -164,13 +157,6 @@ def shortened(harbour: Harbour, **fields: object) -> Client:
     client.talk_until_full()
     client.messages.pop()
     return client
-
-
-def test_the_same_conversation_finds_its_spliced_state(harbour):
-    client = shortened(harbour)
-    answer = harbour.ask(client.request())
-    assert answer.lookup.is_approximate
-    assert answer.lookup.reused_tokens == answer.completed.usage.prompt_tokens - 1
 
 
 @pytest.mark.parametrize("name", ["plain", "named"])

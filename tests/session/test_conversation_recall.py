@@ -186,13 +186,6 @@ def test_a_memory_that_cannot_be_read_is_no_reason_to_fail(harbour, monkeypatch)
     assert question(client.say("What is my boat called?")) == "What is my boat called?"
 
 
-def test_a_conversation_that_is_forgotten_takes_its_quotes_with_it(harbour):
-    client = told_a_secret(harbour, conversation_id="talk")
-    assert "Zephyr" in question(client.say("What is my boat called?"))
-    harbour.memory.forget("", "talk")
-    assert "Zephyr" not in str(list(harbour.memory.export("")))
-
-
 def test_what_was_said_in_a_branch_that_was_left_does_not_come_back(harbour):
     client = told_a_secret(harbour, "My boat is called Zephyr.", conversation_id="b")
     edited = Client(harbour, conversation_id="b")

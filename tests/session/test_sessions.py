@@ -158,13 +158,6 @@ def test_a_memory_that_cannot_be_read_shows_everything(memory, monkeypatch):
     assert sessions.view(request()).messages == TALK[:11]
 
 
-def test_a_memory_that_is_closed_is_one_that_fails(memory):
-    sessions = Sessions(memory, POLICY)
-    memory.close()
-    _, eviction = evict(sessions, request())
-    assert "is closed" in eviction.error
-
-
 # ── what comes back ──
 
 

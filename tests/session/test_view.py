@@ -164,12 +164,6 @@ def test_quotes_stand_before_the_text_of_their_message_behind_the_notice():
     assert shown(out) == ["Be kind.", "[gone][quote]c", "d", "[q]e"]
 
 
-def test_only_quotes_that_are_still_there_count_as_quoted():
-    put = {0: Inserted("x", (1, 2)), 4: Inserted("y", (3,))}
-    assert view(*CHAT, inserted=put).quoted == {1, 2, 3}
-    assert view(*CHAT, gone=Gone(frozenset({0, 1})), inserted=put).quoted == {3}
-
-
 # ── as notes ──
 
 
@@ -275,21 +269,6 @@ def test_an_edit_changes_the_keys_from_there_on():
     assert not set(before[2:]) & set(after)
 
 
-def test_everything_that_clients_send_back_counts():
-    call = ToolCall("c1", "calendar", '{"of": "today"}')
-    changes = [
-        edited(5, content="Tuesday"),
-        edited(5, tool_call_id="c2"),
-        edited(5, name="calendar"),
-        edited(4, tool_calls=()),
-        edited(4, tool_calls=(call, call)),
-        edited(4, tool_calls=(replace(call, name="clock"),)),
-        edited(4, tool_calls=(replace(call, arguments="{}"),)),
-        edited(4, role="user"),
-    ]
-    assert len({keys(talk)[-1] for talk in [TALK, *changes]}) == len(changes) + 1
-
-
 def test_how_a_client_writes_calls_does_not_count():
     call = ToolCall("mine", "calendar", '{"of":"today"}')
     rewritten = [*TALK[:4], replace(TALK[4], tool_calls=(call,)), replace(TALK[5], tool_call_id="mine")]
@@ -317,11 +296,6 @@ def test_a_conversation_is_called_as_its_client_calls_it_or_by_its_first_exchang
 
 def test_the_same_words_in_another_conversation_have_other_keys():
     assert not set(keys(TALK, "one")) & {*keys(TALK, "two"), *keys(TALK)}
-
-
-def test_the_latest_user_is_found_among_what_was_spoken():
-    assert read_history(TALK, None).last_user == 2
-    assert read_history([TALK[0], TALK[2]], None).last_user is None
 
 
 def meaning(talk: list[Message]) -> list[object]:

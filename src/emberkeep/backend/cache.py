@@ -29,9 +29,7 @@ from emberkeep.types.events import (
     TextDelta,
 )
 from emberkeep.types.lineage import SHARED, Approximation, Lineage
-from emberkeep.types.models import Vocab
 from emberkeep.types.request import Execution, Request, Sampling
-from emberkeep.values import dataclass
 
 _EXCERPT_TOKENS = 12
 _SHOWN_CHARS = 64
@@ -49,12 +47,12 @@ class StoreCache:
         scheduler: Scheduler,
         prompts: PromptBuilder,
         explainer: Explainer,
-        verifier: Verifier,
+        generate: Callable[[Request], Events],
     ) -> None:
         self._scheduler = scheduler
         self._store = scheduler.store
         self._prompts = prompts
-        self._verifier = verifier
+        self._generate = generate
         self.explain = explainer.explain
         self.remove_user = self._store.holders.forget
 
@@ -114,26 +112,14 @@ class StoreCache:
         return _with_hot(entry, self._scheduler.idle_entries())
 
     async def verify(self, entry_id: str, tokens: int) -> Verified:
-        """Whether continuing an entry's state gives what a fresh evaluation does. Does not block. Raises
-        NoSuchEntry, Overloaded, EngineError."""
+        """Compare stored state with a fresh evaluation of the same tokens: both are continued greedily. Does not
+        block. Raises NoSuchEntry, Overloaded, EngineError."""
         entry, ids, lineage = await asyncio.to_thread(self.stored, entry_id)
-        return await self._verifier.verify(entry, ids, lineage, tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Verifier:
-    """Compares stored state with a fresh evaluation of the same tokens: both are continued greedily."""
-
-    generate: Callable[[Request], Events]
-    vocab: Vocab
-    context: int
-
-    async def verify(self, entry: CacheEntry, ids: list[int], lineage: Lineage, tokens: int) -> Verified:
-        """Verify `entry`, whose latest state has these `ids`. Raises Overloaded, EngineError."""
+        engine = self._scheduler.engine
         # At the end of a turn a model has nothing to add: without this there would be nothing to compare.
-        text_only = dict.fromkeys(self.vocab.controls | self.vocab.eog, -100.0)
+        text_only = dict.fromkeys(engine.vocab.controls | engine.vocab.eog, -100.0)
         greedy = Request(
-            prompt=tuple(ids[: max(self.context - tokens, 1)]),
+            prompt=tuple(ids[: max(engine.capabilities.context - tokens, 1)]),
             sampling=Sampling(temperature=0.0, logit_bias=text_only),
             max_tokens=tokens,
             user=SHARED,  # it counts against no user's limit
@@ -159,7 +145,7 @@ class Verifier:
         """The ids of the continuation, and what was reused of the prompt."""
         ids: list[int] = []
         lookup = LookupRecord()
-        async for event in self.generate(request):
+        async for event in self._generate(request):
             if isinstance(event, TextDelta):
                 ids += event.tokens
             elif isinstance(event, Completed):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping, 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import field
 from functools import partial
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -37,40 +37,33 @@ from emberkeep.values import dataclass
 T = TypeVar("T")
 
 
-class EngineRunner(Protocol):
-    """Runs an action on the thread that owns the engine."""
+EngineRunner = Callable[[Callable[[], Any]], Future[Any]]
+"""Runs an action on the thread that owns the engine."""
 
-    def __call__(self, action: Callable[[], T]) -> Future[T]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class EmbedderSettings:
-    permits: Permits
-    truncates: bool = False
-    """Inputs that are too long are cut, also where a request does not say so."""
-
-
-@dataclass(slots=True)
-class _Counters:
-    requests: int = 0
-    inputs: int = 0
-    known_inputs: int = 0
-    prompt_tokens: int = 0
-    evaluated_tokens: int = 0
+_COUNTS = ("requests", "inputs", "known_inputs", "prompt_tokens", "evaluated_tokens")
 
 
 class LocalEmbedder:
     """Belongs to one event loop. Owns the engine and the cache."""
 
     def __init__(
-        self, name: str, engine: EmbeddingEngine, run: EngineRunner, cache: VectorCache, settings: EmbedderSettings
+        self,
+        name: str,
+        engine: EmbeddingEngine,
+        run: EngineRunner,
+        cache: VectorCache,
+        permits: Permits,
+        *,
+        truncates: bool = False,
     ) -> None:
+        """`truncates`: inputs that are too long are cut, also where a request does not say so."""
         self._name = name
         self._engine = engine
         self._cache = cache
-        self._settings = settings
+        self._permits = permits
+        self._truncates = truncates
         self._batcher = Batcher(engine, run)
-        self._counters = _Counters()
+        self._counts = dict.fromkeys(_COUNTS, 0)
         self._run = run
         self._is_closed = False
         shape = engine.capabilities
@@ -82,8 +75,8 @@ class LocalEmbedder:
         whole = self.shape.dimension
         if request.dimensions is not None and request.dimensions > whole:
             raise InvalidField("dimensions", f"{self._name} has {whole}: give {whole} or fewer.")
-        with self._settings.permits.acquire(request.user):
-            truncates = self._settings.truncates if request.truncate is None else request.truncate
+        with self._permits.acquire(request.user):
+            truncates = self._truncates if request.truncate is None else request.truncate
             inputs = await asyncio.to_thread(self._tokenize, request.inputs, truncates)
             vectors, cached_tokens = await self._vectors(request.namespace, inputs)
         finish = partial(_finish, dimensions=request.dimensions, normalize=request.normalize)
@@ -93,7 +86,7 @@ class LocalEmbedder:
     async def rerank(self, request: RerankRequest) -> Ranked:
         if not self.shape.ranks:
             raise no_ranks(self._name)
-        with self._settings.permits.acquire(request.user):
+        with self._permits.acquire(request.user):
             inputs = await asyncio.to_thread(self._pair, request.query, request.documents, request.truncate)
             vectors, cached_tokens = await self._vectors(request.namespace, inputs)
         return Ranked(
@@ -105,9 +98,8 @@ class LocalEmbedder:
         return self._cache.forget(owners)
 
     def stats(self) -> dict[str, Json]:
-        counters = {name: getattr(self._counters, name) for name in _Counters.__slots__}
         batcher = self._batcher
-        return {**counters, "waiting": batcher.waiting, "steps": batcher.steps, "cache": self._cache.stats()}
+        return {**self._counts, "waiting": batcher.waiting, "steps": batcher.steps, "cache": self._cache.stats()}
 
     async def close(self) -> None:
         """Take no new work, fail what was not begun, and write what is not yet on disk. Idempotent."""
@@ -162,11 +154,10 @@ class LocalEmbedder:
         return [found[key] for key, _ in keyed], known
 
     def _count(self, inputs: Sequence[TokenInput], evaluated: Collection[TokenInput]) -> None:
-        self._counters.requests += 1
-        self._counters.inputs += len(inputs)
-        self._counters.known_inputs += len(inputs) - len(evaluated)
-        self._counters.prompt_tokens += sum(len(each.ids) for each in inputs)
-        self._counters.evaluated_tokens += sum(len(each.ids) for each in evaluated)
+        tokens, computed = (sum(len(each.ids) for each in some) for some in (inputs, evaluated))
+        counted = (1, len(inputs), len(inputs) - len(evaluated), tokens, computed)
+        for name, count in zip(_COUNTS, counted, strict=True):
+            self._counts[name] += count
 
 
 def _finish(vector: Vector, *, dimensions: int | None, normalize: bool) -> Vector:

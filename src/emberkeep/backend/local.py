@@ -22,7 +22,7 @@ from time import monotonic
 import numpy as np
 
 from emberkeep.backend.base import ModelCard
-from emberkeep.backend.cache import Explainer, StoreCache, Verifier
+from emberkeep.backend.cache import Explainer, StoreCache
 from emberkeep.backend.choices import (
     Channel,
     Choice,
@@ -160,8 +160,7 @@ class LocalBackend:
         attention = scheduler.engine.attention
         self.attention = LocalAttention(attention, scheduler) if attention else None
         self._explainer = Explainer(scheduler, self._prompts, self._conversations, self._lineages, self._equip)
-        verifier = Verifier(self.generate, self._vocab, scheduler.engine.capabilities.context)
-        self.cache = StoreCache(scheduler, self._prompts, self._explainer, verifier)
+        self.cache = StoreCache(scheduler, self._prompts, self._explainer, self.generate)
         self._join_holders(sessions)
 
     def _join_holders(self, sessions: Sessions) -> None:

@@ -39,6 +39,14 @@ class Bridge:
         finally:
             future.cancel()
 
+    def call(self, read: Callable[[], T]) -> T:
+        """The result of `read`, which is called on the loop."""
+
+        async def called() -> T:
+            return read()
+
+        return self.run(called())
+
     def iterate(self, source: Callable[[], AsyncIterator[T]]) -> Generator[T, None, None]:
         """The items of `source()`, which is called on the loop at the first `next`.
 

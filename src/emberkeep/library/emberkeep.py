@@ -23,7 +23,7 @@ from emberkeep.backend.base import (
     speculation_of,
     warm_prefix,
 )
-from emberkeep.config.settings import TOOL_TURNS, Config
+from emberkeep.config.settings import Config
 from emberkeep.config.sources import load_config
 from emberkeep.errors import EmberkeepError, InvalidField, Overloaded, RateLimited
 from emberkeep.library.arguments import (
@@ -165,7 +165,7 @@ class Emberkeep:
         from emberkeep.runtime.tools import open_toolbox
 
         tools = open_toolbox(config, memory=self._backend.memory, asks=asks)
-        return ToolSession(self._bridge, self._backend, tools, asks=asks, turns=TOOL_TURNS)
+        return ToolSession(self._bridge, self._backend, tools, asks=asks)
 
     def health(self) -> dict[str, Json]:
         """Which backend answers, and why the others do not."""
@@ -262,7 +262,7 @@ class Emberkeep:
         return self._finish(replace(request, forced=fresh.tokens, max_tokens=len(fresh.tokens)))
 
     def stats(self) -> dict[str, Json]:
-        return self._bridge.run(self._stats())
+        return self._bridge.call(self._backend.stats)
 
     def speculative_stats(self) -> SpeculationStats:
         """How much was drafted, by which source, and how much of it was accepted; or why nothing is."""
@@ -321,9 +321,6 @@ class Emberkeep:
     def _finish(self, request: Request) -> Result:
         return _read(self._start(request.decided(in_pieces=False)))
 
-    async def _stats(self) -> dict[str, Json]:
-        return self._backend.stats()
-
 
 def _asked_for(result: Result, options: PromptOptions) -> Result:
     """The result with as many of its choices as were asked for, the likeliest of those that were tried."""
@@ -349,9 +346,6 @@ def _request_and_toolbox(
     definitions = [one for one in listed if not is_runnable(one)]
     names = [function.name for function in toolbox.functions()]
     return chat_request(messages, definitions, options, functions=names), toolbox if names else None
-
-
-# ── models that arrive by themselves ──
 
 
 # ── many requests at once ──

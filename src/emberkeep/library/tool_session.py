@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from emberkeep.config.settings import TOOL_TURNS
 from emberkeep.library.bridge import Bridge
 from emberkeep.library.results import Stream
 from emberkeep.types.events import Decision
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from emberkeep.tools.function import ToolFunction
     from emberkeep.tools.toolbox import ToolBox
 
-TURNS = 16
-
 
 class ToolSession:
     """A toolbox for one model, and what the user has allowed it.
@@ -26,16 +25,14 @@ class ToolSession:
     Every method blocks and may be called from any thread. Owns the toolbox: close it.
     """
 
-    def __init__(
-        self, bridge: Bridge, backend: Backend, tools: ToolBox, *, asks: bool, turns: int = TURNS
-    ) -> None:
+    def __init__(self, bridge: Bridge, backend: Backend, tools: ToolBox, *, asks: bool) -> None:
         """Connects to what the tools need. `asks`: dangerous ones wait for `decide`."""
         from emberkeep.tools.permissions import Agent, Permissions
 
         self._bridge = bridge
         self._tools = tools
         self._permissions = Permissions(asks=asks)
-        self._agent = Agent(backend, tools, self._permissions, turns=turns)
+        self._agent = Agent(backend, tools, self._permissions, turns=TOOL_TURNS)
         try:
             bridge.run(tools.start())
         except BaseException:  # interrupted: servers that have started must not live on
@@ -50,10 +47,10 @@ class ToolSession:
         self._permissions.decide(call, decision)
 
     def functions(self) -> list[ToolFunction]:
-        return self._bridge.run(_now(self._tools.functions))
+        return self._bridge.call(self._tools.functions)
 
     def definitions(self) -> tuple[Tool, ...]:
-        return self._bridge.run(_now(lambda: self._tools.definitions))
+        return self._bridge.call(lambda: self._tools.definitions)
 
     def prompts(self) -> list[McpPrompt]:
         """Those of MCP servers."""
@@ -77,11 +74,6 @@ class ToolSession:
 
     def close(self) -> None:
         self._bridge.run(self._tools.close())
-
-
-async def _now(read: Callable[[], Any]) -> Any:
-    """Call `read` on the event loop, to which toolboxes belong."""
-    return read()
 
 
 def own_toolbox(functions: Sequence[Callable[..., Any] | ToolFunction]) -> ToolBox:

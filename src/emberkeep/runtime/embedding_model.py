@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberkeep.backend.base import Backend, ModelCard
-from emberkeep.backend.embedder import EmbedderSettings, EmbeddingBackend, EngineRunner, LocalEmbedder, VectorCache
+from emberkeep.backend.embedder import EmbeddingBackend, EngineRunner, LocalEmbedder, VectorCache
 from emberkeep.backend.limits import Permits
 from emberkeep.config.settings import PREFILL_SLICE, Config, TooLong
 from emberkeep.engine.devices import require_hf
@@ -77,11 +77,9 @@ def open_own_states(config: Config, model: LlamaModel, weights: str) -> Embeddin
 
 
 def make_embedder(config: Config, name: str, engine: EmbeddingEngine, run: EngineRunner) -> LocalEmbedder:
-    settings = EmbedderSettings(
-        Permits(config.parallel + config.queue, config.max_concurrent_per_user),
-        truncates=config.too_long == TooLong.TRUNCATE,
-    )
-    return LocalEmbedder(name, engine, run, VectorCache(engine.fingerprint, open_vectors(config)), settings)
+    permits = Permits(config.parallel + config.queue, config.max_concurrent_per_user)
+    cache = VectorCache(engine.fingerprint, open_vectors(config))
+    return LocalEmbedder(name, engine, run, cache, permits, truncates=config.too_long == TooLong.TRUNCATE)
 
 
 Opened = tuple[EmbeddingEngine, Mapping[str, Json]]

@@ -36,7 +36,7 @@ from emberkeep.types.events import (
     Timings,
     Usage,
 )
-from emberkeep.types.request import JsonFormat, Message, ReasoningFormat, Recall, Request, Tool, ToolChoice
+from emberkeep.types.request import Message, ReasoningFormat, Recall, Request, Tool, ToolChoice
 from helpers.remote_model import ScriptedProvider, Step, remote, said, tokens_of
 from helpers.scripted_backend import outcomes_of, read_events, text_of
 from helpers.tool_calls import calling, depth
@@ -368,22 +368,6 @@ def test_a_tool_that_went_is_not_taken_for_a_search(tmp_path: Path) -> None:
     assert "no tool 'depth'" in outcomes_of(events)[0][0]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"tool_choice": ToolChoice("none")},
-        {"tools": (Tool("ferry"),)},
-        {"tools": (Tool("ferry"),), "tool_choice": ToolChoice("named", "ferry")},
-        {"format": JsonFormat()},
-        {"n": 2},
-    ],
-)
-def test_who_asks_for_something_else_gets_no_tools_of_ours(fields: dict[str, object]) -> None:
-    provider = ScriptedProvider(lambda request: said("Yes."))
-    read_events(remote(provider, tools=box(depth), tool_rounds=4), replace(HELLO, **fields))  # type: ignore[arg-type]
-    assert all(tool.name == "ferry" for tool in provider.asked[0].tools)
-
-
 def test_with_notools_services_are_told_of_none() -> None:
     provider = ScriptedProvider(lambda request: said("Yes."))
     backend = remote(provider, tools=box(depth), tool_rounds=4, no_tools=True)
@@ -414,23 +398,3 @@ def test_a_long_turn_of_calls_goes_on_when_the_context_is_full(tmp_path: Path) -
     assert text_of(events) == "All read."
     assert len(outcomes_of(events)) == 8
     assert "left out to make room" in "".join(m.content for m in provider.asked[-1].messages)
-
-
-def test_what_a_tool_gave_is_found_when_its_turn_has_left(tmp_path: Path) -> None:
-    provider = honest(calling("depth", '{"pier": 38}'), *(said("Noted.") for _ in range(40)))
-    backend = remote(provider, tmp_path, tools=box(depth), tool_rounds=4)
-    messages: list[Message] = []
-    for i in range(30):
-        messages.append(Message("user", f"Ship number {i} carries salt and wool and barrels of tar to the north."))
-        messages.append(Message("assistant", text_of(read_events(backend, Request(messages=tuple(messages))))))
-    assert backend.memory is not None
-    found = backend.memory.search("", "ship number 0 metres", max_results=10)
-    assert any(use.result == "42 metres" for one in found for use in one.tool_uses)
-
-
-def test_the_usage_of_several_rounds_has_the_tokens_of_all() -> None:
-    provider = rounds(calling("depth", '{"pier": 1}'), said("Five.", 30, 10))
-    *_, last = read_events(remote(provider, tools=box(depth), tool_rounds=4), HELLO)
-    assert isinstance(last, Completed)
-    assert last.usage == Usage(30, 5 + 3, 10)
-    assert (last.timings.cache_n, last.timings.prompt_n, last.answered_by) == (10, 20, "far")

@@ -130,11 +130,8 @@ class RemoteBackend(Extras):
         reasoning = request.reasoning or self._settings.reasoning
         return replace(request, max_tokens=limit, reasoning=reasoning).clamped(self._settings.most_tokens)
 
-    async def _answer(self, request: Request) -> Events:
-        deadline_s = request.deadline_s or self._settings.deadline_s
-        async with aclosing(with_deadline(self._choices(request), deadline_s)) as events:
-            async for event in events:
-                yield event
+    def _answer(self, request: Request) -> Events:
+        return with_deadline(self._choices(request), request.deadline_s or self._settings.deadline_s)
 
     async def _choices(self, request: Request) -> Events:
         """One after the other: services charge a prompt for each of them anyway."""
