@@ -89,8 +89,10 @@ class FaultyDisk:
         return run
 
     def _by_index(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def run(action: Callable[[], Any]) -> Any:
-            self._count("sqlite")
-            return real(action)
+        @contextmanager
+        def run() -> Iterator[None]:
+            with real():
+                self._count("sqlite")
+                yield
 
         return run

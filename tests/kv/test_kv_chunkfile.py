@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from emberkeep.kv.disk import chunkfile
-from emberkeep.kv.disk.chunkfile import Buffers, Damaged, Description, EndsEarly, read_file
+from emberkeep.kv.disk.chunkfile import Buffers, Damaged, Description, read_file
 from emberkeep.kv.tree import ROOT, ChunkKey, Made, chunk_key, pack_fields, pack_spans
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.lineage import Lineage
@@ -234,7 +234,7 @@ def test_a_file_that_shrinks_is_noticed(tmp_path):
     try:
         for size in (2 * MIB + 1, 100):
             os.truncate(path, min(size, 50))
-            with pytest.raises(EndsEarly):
+            with pytest.raises(Damaged, match="early"):
                 read_file(descriptor, size, Buffers())
     finally:
         os.close(descriptor)

@@ -11,10 +11,9 @@ import pytest
 
 from emberkeep.kv.disk.chunkfile import Description
 from emberkeep.kv.lookups import BLOCK_TOKENS
+from emberkeep.kv.remote.blocks import BlockPlaces, Place, blocks_of
 from emberkeep.kv.remote.link import RemoteLink
-from emberkeep.kv.remote.lookup import Place, blocks_of
 from emberkeep.kv.remote.tier import RemoteTier
-from emberkeep.kv.remote.writer import BlockPlaces
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import EntryKind, Label

@@ -18,8 +18,8 @@ from emberkeep.cli.running_server import RunningServer, find_server
 from emberkeep.config.kinds import public_url, readable_size
 from emberkeep.config.settings import Config
 from emberkeep.errors import ConfigError, EmberkeepError, NoSuchEntry, StoreFailed
+from emberkeep.kv.remote.blocks import holdings
 from emberkeep.kv.remote.link import RemoteLink, Unreachable
-from emberkeep.kv.remote.tier import holdings
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.stores import ClosedStore, StoreFolder, replica_folder, replica_folders, store_folders
 from emberkeep.models.library import id_at

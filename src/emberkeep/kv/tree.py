@@ -226,13 +226,11 @@ class Chunk:
 
     def detach(self) -> None:
         assert self.parent is not None
-        first = self._place
         by_first = self.parent.branches.get(self.take, {})
-        group = by_first.get(first, [])
-        if self in group:
+        if self in (group := by_first.get(self._place, [])):
             group.remove(self)
         if not group:
-            by_first.pop(first, None)
+            by_first.pop(self._place, None)
         if not by_first:
             self.parent.branches.pop(self.take, None)
 
@@ -347,11 +345,7 @@ def new_root(owner: str) -> Chunk:
 
 def descend(cursor: Cursor, tokens: TokenArray) -> Cursor:
     """The deepest place at or below `cursor` whose path holds `tokens` (the whole prompt, from 0)."""
-    best = cursor
-    for place in places_along(cursor, tokens):
-        if place.position > best.position:
-            best = place
-    return best
+    return max(places_along(cursor, tokens), key=lambda place: place.position)
 
 
 def places_along(cursor: Cursor, tokens: TokenArray) -> Iterator[Cursor]:

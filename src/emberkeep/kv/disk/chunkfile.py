@@ -84,16 +84,9 @@ class Description:
 
     def pack_identity(self) -> bytes:
         """What makes a payload the right one. Two processes may differ about where its tokens came from."""
-        return pack_fields(
-            [
-                self.fingerprint,
-                self.namespace.encode(),
-                self.key,
-                self.parent,
-                struct.pack("<II", self.take, self.start),
-                token_bytes(self.tokens),
-            ]
-        )
+        place = struct.pack("<II", self.take, self.start)
+        whose = (self.fingerprint, self.namespace.encode())
+        return pack_fields([*whose, self.key, self.parent, place, token_bytes(self.tokens)])
 
     @classmethod
     def unpack(cls, data: bytes) -> Description:
@@ -101,42 +94,21 @@ class Description:
         try:
             fingerprint, namespace, key, parent, place, tokens, sampled, (made,) = unpack_fields(data)
             take, start = struct.unpack("<II", place)
-            description = cls(
-                fingerprint,
-                namespace.decode(),
-                ChunkKey(key),
-                ChunkKey(parent),
-                take,
-                start,
-                np.frombuffer(tokens, "<i4"),
-                unpack_spans(sampled),
-                MADE[made % len(MADE)],
-            )
+            ids, spans = np.frombuffer(tokens, "<i4"), unpack_spans(sampled)
+            keys = (namespace.decode(), ChunkKey(key), ChunkKey(parent))
+            description = cls(fingerprint, *keys, take, start, ids, spans, MADE[made % len(MADE)])
         except (ValueError, struct.error) as error:
             raise Damaged(f"unreadable description: {error}") from None
-        if not description.has_its_key:
+        lineage = Lineage.parse(description.namespace)
+        if chunk_key(fingerprint, lineage, description.parent, take, ids) != key:
             raise Damaged("its key does not belong to its tokens")
         return description
-
-    @property
-    def has_its_key(self) -> bool:
-        key = chunk_key(self.fingerprint, Lineage.parse(self.namespace), self.parent, self.take, self.tokens)
-        return key == self.key
 
 
 def describe(chunk: Chunk, fingerprint: bytes) -> Description:
     assert chunk.parent is not None
-    return Description(
-        fingerprint,
-        str(chunk.lineage),
-        chunk.key,
-        chunk.parent.key,
-        chunk.take,
-        chunk.start,
-        chunk.tokens,
-        chunk.sampled,
-        chunk.made,
-    )
+    place = (str(chunk.lineage), chunk.key, chunk.parent.key, chunk.take, chunk.start)
+    return Description(fingerprint, *place, chunk.tokens, chunk.sampled, chunk.made)
 
 
 def most_bytes(chunk: Chunk) -> int:
@@ -163,29 +135,33 @@ def read(path: Path, expected: Description, buffers: Buffers) -> memoryview:
 
     The whole file is read into one buffer, and the payload is a view into it.
     """
-    descriptor = _open(path)
-    try:
-        size = _file_size(descriptor)
+    with _opened(path) as (descriptor, size):
         if not _FIXED.size < size <= _MAX_FILE:
             raise Damaged("the file is too short or too long")
         buffer = read_file(descriptor, size, buffers)
-    except EndsEarly:
-        raise Damaged("the file ends early") from None
-    finally:
-        os.close(descriptor)
     return verified(buffer, expected)[1]
 
 
 def parts(description: Description, payload: memoryview) -> tuple[bytes, memoryview]:
     """A whole file, one after the other."""
-    return _head(description.pack(), payload), payload
+    packed = description.pack()
+    padding = -(_FIXED.size + len(packed)) % _ALIGN
+    checksum = xxhash.xxh3_128_digest(payload)
+    begin = _FIXED.pack(MAGIC, len(packed), padding, len(payload), checksum, b"")[:40]
+    return begin + _digest(begin, packed) + packed + bytes(padding), payload
 
 
 def verified(buffer: memoryview, expected: Description) -> tuple[bytes, memoryview]:
     """The packed description and the payload of a whole file. Raises Damaged."""
     if not _FIXED.size < len(buffer) <= _MAX_FILE:
         raise Damaged("the file is too short or too long")
-    packed, payload, checksum = _split(buffer)
+    fixed = bytes(buffer[: _FIXED.size])
+    length, padding, checksum = _check_fixed(fixed, len(buffer))
+    end = _FIXED.size + length
+    packed, payload = bytes(buffer[_FIXED.size : end]), buffer[end + padding :]
+    _check_digest(fixed, packed)
+    if any(buffer[end : end + padding]):
+        raise Damaged("the padding is not empty")
     if not packed.startswith(expected.pack_identity()):
         raise Damaged("the file describes another chunk")
     if xxhash.xxh3_128_digest(payload) != checksum:
@@ -195,19 +171,8 @@ def verified(buffer: memoryview, expected: Description) -> tuple[bytes, memoryvi
 
 def read_description(path: Path) -> tuple[Description, int]:
     """What a file says about itself, and its size; the payload is not read. Raises as `read` does."""
-    descriptor = _open(path)
-    try:
-        size = _file_size(descriptor)
-        fixed = os.pread(descriptor, _FIXED.size, 0)
-        if len(fixed) < _FIXED.size:
-            raise Damaged("the file is too short")
-        length, _, _ = _check_fixed(fixed, size)
-        packed = os.pread(descriptor, length, _FIXED.size)
-    finally:
-        os.close(descriptor)
-    if _FIXED.unpack(fixed)[5] != _head_digest(fixed[:40], packed):
-        raise Damaged("the description's checksum is wrong")
-    return Description.unpack(packed), size
+    with _opened(path) as (descriptor, size):
+        return Description.unpack(_read_packed(descriptor, size)), size
 
 
 def namespace_of(path: Path) -> str | None:
@@ -216,81 +181,65 @@ def namespace_of(path: Path) -> str | None:
     The payload is not read, and need not be there. Blocks on disk. Raises FileNotFoundError, OSError.
     """
     try:
-        descriptor = _open(path)
-    except Damaged:
-        return None
-    try:
-        _file_size(descriptor)
-        fixed = os.pread(descriptor, _FIXED.size, 0)
-        if len(fixed) < _FIXED.size:
-            return None
-        length = _FIXED.unpack(fixed)[1]
-        packed = os.pread(descriptor, length, _FIXED.size) if length <= _MAX_DESCRIPTION else b""
-    except Damaged:
-        return None
-    finally:
-        os.close(descriptor)
-    if _FIXED.unpack(fixed)[5] != _head_digest(fixed[:40], packed):
-        return None
-    try:
-        return unpack_fields(packed)[1].decode()
-    except (ValueError, LookupError):
+        with _opened(path) as (descriptor, _):
+            return unpack_fields(_read_packed(descriptor, None))[1].decode()
+    except (Damaged, ValueError, LookupError):
         return None
 
 
-def _open(path: Path) -> int:
-    """Raises Damaged and FileNotFoundError where that will not pass, and any other OSError where it may."""
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[int, int]]:
+    """A descriptor, and the file's size. Raises Damaged and FileNotFoundError where that will not pass, and any
+    other OSError where it may."""
     try:
         # Without O_NONBLOCK, opening a named pipe would wait for a writer.
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             raise FileNotFoundError(*error.args) from error  # a foreign link, or a file where a folder was
         if error.errno == errno.ENXIO:
             raise Damaged("it is not a file") from error
         raise
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise Damaged("it is not a file")
+        yield descriptor, status.st_size
+    finally:
+        os.close(descriptor)
 
 
-def _file_size(descriptor: int) -> int:
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        raise Damaged("it is not a file")
-    return status.st_size
+def _read_packed(descriptor: int, size: int | None) -> bytes:
+    """The description of a file, which has that size, as it was written. Raises OSError, Damaged."""
+    fixed = os.pread(descriptor, _FIXED.size, 0)
+    if len(fixed) < _FIXED.size:
+        raise Damaged("the file is too short")
+    if size is not None:
+        _check_fixed(fixed, size)
+    packed = os.pread(descriptor, min(_FIXED.unpack(fixed)[1], _MAX_DESCRIPTION), _FIXED.size)
+    _check_digest(fixed, packed)
+    return packed
 
 
-def _head(packed: bytes, payload: memoryview) -> bytes:
-    padding = -(_FIXED.size + len(packed)) % _ALIGN
-    checksum = xxhash.xxh3_128_digest(payload)
-    begin = _FIXED.pack(MAGIC, len(packed), padding, len(payload), checksum, b"")[:40]
-    return begin + _head_digest(begin, packed) + packed + bytes(padding)
-
-
-def _head_digest(begin: bytes, packed: bytes) -> bytes:
-    return hashlib.blake2b(begin + packed, digest_size=16).digest()
-
-
-def _split(buffer: memoryview) -> tuple[bytes, memoryview, bytes]:
-    """(description, payload, payload checksum) of a whole file."""
-    fixed = bytes(buffer[: _FIXED.size])
-    length, padding, _ = _check_fixed(fixed, len(buffer))
-    packed = bytes(buffer[_FIXED.size : _FIXED.size + length])
-    if _FIXED.unpack(fixed)[5] != _head_digest(fixed[:40], packed):
-        raise Damaged("the description's checksum is wrong")
-    if any(buffer[_FIXED.size + length : _FIXED.size + length + padding]):
-        raise Damaged("the padding is not empty")
-    return packed, buffer[_FIXED.size + length + padding :], _FIXED.unpack(fixed)[4]
-
-
-def _check_fixed(fixed: bytes, size: int) -> tuple[int, int, int]:
-    """(description length, padding, payload length), consistent with each other and the file's size."""
-    magic, length, padding, payload_length, _, _ = _FIXED.unpack(fixed)
+def _check_fixed(fixed: bytes, size: int) -> tuple[int, int, bytes]:
+    """(description length, padding, the payload's checksum), consistent with each other and the file's size."""
+    magic, length, padding, payload_length, checksum, _ = _FIXED.unpack(fixed)
     if magic != MAGIC:
         raise Damaged("it is not a chunk file")
     if length > _MAX_DESCRIPTION or padding >= _ALIGN or size > _MAX_FILE:
         raise Damaged("its lengths are out of range")
     if _FIXED.size + length + padding + payload_length != size:
         raise Damaged("its size is not what its lengths say")
-    return length, padding, payload_length
+    return length, padding, checksum
+
+
+def _check_digest(fixed: bytes, packed: bytes) -> None:
+    if fixed[40:] != _digest(fixed[:40], packed):
+        raise Damaged("the description's checksum is wrong")
+
+
+def _digest(begin: bytes, packed: bytes) -> bytes:
+    return hashlib.blake2b(begin + packed, digest_size=16).digest()
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:
@@ -307,10 +256,6 @@ _READY_BYTES = 128 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
-
-
-class EndsEarly(Exception):
-    """The file is shorter than it was a moment ago."""
 
 
 class Buffers:
@@ -365,20 +310,20 @@ class Buffers:
 
 
 def read_file(descriptor: int, size: int, buffers: Buffers) -> memoryview:
-    """The first `size` bytes of the file. Blocks on disk. Raises OSError, EndsEarly."""
+    """The first `size` bytes of the file. Blocks on disk. Raises OSError, or Damaged where it ends early."""
     if size < _WORTH_IT:
         small = memoryview(np.empty(size, np.uint8))
-        _read_rest(descriptor, small, 0)
+        _read_all(descriptor, small)
         return small
     given = buffers.allocate(size)
     if given is not None:
         if _is_cached(descriptor, given, size) or not _read_directly(descriptor, given, size):
-            _read_rest(descriptor, given[:size], 0)
+            _read_all(descriptor, given[:size])
         return given[:size]
     buffer = buffers.take(size)[:size]
     with buffers.bounce_buffer(size) as bounce:
         if _is_cached(descriptor, bounce, size) or not _read_directly(descriptor, bounce, size):
-            _read_rest(descriptor, buffer, 0)
+            _read_all(descriptor, buffer)
         else:
             # Slice assignment would hold the interpreter's lock.
             np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(bounce[:size], np.uint8))
@@ -413,10 +358,7 @@ def _read_directly(descriptor: int, buffer: memoryview, size: int) -> bool:
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _DIRECT)
         while offset < size:
-            count = os.preadv(descriptor, [buffer[offset:]], offset)
-            if count == 0:
-                raise EndsEarly
-            offset += count
+            offset += _read_some(descriptor, buffer, offset)
             if offset < size and offset % _PAGE:
                 return False  # only the end of a file may be unaligned
         return True
@@ -428,9 +370,14 @@ def _read_directly(descriptor: int, buffer: memoryview, size: int) -> bool:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
 
 
-def _read_rest(descriptor: int, buffer: memoryview, offset: int) -> None:
+def _read_all(descriptor: int, buffer: memoryview) -> None:
+    offset = 0
     while offset < len(buffer):
-        count = os.preadv(descriptor, [buffer[offset:]], offset)
-        if count == 0:
-            raise EndsEarly
-        offset += count
+        offset += _read_some(descriptor, buffer, offset)
+
+
+def _read_some(descriptor: int, buffer: memoryview, offset: int) -> int:
+    count = os.preadv(descriptor, [buffer[offset:]], offset)
+    if count == 0:
+        raise Damaged("the file ends early")
+    return count

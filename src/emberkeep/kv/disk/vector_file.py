@@ -36,80 +36,64 @@ class VectorFile:
         self._path = path
         self._budget = budget
         self._db: apsw.Connection | None = None
-        self._insist(lambda: None, None)
+        self._insist(lambda db: None, None)
 
     def find(self, keys: Iterable[bytes]) -> dict[bytes, bytes]:
         """Returns those that are known."""
         wanted = list(keys)
-        return self._insist(lambda: self._find(wanted), {})
+
+        def look(db: apsw.Connection) -> dict[bytes, bytes]:
+            found: dict[bytes, bytes] = {}
+            for begin in range(0, len(wanted), _MANY):
+                some = wanted[begin : begin + _MANY]
+                places = ",".join("?" * len(some))
+                found.update(db.execute(f"SELECT key, vector FROM vectors WHERE key IN ({places})", some))
+            now = int(time.time())
+            aged = [(now, key, now - _DAY_S) for key in found]
+            with db:  # once a day is enough to tell what is in use from what is not
+                db.executemany("UPDATE vectors SET used = ? WHERE key = ? AND used < ?", aged)
+            return found
+
+        return self._insist(look, {})
 
     def add(self, vectors: Mapping[bytes, bytes]) -> None:
         """Those that are known already stay as they are. The oldest go where there is no room."""
-        self._insist(lambda: self._add(vectors), None)
+
+        def enter(db: apsw.Connection) -> None:
+            now = int(time.time())
+            rows = [(key, now, vector) for key, vector in vectors.items()]
+            with db:
+                db.executemany("INSERT OR IGNORE INTO vectors VALUES (?, ?, ?)", rows)
+            self._evict(db)
+
+        self._insist(enter, None)
 
     def clear(self) -> None:
-        self._insist(self._clear, None)
+        self._insist(lambda db: db.execute("DELETE FROM vectors; VACUUM").fetchall(), None)
 
     def close(self) -> None:
         if self._db is not None:
             self._db.close()
             self._db = None
 
-    def _find(self, keys: list[bytes]) -> dict[bytes, bytes]:
-        assert self._db is not None
-        found: dict[bytes, bytes] = {}
-        for begin in range(0, len(keys), _MANY):
-            some = keys[begin : begin + _MANY]
-            places = ",".join("?" * len(some))
-            found.update(self._db.execute(f"SELECT key, vector FROM vectors WHERE key IN ({places})", some))
-        now = int(time.time())
-        with self._db:  # once a day is enough to tell what is in use from what is not
-            self._db.executemany(
-                "UPDATE vectors SET used = ? WHERE key = ? AND used < ?",
-                [(now, key, now - _DAY_S) for key in found],
-            )
-        return found
-
-    def _add(self, vectors: Mapping[bytes, bytes]) -> None:
-        assert self._db is not None
-        now = int(time.time())
-        with self._db:
-            self._db.executemany(
-                "INSERT OR IGNORE INTO vectors VALUES (?, ?, ?)",
-                [(key, now, vector) for key, vector in vectors.items()],
-            )
-        self._evict()
-
-    def _evict(self) -> None:
-        assert self._db is not None
-        size = self._used()
+    def _evict(self, db: apsw.Connection) -> None:
+        size = (db.pragma("page_count") - db.pragma("freelist_count")) * db.pragma("page_size")
         if size <= self._budget:
             return
-        ((count,),) = self._db.execute("SELECT count(*) FROM vectors")
+        ((count,),) = db.execute("SELECT count(*) FROM vectors")
         excess = -(-count * (size - int(_KEPT * self._budget)) // size)
-        with self._db:
-            self._db.execute(
-                "DELETE FROM vectors WHERE key IN (SELECT key FROM vectors ORDER BY used LIMIT ?)", (excess,)
-            )
-        self._db.execute("PRAGMA incremental_vacuum").fetchall()
+        with db:
+            oldest = "SELECT key FROM vectors ORDER BY used LIMIT ?"
+            db.execute(f"DELETE FROM vectors WHERE key IN ({oldest})", (excess,))
+        db.execute("PRAGMA incremental_vacuum").fetchall()
 
-    def _used(self) -> int:
-        assert self._db is not None
-        pages = self._db.pragma("page_count") - self._db.pragma("freelist_count")
-        return int(pages * self._db.pragma("page_size"))
-
-    def _clear(self) -> None:
-        assert self._db is not None
-        self._db.execute("DELETE FROM vectors")
-        self._db.execute("VACUUM")
-
-    def _insist(self, action: Callable[[], T], otherwise: T) -> T:
+    def _insist(self, action: Callable[[apsw.Connection], T], otherwise: T) -> T:
         """Try again once, with a new file where the old one cannot be used."""
         for may_replace in (True, False):
             try:
                 if self._db is None:
                     self._db = _open(self._path)
-                return action()
+                return action(self._db)
             except (apsw.CorruptError, apsw.NotADBError, apsw.SQLError) as error:
                 log.warning("%s is begun anew: %s", self._path, error)
                 self.close()

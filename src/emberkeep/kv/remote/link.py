@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from emberkeep.errors import ConfigError
 from emberkeep.files import replace_file
 from emberkeep.kv.disk.chunkfile import Damaged
+from emberkeep.types.lineage import SHARED, Lineage
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
@@ -74,7 +75,6 @@ class Breaker:
         self.opened = 0
         """It was opened so often."""
         self.on_change: Callable[[str], None] = lambda event: None
-        """Told when it opens and closes."""
 
     @property
     def is_open(self) -> bool:
@@ -141,8 +141,9 @@ class RemoteLink:
 
     # ── names ──
 
-    def name(self, store: str, user: str | None, key: bytes) -> bytes:
-        return f"{VERSION}:{store}:{self.tag(user)}:{self.seal.digest(key, 32).hex()}".encode()
+    def name(self, store: str, lineage: Lineage, key: bytes) -> bytes:
+        tag = self.tag(None if lineage.owner == SHARED else lineage.user)
+        return f"{VERSION}:{store}:{tag}:{self.seal.digest(key, 32).hex()}".encode()
 
     def tag(self, user: str | None) -> str:
         """Stands for a user, and does not tell who it is; None: for what is shared."""

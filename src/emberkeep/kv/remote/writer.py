@@ -16,14 +16,13 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from emberkeep.kv.disk.chunkfile import Description, parts
+from emberkeep.kv.disk.chunkfile import parts
 from emberkeep.kv.disk.transfers import give_way
-from emberkeep.kv.lookups import BLOCK_TOKENS, StillElsewhere, block_start
+from emberkeep.kv.lookups import StillElsewhere
+from emberkeep.kv.remote.blocks import BlockPlaces, Placed
 from emberkeep.kv.remote.link import FOLLOWERS, SNAPSHOTS, ForgottenLog, RemoteLink, Unreachable
-from emberkeep.kv.remote.lookup import Place, blocks_of, place_after
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, token_bytes, tokens_to
-from emberkeep.token_arrays import TokenArray
+from emberkeep.kv.tree import Chunk, ChunkKey, token_bytes
 from emberkeep.types.lineage import SHARED, Lineage
 from emberkeep.values import dataclass
 
@@ -391,57 +390,3 @@ def _is_of(chunk: Chunk, is_one: Callable[[str], bool]) -> bool:
         return chunk.lineage.owner != SHARED and is_one(chunk.lineage.user)
     except (ValueError, LookupError, TypeError):
         return False
-
-
-# ── chunks as blocks ──
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A chunk of the tree, as every host would describe it."""
-
-    before: Place
-    """The last block's end before it."""
-    tokens: TokenArray
-    """What is from there to its end."""
-    described: Description
-
-
-class BlockPlaces:
-    """Where chunks of the tree lie, as blocks. Belongs to one thread."""
-
-    def __init__(self, fingerprint: bytes) -> None:
-        self._fingerprint = fingerprint
-        self._ends: OrderedDict[tuple[Lineage, ChunkKey], Place] = OrderedDict()
-
-    def of(self, chunk: Chunk) -> Placed | None:
-        """A block, a tail or a snapshot; None where it lies otherwise, or is of one conversation alone."""
-        assert chunk.parent is not None
-        lineage = chunk.lineage
-        is_cut_otherwise = not chunk.is_snapshot and chunk.start % BLOCK_TOKENS != 0
-        if lineage.repair is not None or lineage.splice or is_cut_otherwise:
-            return None
-        begins = Cursor(chunk.parent, chunk.take, lineage)
-        before = self._place(begins, block_start(chunk.start))
-        if chunk.is_snapshot:
-            rest = tokens_to(begins)[before.position :]
-            return Placed(before, rest, before.snapshot(rest, chunk.made))
-        described = before.child(chunk.tokens, chunk.sampled, chunk.made)
-        if len(chunk.tokens) == BLOCK_TOKENS:
-            self._remember((lineage, chunk.key), before.after(described))
-        return Placed(before, chunk.tokens, described)
-
-    def _place(self, cursor: Cursor, position: int) -> Place:
-        """The block's end at `position`, at or before `cursor`."""
-        parent = cursor.chunk
-        known = self._ends.get((cursor.lineage, parent.key)) if parent.end == position == cursor.position else None
-        if known is None:
-            blocks = blocks_of(self._fingerprint, cursor.lineage, tokens_to(cursor)[:position])
-            known = place_after(self._fingerprint, cursor.lineage, blocks)
-        return known
-
-    def _remember(self, end: tuple[Lineage, ChunkKey], place: Place) -> None:
-        self._ends[end] = place
-        self._ends.move_to_end(end)
-        while len(self._ends) > _REMEMBERED:
-            self._ends.popitem(last=False)
