@@ -20,7 +20,7 @@ from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError, MemoryFailed, MemoryOff, ModelNotFound, NoSuchEntry
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.user_memory import UserMemory, open_memory
-from emberkeep.runtime.memory import open_memory as open_file
+from emberkeep.runtime.parts import open_memory as open_file
 from emberkeep.types.memory import SavedConversation
 from emberkeep.types.request import Message, ToolCall
 from helpers.kept_chats import open_emberkeep

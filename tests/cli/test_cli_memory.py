@@ -19,7 +19,7 @@ from emberkeep.config.settings import Config
 from emberkeep.errors import InvalidField, MemoryFailed, MemoryOff, NoSuchEntry
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.library.user_memory import open_memory
-from emberkeep.runtime.memory import open_memory as open_file
+from emberkeep.runtime.parts import open_memory as open_file
 from emberkeep.types.lineage import private_namespace
 from emberkeep.types.memory import ToolUse, Turn
 from emberkeep.types.request import Json, Message

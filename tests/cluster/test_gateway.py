@@ -9,7 +9,7 @@ from typing import TypeVar
 import pytest
 
 from emberkeep.cluster.gateway import Gateway, ReplicaLost
-from emberkeep.cluster.keys import AnswerPart, Message, ReplicaAnswer, ReplicaRequest, conversation_key
+from emberkeep.cluster.requests import AnswerPart, Message, ReplicaAnswer, ReplicaRequest, conversation_key
 from emberkeep.errors import Overloaded, RateLimited
 from emberkeep.routing import RouteKeys
 from emberkeep.types.request import Json

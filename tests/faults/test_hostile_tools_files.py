@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.errors import ToolFailed
-from emberkeep.tools import file_root
+from emberkeep.tools import file_tools
 from emberkeep.tools.file_tools import FileTools
 
 SECRET = "SECRET"
@@ -63,7 +63,7 @@ class World:
 
 @pytest.fixture(params=["handles", "paths"])
 def world(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(file_root, "HAS_HANDLES", request.param == "handles")
+    monkeypatch.setattr(file_tools, "HAS_HANDLES", request.param == "handles")
     return World(tmp_path)
 
 

@@ -85,13 +85,11 @@ def replay(url: str, visits: Sequence[Visit], clients: int = 32) -> Replayed:
 
 
 CONTEXT = 32_768
-
 _CARDS: Mapping[str, Mapping[str, Any]] = {
     "vllm": {"owned_by": "vllm", "root": "big", "parent": None, "max_model_len": CONTEXT, "permission": []},
     "sglang": {"owned_by": "sglang", "root": "big", "max_model_len": CONTEXT},
     "trtllm": {"owned_by": "tensorrt_llm"},
 }
-
 _THOUGHTS = {"vllm": "reasoning", "sglang": "reasoning_content", "trtllm": "reasoning_content"}
 """What each calls them."""
 

@@ -36,15 +36,10 @@ TEMPLATE = (
     "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
 CONTEXT = 768
-
 SYSTEM = "You keep the books of a harbour."
-
 EOG = FakeEngine().vocab.eog
-
 GREEDY = Sampling(temperature=0)
-
 ENDLESS = Sampling(temperature=0, logit_bias=dict.fromkeys(EOG, -1e9))
 
 
@@ -254,7 +249,6 @@ def line(number: int, words: int = 10) -> str:
 
 
 SEARCH_CALL = '<tool_call>\n{{"name": "search_memory", "arguments": {{"query": "{}"}}}}\n</tool_call>'
-
 FERRY = Tool("ferry", "When the ferry leaves.", {"type": "object"})
 
 

@@ -36,13 +36,9 @@ from helpers.kv_building import chunks_of, lineage_of
 GREEDY = Sampling(temperature=0)
 ENDLESS = Sampling(temperature=0, logit_bias=dict.fromkeys(FakeEngine().vocab.eog, -1e9))
 """Never ends its turn."""
-
 SEEDED = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=11)
-
 CLOSING = (FakeEngine().vocab.specials["<|im_end|>"], 10)
-
 PATIENCE = 60.0
-
 SLICE = 128  # the smallest there is: the measured speed of a paused engine must not change it
 
 
@@ -224,7 +220,6 @@ class Rig:
 
 
 _REQUEST = {field.name for field in fields(Request)} - {"namespace", "prediction"}
-
 _EXECUTION = {field.name for field in fields(Execution)} - {"lineage"}
 
 
@@ -310,7 +305,6 @@ def text(length: int, seed: int = 0) -> list[int]:
 
 
 PROMPT = text(700)
-
 LONG = text(2000)
 
 

@@ -52,7 +52,6 @@ def settle(backend: LocalBackend) -> None:
 
 FOREVER = "forever"
 """In a script: nothing more comes until the request is cancelled."""
-
 Step = Event | EmberkeepError | str
 
 

@@ -20,7 +20,6 @@ from helpers import slowing
 from helpers.waiting import eventually
 
 START_S = 240.0
-
 _READY = re.compile(r"ready at (http://\S+)/v1")
 
 
@@ -186,7 +185,6 @@ RULES = "You are the careful secretary of a small harbour. " + " ".join(
     f"Rule {i}: ships of type {i} wait at pier {i * 7 % 13} and pay {i * 3 + 2} coins." for i in range(1, 25)
 )
 """About 600 tokens that every agent would send with every call."""
-
 STEADY = ("--flash-attention", "on")
 """Options of a server whose answers are compared: else it changes between two of them to the attention that is
 quicker here, which rounds otherwise. The last token of a prompt also rounds otherwise beside all others than

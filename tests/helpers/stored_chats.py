@@ -16,9 +16,7 @@ from emberkeep.types.request import Json
 from helpers.server_process import Reply, ServerProcess
 
 VOCAB = FakeVocab()
-
 _START, _END = VOCAB.specials["<|im_start|>"], VOCAB.specials["<|im_end|>"]
-
 Ids = tuple[int, ...]
 
 
@@ -82,7 +80,6 @@ def _leading(sampled: Ids, text: str) -> Ids:
 
 
 _SERVER = Path(__file__).with_name("serve_fake.py")
-
 _MAX_TOKENS = 8
 
 

@@ -16,26 +16,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 WINDOW = 8
-
 CONTEXT = 1024
-
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-
 VOCAB = 256 + len(SPECIALS)
-
 ENDINGS = (256, 258)
 """Tokens that end an answer."""
-
 _LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
-
 UNPRINTABLE = [place for place, letter in enumerate(_LETTERS) if not ("!" <= letter <= "~" or letter == "Ġ")]
 """Tokens that are no text by themselves."""
-
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
 _BASE: Mapping[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -47,9 +39,7 @@ _BASE: Mapping[str, Any] = {
     "eos_token_id": 258,
     "pad_token_id": None,
 }
-
 _EXPERTS: Mapping[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
-
 _LATENT: Mapping[str, Any] = {
     "q_lora_rank": 24,
     "kv_lora_rank": 16,
@@ -57,7 +47,6 @@ _LATENT: Mapping[str, Any] = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 12,
 }
-
 PAGED: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -113,7 +102,6 @@ PAGED: Mapping[str, Mapping[str, Any]] = {
     "ernie4_5": {"head_dim": 16},
 }
 """Whose state is keys and values only, and whose attention is a function of transformers."""
-
 WHOLE: Mapping[str, Mapping[str, Any]] = {
     "mamba": {"state_size": 8, "conv_kernel": 4, "expand": 2},
     "jamba": {
@@ -152,7 +140,6 @@ WHOLE: Mapping[str, Mapping[str, Any]] = {
     "falcon": {"alibi": True, "num_kv_heads": 2, "new_decoder_architecture": True},
 }
 """Whose state is more than that, or whose attention is code of their own."""
-
 MIXTURES: Mapping[str, Mapping[str, Any]] = {
     "qwen2_moe": {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
@@ -167,7 +154,6 @@ MIXTURES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """More that choose experts."""
-
 FAMILIES = {**PAGED, **WHOLE, **MIXTURES}
 
 
@@ -213,7 +199,6 @@ def tokenizer() -> Tokenizer:
 
 
 GEMM_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-
 _PER_WORD = 8
 
 

@@ -18,7 +18,6 @@ from emberkeep.engine.llamacpp.shared_library import llama, start_backend
 from emberkeep.engine.llamacpp.vocab import LlamaVocab
 
 SPECIALS = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
-
 PRE_TOKENIZERS = (
     *(
         "default",
@@ -59,18 +58,13 @@ PRE_TOKENIZERS = (
     *("minicpm5", "minimax-m2", "solar-open", "mellum2"),
 )
 """What `tokenizer.ggml.pre` may be for byte-pair vocabularies, one name for each of llama.cpp's own numbers."""
-
 OTHER_TOKENIZERS = ("llama", "bert", "rwkv", "plamo2")
 """What `tokenizer.ggml.model` may be besides `gpt2`."""
-
 REFUSED = ("t5", "whitespace:whitespace", "gpt2:whitespace")
 """Vocabularies with which llama.cpp would end the process at some text."""
-
 _TEXT_PIECES = ("gemma4", "sarvam-moe")
 """Pre-tokenizers of vocabularies whose pieces are text, not letters for bytes."""
-
 _MERGES = ("t h", "h e", "th e", "i n", "e r", "a n", "a b", "ab c", "a a", "aa aa", "7 7", "好 好")
-
 _BYTE_MERGES = ("Ġ the", "Ġ a", "Ġ Ġ", "ĠĠ ĠĠ", "Ċ Ċ", "å ¥", "å¥ ½")
 
 
@@ -159,7 +153,6 @@ UNITS: Mapping[str, str] = {
     "specials": "<|im_end|>",
     "quoted specials": "<|im_end|",
 }
-
 COMMON = ("letters", "cjk", "blanks", "digits", "base64")
 
 

@@ -93,7 +93,6 @@ def _free_port() -> int:
 
 
 Fault = Literal["none", "garbage", "flipped", "cut", "stalled", "drip"]
-
 FAULTS: tuple[Fault, ...] = ("garbage", "flipped", "cut", "stalled", "drip")
 
 

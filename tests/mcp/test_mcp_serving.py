@@ -21,7 +21,7 @@ from starlette.testclient import TestClient
 from emberkeep.config.settings import Config
 from emberkeep.config.tables import McpServer
 from emberkeep.mcp.server import McpHost
-from emberkeep.runtime.memory import open_memory
+from emberkeep.runtime.parts import open_memory
 from emberkeep.tools.toolbox import ToolBox, ToolPolicy
 from emberkeep.types.request import Message
 from helpers.mcp_servers import HOSTILE, alive, call, connected, offered

@@ -22,7 +22,7 @@ from emberkeep.models import digest
 from emberkeep.models.digest import model_digest, sha256_of
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.pull import pull
-from emberkeep.runtime.parts import SharedParts
+from emberkeep.runtime.parts import ModelParts
 from emberkeep.runtime.served_models import ServedModels
 from helpers.gguf_builders import split_llama, tiny_llama
 
@@ -178,7 +178,7 @@ def test_a_server_finds_it_while_it_runs(root: Path) -> None:
     config = Config(data_dir=root.parent)
     pool = ModelPool(lambda new, held: True)
     first = OnDemandBackend(ModelSource("first", ModelCard("first", 0, 0), lambda _: pytest.fail("loaded")), pool)
-    served = ServedModels(config, SharedParts(config), pool, first)
+    served = ServedModels(config, ModelParts(config, stays=True), pool, first)
     assert list(served.list()) == []
     tiny_llama(root / "mine.gguf")
     assert [backend.name for backend in served.list()] == ["mine"]

@@ -11,9 +11,9 @@ from folder_builders import model_files, write_folder
 
 from emberkeep.errors import ModelBroken
 from emberkeep.models.digest import model_digest
-from emberkeep.models.embedding import EmbeddingProfile, embedding_folder, embedding_gguf
 from emberkeep.models.gguf import GgufHeader, Value
 from emberkeep.models.library import ModelLibrary
+from emberkeep.models.profile import EmbeddingProfile, embedding_folder, embedding_gguf
 from emberkeep.models.pull import pull
 from emberkeep.types.request import Json, Pooling
 from helpers.hub_repo_server import ServedRepo, serving_repo

@@ -15,10 +15,11 @@ from emberkeep.engine.llamacpp.gpus import ON_CPU, Gpu, Placement
 from emberkeep.errors import EngineError, ModelBroken
 from emberkeep.models.gguf import GgufHeader, read_header
 from emberkeep.models.profile import ModelProfile, profile
-from emberkeep.runtime.placement import bytes_on_gpus, live_kv_bytes, open_placed, place
+from emberkeep.runtime.placement import bytes_on_gpus, layer_sizes, live_kv_bytes, open_placed, place
 from helpers import tiny_gguf
 
 MIB = 1 << 20
+
 SETTINGS = LlamaSettings(context=1024, cells=4096, sequences=8, batch=512)
 
 
@@ -170,3 +171,26 @@ def test_a_number_that_was_asked_for_is_not_changed() -> None:
 def test_what_fails_without_a_gpu_as_well_is_an_error() -> None:
     with pytest.raises(ModelBroken):
         opened(2, is_planned=True, holds=-1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+def test_sizes_are_told_by_headers_as_they_are_in_memory(tmp_path, family):
+    from helpers import tiny_hf
+
+    folder, network = tiny_hf.write(tmp_path / family, family, layers=3), tiny_hf.build(family, layers=3)
+    sizes = layer_sizes(folder, "float32")
+    assert sizes.all == sum(weight.nbytes for weight in network.parameters())
+    assert sizes.layers[1].feed_forward == sum(w.nbytes for w in network.model.layers[1].mlp.parameters())
+    assert 2 * layer_sizes(folder, "bfloat16").all == sizes.all
+
+
+@pytest.mark.slow
+def test_four_bits_are_told_by_headers_as_they_are_in_memory(tmp_path):
+    from emberkeep.engine.hf.model_loader import HfSource, load_model
+    from helpers import tiny_hf
+    from helpers.tiny_hf import quantise
+
+    packed, _ = quantise(tiny_hf.write(tmp_path / "tiny"), tmp_path, group=32)
+    model = load_model(HfSource(packed), device="cpu", dtype="float32", attention="eager")
+    assert layer_sizes(packed, "float32").all == model.weights_bytes

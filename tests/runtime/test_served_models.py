@@ -13,17 +13,20 @@ import pytest
 from emberkeep.backend.local import LocalBackend
 from emberkeep.backend.models import Models
 from emberkeep.config.kinds import Alias, LoraFile
-from emberkeep.config.settings import Config
-from emberkeep.errors import ModelNotFound, Overloaded, RequestError
+from emberkeep.config.settings import DEFAULT_MODEL, Config
+from emberkeep.config.sources import load_config
+from emberkeep.errors import ConfigError, ModelNotFound, Overloaded, RequestError
 from emberkeep.runtime.parts import rest_budgets
 from emberkeep.runtime.placement import room_for_models, weight_bytes
-from emberkeep.runtime.served_models import open_models, serves_others
+from emberkeep.runtime.served_models import open_backend, open_models, serves_others
 from emberkeep.types.events import Completed
 from emberkeep.types.models import ModelState, RemoteModel
 from emberkeep.types.request import Execution, Message, Request, Sampling
 from helpers.several_models import install, load_fake_engines, with_memory_for_one
+from helpers.vendors.openai_server import KEY, OpenAIServer
 
 LONG = "The tides, the winds and the harbours of this coast. " * 8
+
 ASKED = Request(
     messages=(Message("user", LONG),),
     max_tokens=4,
@@ -293,3 +296,36 @@ def test_gpus_tell_what_they_have_left() -> None:
 def test_weights_are_counted_by_their_files(config: Config) -> None:
     file = config.data_dir / "models" / "first" / "first.gguf"
     assert weight_bytes(file) == file.stat().st_size
+
+
+def test_a_draft_model_is_for_a_model_that_runs_here() -> None:
+    with pytest.raises(
+        ConfigError, match=r"drafts for a model that runs here.*: leave speculation out, or add local"
+    ):
+        open_backend(Config(backend="openai", speculation="small"))
+
+
+def asked(folder: Path, **settings: object) -> Config:
+    return load_config({"data_dir": folder, **settings}, env={}, cwd=folder).config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("given", "expected"), [(DEFAULT_MODEL, DEFAULT_MODEL), (None, "gpt-6-sol")])
+def test_a_service_is_asked_for_the_model_that_was_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+
+    async def answering() -> str:
+        async with OpenAIServer(models=[{"id": "gpt-6-sol"}, {"id": DEFAULT_MODEL}]) as server:
+            config = asked(tmp_path, model=given, backend="openai", base_url=f"{server.url}/v1")
+            backend = await asyncio.to_thread(open_backend, config)
+            await backend.close()
+            return backend.card.id
+
+    assert asyncio.run(answering()) == expected
+
+
+@pytest.mark.parametrize(("given", "expected"), [(DEFAULT_MODEL, False), ("mine", False), (None, True)])
+def test_who_names_a_model_wants_that_one_alone(tmp_path: Path, given: str | None, expected: bool) -> None:
+    assert serves_others(asked(tmp_path, model=given)) is expected

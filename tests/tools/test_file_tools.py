@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.errors import ToolFailed
-from emberkeep.tools import file_root
+from emberkeep.tools import file_tools
 from emberkeep.tools.file_tools import FileTools
 from emberkeep.tools.function import tools_of
 
@@ -15,7 +15,7 @@ from emberkeep.tools.function import tools_of
 @pytest.fixture(params=["handles", "paths"])
 def files(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FileTools:
     """With both ways to stay beneath the root: systems without open handles compare paths."""
-    monkeypatch.setattr(file_root, "HAS_HANDLES", request.param == "handles")
+    monkeypatch.setattr(file_tools, "HAS_HANDLES", request.param == "handles")
     return FileTools(tmp_path)
 
 

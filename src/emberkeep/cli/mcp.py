@@ -129,7 +129,7 @@ def serve(
 
 def _serve(config: Config, owner: str, *, http: bool) -> None:
     from emberkeep.mcp.server import McpHost
-    from emberkeep.runtime.memory import open_memory
+    from emberkeep.runtime.parts import open_memory
     from emberkeep.runtime.tools import open_toolbox
 
     memory = open_memory(config)

@@ -108,7 +108,7 @@ def find_running_model(config: Config, flags: Set[str]) -> RunningModel | None:
     are given that only a model of the chat's own can keep to. Blocks while the server loads it."""
     # Other commands only ask the server, and need none of it.
     from emberkeep.backend.running import RunningModel
-    from emberkeep.runtime.memory import open_memory_or_none
+    from emberkeep.runtime.parts import open_memory_or_none
     from emberkeep.runtime.served_models import LOCAL, backend_names
 
     if flags - _OF_A_CHAT or backend_names(config)[0] != LOCAL:

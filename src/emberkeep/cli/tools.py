@@ -168,7 +168,7 @@ def _rows(config: Config) -> list[ToolRow]:
 
 def _with_tools(config: Config, work: Callable[[ToolBox], Awaitable[T]], *, whole: bool = False) -> T:
     """`whole`: results are not divided into pages. Raises ConfigError."""
-    from emberkeep.runtime.memory import open_memory_or_none
+    from emberkeep.runtime.parts import open_memory_or_none
     from emberkeep.runtime.tools import open_toolbox
 
     async def done() -> T:

@@ -20,10 +20,9 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from emberkeep import __version__
-from emberkeep.cluster.gateway import RETRY_AFTER_S, Gateway, ReplicaLost
-from emberkeep.cluster.keys import AnswerPart, ReplicaAnswer, ReplicaRequest
-from emberkeep.cluster.meeting import board
+from emberkeep.cluster.gateway import RETRY_AFTER_S, Gateway, ReplicaLost, board
 from emberkeep.cluster.replica import Opening, ReplicaServer
+from emberkeep.cluster.requests import AnswerPart, ReplicaAnswer, ReplicaRequest
 from emberkeep.cluster.router import ReplicaRouter
 from emberkeep.config.settings import DRAIN_S, FIELDS, Config
 from emberkeep.errors import Overloaded, StoreFailed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import field
@@ -15,8 +16,9 @@ from typing import Any, Protocol
 
 from emberkeep.api.errors import error_shape, failure_of
 from emberkeep.backend.limits import Permits
-from emberkeep.cluster.keys import (
+from emberkeep.cluster.requests import (
     AnswerPart,
+    Merge,
     Message,
     Receive,
     ReplicaAnswer,
@@ -26,10 +28,11 @@ from emberkeep.cluster.keys import (
     Send,
     conversation_key,
     forgotten_user,
+    merge_for,
+    merged,
     names_replica,
     route_of,
 )
-from emberkeep.cluster.scatter import Merge, merge_for, merged
 from emberkeep.errors import Overloaded
 from emberkeep.routing import RouteKeys
 from emberkeep.server.request_log import record_of
@@ -309,3 +312,53 @@ async def _send_whole(whole: ReplicaAnswer, send: Send) -> None:
     sized.append((b"content-length", b"%d" % len(whole.body)))
     await send({"type": "http.response.start", "status": whole.status, "headers": sized})
     await send({"type": "http.response.body", "body": whole.body, "more_body": False})
+
+
+# ── where the router and the gateway meet, who live on two threads of one process ──
+
+Present = Callable[[frozenset[str]], None]
+
+
+class Learning(Protocol):
+    """A router."""
+
+    def learn_soon(self, keys: RouteKeys, replica: str) -> None:
+        """From any thread."""
+
+
+class Board:
+    """This process has one. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._router: Learning | None = None
+        self._watcher: Present = lambda present: None
+        self._present: frozenset[str] = frozenset()
+        self.slots = 1
+        """Requests that a replica works on at a time; set before there is a router."""
+
+    def attach(self, router: Learning) -> None:
+        with self._lock:
+            self._router = router
+
+    def watch(self, watcher: Present) -> None:
+        """It gets the replicas that take requests, now and whenever they change, on the router's thread."""
+        with self._lock:
+            self._watcher = watcher
+        watcher(self._present)
+
+    def show(self, present: frozenset[str]) -> None:
+        with self._lock:
+            self._present = present
+            watcher = self._watcher
+        watcher(present)
+
+    def learn(self, keys: RouteKeys, replica: str) -> None:
+        """What has these keys was answered there."""
+        with self._lock:
+            router = self._router
+        if router is not None:
+            router.learn_soon(keys, replica)
+
+
+board = Board()

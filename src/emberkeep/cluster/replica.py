@@ -15,7 +15,7 @@ from ray import serve
 from emberkeep.api.errors import failure_of
 from emberkeep.backend.base import keep_warm
 from emberkeep.backend.models import Models
-from emberkeep.cluster.keys import AnswerPart, App, Message, ReplicaAnswer, ReplicaRequest, Scope
+from emberkeep.cluster.requests import AnswerPart, App, Message, ReplicaAnswer, ReplicaRequest, Scope
 from emberkeep.cluster.slots import config_of_replica, forget_rest, take_slot
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError, Overloaded, StoreFailed

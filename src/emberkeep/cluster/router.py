@@ -1,7 +1,7 @@
 """Ray Serve's router of the replicas, with Emberkeep's policy in it.
 
 Ray makes the router by itself, in the gateway's process and on a thread of its own, from a copy of this module:
-what the gateway has to tell it, and to hear from it, goes over `meeting`, a module of which there is one.
+what the gateway has to tell it, and to hear from it, goes over the board of `gateway`, of which there is one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
-from emberkeep.cluster import meeting
+from emberkeep.cluster import gateway
 from emberkeep.routing import Affinity, Replica, RouteKeys
 
 
@@ -19,11 +19,11 @@ class ReplicaRouter(RequestRouter):
     """Belongs to the thread of its event loop."""
 
     def initialize_state(self) -> None:
-        self._routing, self._slots = Affinity(), meeting.board.slots
+        self._routing, self._slots = Affinity(), gateway.board.slots
         self._running: Counter[ReplicaID] = Counter()
         self._names: dict[ReplicaID, str] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        meeting.board.attach(self)
+        gateway.board.attach(self)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -75,7 +75,7 @@ class ReplicaRouter(RequestRouter):
                 self._routing.sent(keys, self._name(each))
 
     def _show_present(self) -> None:
-        meeting.board.show(frozenset(replica_id.unique_id for replica_id in self._replicas))
+        gateway.board.show(frozenset(replica_id.unique_id for replica_id in self._replicas))
 
     def _name(self, replica: RunningReplica) -> str:
         """What its data folder is called, once it has told that: what is stored there outlives the replica, and

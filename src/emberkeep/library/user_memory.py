@@ -139,7 +139,7 @@ class UserMemory:
 @contextmanager
 def open_memory(config: Config) -> Iterator[UserMemory]:
     """Memory without a model; others may have it open too. Raises MemoryFailed."""
-    from emberkeep.runtime import memory as configured
+    from emberkeep.runtime import parts as configured
 
     memory = require_memory(configured.open_memory(config))
     try:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
 from emberkeep.models.digest import file_versions, known_digest, model_digest
-from emberkeep.models.embedding import embedding_gguf
 from emberkeep.models.gguf import read_header
 from emberkeep.models.library import ModelFile, ModelLibrary
+from emberkeep.models.profile import embedding_gguf
 from emberkeep.models.remotes import Remotes
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import httpx
 
 from emberkeep.errors import DownloadFailed, ModelError
 from emberkeep.files import private_folder, replace_file
-from emberkeep.models.parts import is_model_name, name_parts, part_name, some, whole_name
+from emberkeep.models.parts import is_weights_name, name_parts, part_name, some, whole_name
 from emberkeep.models.profile import BESIDE_WEIGHTS, CONFIG, WEIGHTS
 from emberkeep.models.spec import Fetched, HubFile, HubQuantisation, HubRepo, Reporter, UrlFile
 from emberkeep.values import dataclass
@@ -175,7 +175,7 @@ def _parts(source: HubFile | HubQuantisation, names: Sequence[str]) -> list[str]
 
 def _only_model(source: HubQuantisation, names: Sequence[str]) -> str:
     """The name of the first file of the model with this quantisation."""
-    models = sorted({whole_name(name) for name in names if is_model_name(name)})
+    models = sorted({whole_name(name) for name in names if is_weights_name(name)})
     # Q4_K is no Q4_K_M, and Q4_XS no IQ4_XS.
     wanted = re.compile(rf"(?<![a-z0-9]){re.escape(source.quantisation)}(?![a-z0-9_])", re.IGNORECASE)
     found = [model for model in models if wanted.search(model.removesuffix(".gguf"))]

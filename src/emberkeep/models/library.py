@@ -4,7 +4,7 @@
 <root>/<id>/<id>.gguf       the weights, or
 <root>/<id>/<id>-00001-of-0000N.gguf and so on, where they are split, or
 <root>/<id>/model/          a folder with config.json, safetensors and a tokenizer
-<root>/NAME.gguf, <root>/NAME/   models that were put there by hand (`dropped`)
+<root>/NAME.gguf, <root>/NAME/   models that were put there by hand
 <root>/.pulls/<key>/        work in progress of one pull, kept for resuming
 <root>/.digests/            digests of the weights, for `weights_digest`
 """
@@ -19,16 +19,25 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import lru_cache
 from pathlib import Path
 
 from emberkeep.config.settings import DEFAULT_MODEL
 from emberkeep.config.trust import is_model_name
 from emberkeep.errors import ModelBroken, ModelError, ModelNotFound
 from emberkeep.files import link_or_copy, private_folder, replace_file, sync
-from emberkeep.models import dropped
 from emberkeep.models.digest import known_digest, model_digest, remember
-from emberkeep.models.parts import MAX_PARTS, PartName, model_in, name_parts, part_files, part_name
-from emberkeep.models.profile import is_model_folder
+from emberkeep.models.parts import (
+    MAX_PARTS,
+    PartName,
+    is_weights_name,
+    model_in,
+    name_parts,
+    part_files,
+    part_name,
+    whole_name,
+)
+from emberkeep.models.profile import CONFIG, WEIGHTS, folder_files, is_model_folder, profile_of
 from emberkeep.values import dataclass
 
 RECORD = "model.json"
@@ -76,16 +85,9 @@ class ModelLibrary:
     """Blocks on disk. Any number of processes may use one root: models appear and disappear as a whole."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
-
-    @property
-    def root(self) -> Path:
-        return self._root
-
-    @property
-    def digests(self) -> Path:
+        self.root = root
+        self.digests = root / ".digests"
         """The `cache_dir` in which `weights_digest` already knows every pulled model."""
-        return self._root / ".digests"
 
     def list(self) -> Sequence[InstalledModel]:
         """Every usable model, by id. Damaged ones are left out."""
@@ -145,10 +147,13 @@ class ModelLibrary:
     def remove(self, id: str) -> None:
         """Delete a model, also a damaged one. Raises ModelNotFound."""
         entry = self._entry(id)
-        if entry is None:
-            self._discard(self._folder(id))
-        else:
-            dropped.remove(entry)
+        if entry is None or (entry.is_dir() and not entry.is_symlink()):
+            self._discard(entry or self._folder(id))
+            return
+        files = {*self.root.glob("*.gguf"), entry}
+        for file in sorted(files, reverse=True):
+            if whole_name(file.name) == whole_name(entry.name):
+                file.unlink(missing_ok=True)
 
     def install(self, id: str, weights: Path, record: ModelRecord) -> InstalledModel:
         """Move `weights` in as model `id`, in place of any with that id that was installed.
@@ -169,7 +174,7 @@ class ModelLibrary:
         if self._folder(id).is_dir():
             self._discard(self._folder(id))
         staged.rename(self._folder(id))
-        sync(self._root)
+        sync(self.root)
         model = InstalledModel(id, self._folder(id) / next(iter(names.values())), record)
         if len(names) == 1 and not model.is_folder:
             remember(model.path, record.sha256, self.digests)
@@ -201,7 +206,7 @@ class ModelLibrary:
     def workspace(self, source: str) -> Path:
         """A private folder on the library's file system; the same source gives the same folder."""
         key = hashlib.sha256(source.encode("utf-8", "surrogateescape")).hexdigest()[:32]
-        return private_folder(private_folder(private_folder(self._root) / ".pulls") / key)
+        return private_folder(private_folder(private_folder(self.root) / ".pulls") / key)
 
     def _installed(self, name: str) -> InstalledModel | None:
         """By its id, its repository or its file's name. Raises ModelBroken."""
@@ -234,7 +239,7 @@ class ModelLibrary:
 
     def _entries(self) -> dict[str, Path | None]:
         """By id what was put here by hand; None for what was installed."""
-        folders = self._root.iterdir() if self._root.is_dir() else ()
+        folders = self.root.iterdir() if self.root.is_dir() else ()
         names = (folder.name for folder in folders if is_model_id(folder.name))
         return self._dropped() | dict.fromkeys(filter(self._is_installed, names))
 
@@ -251,22 +256,27 @@ class ModelLibrary:
 
     def _read_dropped(self, id: str, entry: Path) -> InstalledModel | ModelError:
         try:
-            found = dropped.look_at(entry)
-            digest = "" if found.path.is_dir() else known_digest(found.path, self.digests)
+            path, record = _look_at(entry)
+            digest = "" if path.is_dir() else known_digest(path, self.digests)
         except ModelError as error:
             return error
-        record = ModelRecord(str(entry), digest or "", found.size, found.quantisation, found.changed)
-        return InstalledModel(id, found.path, record)
+        return InstalledModel(id, path, replace(record, source=str(entry), sha256=digest or ""))
 
     def _is_installed(self, id: str) -> bool:
         """By a pull, be it damaged since."""
         return (self._folder(id) / RECORD).exists()
 
     def _dropped(self) -> dict[str, Path]:
-        """What was put here by hand, by id: where names differ in nothing that an id has, the first."""
+        """What was put here by hand, by id: where names differ in nothing that an id has, the first; of a split
+        model any part. Reads none of it."""
         found: dict[str, Path] = {}
-        for name, entry in dropped.entries(self._root, RECORD).items():
-            found.setdefault(id_from(name), entry)
+        for entry in sorted(self.root.iterdir()) if self.root.is_dir() else ():
+            if entry.is_dir():
+                may_be_model = not (entry / RECORD).exists()
+            else:  # no pipe: it would be waited for
+                may_be_model = is_weights_name(entry.name) and (entry.is_file() or not entry.exists())
+            if may_be_model and not entry.name.startswith("."):
+                found.setdefault(id_from(entry.name), entry)
         return found
 
     def _weights(self, id: str) -> Path | None:
@@ -292,13 +302,13 @@ class ModelLibrary:
 
     def _discard(self, folder: Path) -> None:
         # Renamed first: a half-deleted folder must never be found under its id.
-        folder.rename(self._root / f".trash-{uuid.uuid4().hex}")
-        for trash in self._root.glob(".trash-*"):
+        folder.rename(self.root / f".trash-{uuid.uuid4().hex}")
+        for trash in self.root.glob(".trash-*"):
             shutil.rmtree(trash, ignore_errors=True)
 
     def _folder(self, id: str) -> Path:
         """The only place where an id becomes a path."""
-        return self._root / check_id(id)
+        return self.root / check_id(id)
 
 
 def _usable(model: InstalledModel | ModelError) -> InstalledModel:
@@ -387,3 +397,33 @@ def id_at(path: Path) -> str:
     except ModelError:
         found = None
     return id_from((found or path.absolute()).name)
+
+
+# ── what was put here by hand: it stays as it lies, and may be half copied, or no model at all ──
+
+
+def _look_at(entry: Path) -> tuple[Path, ModelRecord]:
+    """Raises ModelError for what is no complete model. Blocks for one pass over its headers, the first time."""
+    weights: Path | None = entry
+    if entry.is_dir() and not is_model_folder(entry):
+        weights = model_in(entry)
+    if weights is None:
+        raise ModelError(
+            f"{entry} holds no model: a GGUF file is needed there, or {CONFIG} and {WEIGHTS}; "
+            "or move it elsewhere."
+        )
+    files = folder_files(weights, (CONFIG, WEIGHTS)) if weights.is_dir() else part_files(weights)
+    try:
+        version = tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    except OSError as error:
+        raise ModelError(f"Cannot read {entry}: {error.strerror}.") from error
+    path = weights if weights.is_dir() else files[0]
+    return path, _record_of(path, version)
+
+
+@lru_cache(maxsize=256)
+def _record_of(path: Path, version: tuple[tuple[Path, int, int], ...]) -> ModelRecord:
+    """`version`: of its files, so that others are read again."""
+    size = sum(size for _, size, _ in version)
+    changed = max(changed for _, _, changed in version) // 10**9
+    return ModelRecord("", "", size, profile_of(path).quantisation, changed)

@@ -74,7 +74,7 @@ def part_files(path: Path) -> tuple[Path, ...]:
 
 def model_in(folder: Path) -> Path | None:
     """A file of the only GGUF model in a folder; None where there is none. Raises ModelNotFound for several."""
-    files = {whole_name(file.name): file for file in sorted(folder.glob("*.gguf")) if is_model_name(file.name)}
+    files = {whole_name(file.name): file for file in sorted(folder.glob("*.gguf")) if is_weights_name(file.name)}
     if len(files) > 1:
         raise ModelNotFound(f"{folder} holds several models ({some(sorted(files))}): give the path of one file.")
     return next(iter(files.values()), None)
@@ -86,7 +86,7 @@ def whole_name(name: str) -> str:
     return name if part is None else str(part.first())
 
 
-def is_model_name(name: str) -> bool:
+def is_weights_name(name: str) -> bool:
     """Whether a file of that name, or at that path, holds a model's weights."""
     return name.endswith(".gguf") and _NO_MODELS.match(name.rpartition("/")[2]) is None
 

@@ -17,7 +17,7 @@ from typing import BinaryIO, TypeGuard
 
 from emberkeep.errors import ModelBroken, ModelNotFound
 from emberkeep.models.gguf import GgufHeader, SkippedArray, read_header
-from emberkeep.types.request import Json
+from emberkeep.types.request import Json, Pooling
 from emberkeep.values import dataclass
 
 F16_BYTES = 2
@@ -61,19 +61,6 @@ class ModelProfile:
     expert_count: int
     short_rope_context: int | None
     """Where a model has RoPE factors for short and for long contexts: the longest short one."""
-
-
-_WIDE_STEP = 2048
-
-
-def wide_step(shape: ModelProfile) -> int | None:
-    """Prompt tokens that a GPU may evaluate of it in one step, where memory allows; None: as many as a CPU. Pure.
-
-    Experts gain most: each sees a few of a step's tokens, and those in RAM are copied for every step. What is kept
-    as snapshots is kept where steps end, so they stay short. A CPU is no quicker with longer ones.
-    """
-    has_snapshots = shape.kind in (ModelKind.RECURRENT, ModelKind.HYBRID) or shape.sliding_window is not None
-    return None if has_snapshots else _WIDE_STEP
 
 
 def profile(header: GgufHeader) -> ModelProfile:
@@ -207,7 +194,6 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 
 # ── folders ──
-
 CONFIG = "config.json"
 WEIGHTS = "*.safetensors"
 MODULES = ("modules.json", "[0-9]_*/config.json", "[0-9]_*/model.safetensors")
@@ -229,7 +215,6 @@ BESIDE_WEIGHTS = (
     *MODULES,
 )
 """What a model needs besides its weights. No scripts, no pickles."""
-
 _MAX_JSON = 64 << 20
 _MAX_HEADER = 100 << 20
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -356,14 +341,6 @@ def read_json(path: Path) -> dict[str, Json]:
     return content
 
 
-def read_json_objects(path: Path) -> list[dict[str, Json]]:
-    """Raises ModelNotFound, ModelBroken."""
-    content = _parse_json(path)
-    if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
-        raise ModelBroken(f"{path} does not hold a list of JSON objects; pull the model again.")
-    return content
-
-
 def _parse_json(path: Path) -> Json:
     try:
         if path.stat().st_size > _MAX_JSON:
@@ -379,3 +356,94 @@ def _count(config: Mapping[str, Json], *names: str) -> int:
     """The first of these that is a whole number; 0 where none is."""
     values = (config.get(name) for name in names)
     return next((value for value in values if type(value) is int and value > 0), 0)
+
+
+# ── whether a model embeds or ranks instead of writing, and how, read from its files alone ──
+
+MODULE_LIST = "modules.json"
+LENGTHS = "sentence_bert_config.json"
+_GGUF_POOLING = {1: Pooling.MEAN, 2: Pooling.CLS, 3: Pooling.LAST, 4: Pooling.RANK}
+_MODES = {
+    "pooling_mode_mean_tokens": Pooling.MEAN,
+    "pooling_mode_cls_token": Pooling.CLS,
+    "pooling_mode_lasttoken": Pooling.LAST,
+}
+_PLAIN = ("Model", "ForMaskedLM")
+"""How architectures end that have no head which writes."""
+_RANKS = "ForSequenceClassification"
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingProfile:
+    pooling: Pooling
+    context: int | None = None
+    """Longest input, where the files name one that is shorter than the model's positions."""
+    dense: tuple[Path, ...] = ()
+    """Folders of layers that follow the pooling."""
+
+
+def embedding_profile(model: Path) -> EmbeddingProfile | None:
+    """None for a model that writes. Blocks. Raises ModelNotFound, ModelBroken."""
+    return embedding_folder(model) if model.is_dir() else embedding_gguf(read_header(model))
+
+
+def embedding_gguf(header: GgufHeader) -> EmbeddingProfile | None:
+    """None for a model that writes."""
+    architecture = str(header.metadata.get("general.architecture"))
+    pooling = header.metadata.get(f"{architecture}.pooling_type")
+    if isinstance(pooling, int) and pooling in _GGUF_POOLING:
+        return EmbeddingProfile(_GGUF_POOLING[pooling])
+    looks_ahead = header.metadata.get(f"{architecture}.attention.causal") is False
+    return EmbeddingProfile(Pooling.MEAN) if looks_ahead else None
+
+
+def embedding_folder(folder: Path) -> EmbeddingProfile | None:
+    """None for a model that writes. Raises ModelNotFound, ModelBroken."""
+    config = read_json(folder / CONFIG)
+    if (folder / MODULE_LIST).is_file():
+        pooling, dense = _embedding_modules(folder)
+        return EmbeddingProfile(pooling, _longest(folder), dense)
+    architectures = [str(name) for name in config.get("architectures") or ()]
+    if any(name.endswith(_RANKS) for name in architectures):
+        return EmbeddingProfile(Pooling.RANK)
+    if architectures and all(name.endswith(_PLAIN) for name in architectures):
+        return EmbeddingProfile(Pooling.MEAN, _longest(folder))
+    return None
+
+
+def _embedding_modules(folder: Path) -> tuple[Pooling, tuple[Path, ...]]:
+    """What sentence-transformers does with the states of the tokens."""
+    listed = _parse_json(folder / MODULE_LIST)
+    if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
+        raise ModelBroken(f"{folder / MODULE_LIST} does not hold a list of JSON objects; pull the model again.")
+    kinds = [(str(each.get("type")).rpartition(".")[2], str(each.get("path", ""))) for each in listed]
+    unknown = [kind for kind, _ in kinds if kind not in ("Transformer", "Pooling", "Dense", "Normalize")]
+    poolings = [_pooling(_inside(folder, path)) for kind, path in kinds if kind == "Pooling"]
+    if unknown or len(poolings) != 1:
+        what = unknown[0] if unknown else f"{len(poolings)} poolings"
+        raise ModelBroken(f"{folder.name} has {what}, which is not known here: choose another embedding model.")
+    return poolings[0], tuple(_inside(folder, path) for kind, path in kinds if kind == "Dense")
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """Raises ModelBroken for a name that leads out of the folder."""
+    if not name or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ModelBroken(f"{folder.name}/{MODULE_LIST} names {name!r}, which is not in it: pull the model again.")
+    return folder / name
+
+
+def _pooling(folder: Path) -> Pooling:
+    config = read_json(folder / CONFIG)
+    modes = [mode for mode, is_on in config.items() if mode.startswith("pooling_mode_") and is_on is True]
+    if len(modes) != 1 or modes[0] not in _MODES:
+        said = ", ".join(modes) or "no way of pooling"
+        raise ModelBroken(
+            f"{folder.parent.name} has {said}, and mean, cls and last are known: choose another model."
+        )
+    return _MODES[modes[0]]
+
+
+def _longest(folder: Path) -> int | None:
+    path = folder / LENGTHS
+    length = read_json(path).get("max_seq_length") if path.is_file() else None
+    return length if isinstance(length, int) and length > 0 else None

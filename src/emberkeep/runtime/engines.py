@@ -1,25 +1,33 @@
-"""From a Config to an engine with its model: a GGUF file in llama.cpp, a folder in the Hugging Face engine."""
+"""From a Config to an engine with its model: a GGUF file in llama.cpp, a folder in the Hugging Face engine;
+whether it writes, embeds or ranks."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from emberkeep.backend.base import Backend, ModelCard
+from emberkeep.backend.embedder import EmbeddingBackend, EngineRunner, LocalEmbedder, VectorCache
+from emberkeep.backend.limits import Permits
 from emberkeep.backend.model_pool import Report, tell_nobody
-from emberkeep.config.settings import PREFILL_SLICE, Config
+from emberkeep.config.settings import PREFILL_SLICE, Config, TooLong
+from emberkeep.engine.devices import require_hf
+from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.engine.facts import facts_folder
 from emberkeep.engine.locked_memory import lock_weights
-from emberkeep.errors import ConfigError
+from emberkeep.errors import ConfigError, EngineError
+from emberkeep.kv.forgetting import Holders
+from emberkeep.models.checks import check_charsmap
 from emberkeep.models.digest import model_digest
 from emberkeep.models.early_load import try_out
 from emberkeep.models.gguf import read_header
 from emberkeep.models.library import ModelFile
 from emberkeep.models.parts import part_files
-from emberkeep.models.profile import ModelProfile, profile
-from emberkeep.runtime.embedding_model import AUTO, open_own_states
-from emberkeep.runtime.parts import OpenedModel, stored_by
+from emberkeep.models.profile import EmbeddingProfile, ModelProfile, profile
+from emberkeep.runtime.parts import OpenedModel, open_vectors, stored_by
 from emberkeep.runtime.placement import (
     checked_context,
     engine_cells,
@@ -29,21 +37,21 @@ from emberkeep.runtime.placement import (
     place,
     read_adapters,
 )
-from emberkeep.sched.engine_thread import promised
+from emberkeep.sched.engine_thread import EngineThread, promised
 from emberkeep.types.lineage import EXACT_BITS
 from emberkeep.types.models import AttentionTier, Quantization, Residency
-from emberkeep.types.request import Json
+from emberkeep.types.request import Json, Pooling
 
 if TYPE_CHECKING:
     from emberkeep.engine.base import Engine
     from emberkeep.engine.hf.model_loader import HfModel, HfSettings, HfSource
     from emberkeep.engine.hf.residency import Placing
     from emberkeep.engine.llamacpp.context import LlamaSettings
+    from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingSettings
     from emberkeep.engine.llamacpp.gpus import Placement
     from emberkeep.engine.llamacpp.model import LlamaModel
 
 log = logging.getLogger("emberkeep")
-
 _CONTEXT_BESIDE_WEIGHTS = 8192
 """Cap on a context that was not asked for, beside weights that pass through a GPU: with more of it, more of them
 would have to pass."""
@@ -161,7 +169,6 @@ def placing_of(config: Config) -> Placing:
 
 
 # ── llama.cpp ──
-
 _FLASH = {"auto": None, "on": True, "off": False}
 
 
@@ -244,3 +251,120 @@ def _llamacpp_settings(config: Config, shape: ModelProfile, kv_bytes: int) -> Ll
         rope_switches=short is not None,
         stored=stored_by(config),
     )
+
+
+# ── a model that embeds or ranks ──
+
+AUTO = "auto"
+_DEFAULT_CONTEXT = 2048
+"""Cap on the length of inputs that was not asked for: all of an input is in one step, and buffers are as large as
+the longest step. Where inputs can be cut into steps they may be longer."""
+_DEFAULT_CAUSAL_CONTEXT = 8192
+
+
+def open_embedding(
+    config: Config, model: ModelFile, shape: EmbeddingProfile, digests: Path, holders: Holders | None = None
+) -> Backend:
+    """Blocks while the model is loaded. Raises ModelError, EngineError."""
+    if model.is_folder == (config.engine == "llamacpp") and config.engine != AUTO:
+        runs = "hf" if model.is_folder else "llamacpp"
+        raise EngineError(f"{model.id} gives embeddings with --engine {runs}: choose it, or leave --engine out.")
+    open_engine = _open_hf_embedding if model.is_folder else _open_llamacpp_embedding
+    thread = EngineThread()
+    try:
+        engine, details = thread.submit(lambda: open_engine(config, model, shape, digests)).result()
+    except BaseException:
+        thread.end()
+        raise
+    capabilities = engine.capabilities
+    about = {"pooling": capabilities.pooling, "dimension": capabilities.dimension}
+    card = ModelCard(
+        model.id,
+        int(model.path.stat().st_mtime),
+        capabilities.context,
+        details={**details, **about},
+        calls_tools=False,
+    )
+    log.info("%s takes inputs of %d tokens and gives %d numbers", card.id, card.context, capabilities.dimension)
+    return EmbeddingBackend(card, engine, thread, make_embedder(config, card.id, engine, thread.submit), holders)
+
+
+def open_own_states(config: Config, model: LlamaModel, weights: str) -> EmbeddingEngine:
+    """The pooled states of a chat model, beside the engine that writes. Call it on the thread of that."""
+    from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingEngine
+
+    pooling = Pooling(config.pooling)
+    settings = _llamacpp_embedding_settings(config, pooling, model.train_context)
+    return LlamaEmbeddingEngine(model, settings, weights, shared=True)
+
+
+def make_embedder(config: Config, name: str, engine: EmbeddingEngine, run: EngineRunner) -> LocalEmbedder:
+    permits = Permits(config.parallel + config.queue, config.max_concurrent_per_user)
+    cache = VectorCache(engine.fingerprint, open_vectors(config))
+    return LocalEmbedder(name, engine, run, cache, permits, truncates=config.too_long == TooLong.TRUNCATE)
+
+
+Opened = tuple[EmbeddingEngine, Mapping[str, Json]]
+"""With what the model's card tells."""
+
+
+def _open_llamacpp_embedding(config: Config, model: ModelFile, shape: EmbeddingProfile, digests: Path) -> Opened:
+    from emberkeep.engine.llamacpp.context import LlamaSettings
+    from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingEngine
+    from emberkeep.engine.llamacpp.model import LlamaModel, WeightsLoading
+    from emberkeep.engine.llamacpp.threads import one_core_each
+    from emberkeep.engine.llamacpp.trial import choose_library, prove_embedding
+
+    choose_library(config.llama_library)
+    header = read_header(model.path)
+    check_charsmap(header)
+    about = profile(header)
+    settings = _llamacpp_embedding_settings(config, _pooling_of(config, shape), about.context_length)
+    digest = model_digest(model.path, digests)
+    prove_embedding(model.path, digest, _pooling_of(config, shape))
+    adapter_headers, adapters = read_adapters(config, header, digests)
+    room = LlamaSettings(settings.context, max(settings.context, settings.batch), 1, settings.batch)
+    headers, kv_bytes = [header, *adapter_headers], live_kv_bytes(about, "f16")
+    placement, _ = place(config, headers, about, room, kv_bytes)
+
+    def open_engine(loaded: LlamaModel) -> LlamaEmbeddingEngine:
+        with one_core_each():
+            return LlamaEmbeddingEngine(loaded, settings, digest)
+
+    def load(where: Placement) -> LlamaModel:
+        loading = WeightsLoading(locks=config.mlock)
+        return LlamaModel(model.path, placement=where, adapters=adapters, loading=loading, may_rewrite=True)
+
+    engine, _, placement = open_placed(load, placement, open_engine, is_planned=config.gpu_layers is None)
+    return engine, gguf_details(about, placement, digest)
+
+
+def _llamacpp_embedding_settings(config: Config, pooling: Pooling, trained: int) -> LlamaEmbeddingSettings:
+    from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingSettings
+
+    cap = _DEFAULT_CAUSAL_CONTEXT if pooling is Pooling.LAST else _DEFAULT_CONTEXT
+    # Beyond what it was trained for, an encoder has no positions.
+    context = min(config.ctx or cap, trained)
+    return LlamaEmbeddingSettings(context, PREFILL_SLICE, pooling, config.threads)
+
+
+def _open_hf_embedding(config: Config, model: ModelFile, shape: EmbeddingProfile, digests: Path) -> Opened:
+    require_hf()
+    from emberkeep.engine.hf.embedding_engine import HfEmbeddingEngine, HfEmbeddingSettings
+
+    settings = HfEmbeddingSettings(
+        pooling=_pooling_of(config, shape),
+        context=config.ctx or shape.context,
+        batch=PREFILL_SLICE,
+        dense=shape.dense,
+        device=config.device,
+        dtype=config.dtype,
+    )
+    digest = model_digest(model.path, digests)
+    engine = HfEmbeddingEngine(model.path, settings, digest)
+    return engine, {"engine": "hf", **engine.details, "weights_sha256": digest}
+
+
+def _pooling_of(config: Config, shape: EmbeddingProfile) -> Pooling:
+    """A head that ranks has a pooling of its own."""
+    return shape.pooling if config.pooling == AUTO or shape.pooling is Pooling.RANK else Pooling(config.pooling)

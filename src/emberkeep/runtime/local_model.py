@@ -20,12 +20,10 @@ from emberkeep.engine.devices import require_hf
 from emberkeep.errors import ConfigError, EngineError, ModelBroken, Overloaded, TemplateFailed
 from emberkeep.kv.store import KvStore
 from emberkeep.models.digest import file_versions
-from emberkeep.models.embedding import embedding_profile
 from emberkeep.models.library import ModelFile, ModelLibrary
-from emberkeep.runtime.embedding_model import AUTO, make_embedder, open_embedding
-from emberkeep.runtime.engines import open_hf, open_llamacpp
-from emberkeep.runtime.memory import open_sessions
-from emberkeep.runtime.parts import ModelParts, OwnParts
+from emberkeep.models.profile import embedding_profile
+from emberkeep.runtime.engines import AUTO, make_embedder, open_embedding, open_hf, open_llamacpp
+from emberkeep.runtime.parts import ModelParts, open_sessions
 from emberkeep.runtime.tools import server_tools
 from emberkeep.sched.admission import Admission, Lineages, open_admission
 from emberkeep.sched.draft_model import LoadedDraft
@@ -161,7 +159,7 @@ def assemble(
     template = _template(engine, template_source)
     lineages = _lineages(config, engine)
     share = _share_of_draft(engine, draft.engine) if draft else 0.0
-    parts = parts or OwnParts(config)
+    parts = parts or ModelParts(config)
     store = parts.store(engine.fingerprint, {"model": card.id}, 1 - share)
     store.read_into(engine.payload_buffer)
     loaded = None

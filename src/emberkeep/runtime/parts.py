@@ -1,17 +1,18 @@
-"""What a model that runs here is put together with: its store, the memory, and what rules of hygiene keep. Several
-models share them."""
+"""What models are put together with: stores, the memory with the conversations over it, and what rules of hygiene
+keep. Several models share them."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from emberkeep.config.settings import Config
+from emberkeep.config.settings import Config, TooLong, memory_file
 from emberkeep.engine.base import Engine
 from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.engine.facts import Stored
+from emberkeep.errors import MemoryFailed
 from emberkeep.kv.disk.chunk_files import ChunkFiles
 from emberkeep.kv.disk.folders import stores_under
 from emberkeep.kv.disk.vector_file import VectorFile, delete_vectors
@@ -23,15 +24,17 @@ from emberkeep.kv.remote.tier import RemoteTier
 from emberkeep.kv.store import Budgets, KvStore, expire_closed
 from emberkeep.kv.tree import store_name
 from emberkeep.memory.memory import Memory
-from emberkeep.runtime.memory import open_memory_or_none
+from emberkeep.memory.vectors import find_embedder
 from emberkeep.session.hygiene import Hygiene
+from emberkeep.session.sessions import Policy, Sessions, about_tokens
 from emberkeep.types.cache import Removed
 from emberkeep.types.hygiene import rules_in_use
-from emberkeep.types.request import Json
+from emberkeep.types.request import Json, Recall
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep")
-
+_RECALL_TOKENS = 512
+"""Most that is quoted of what has left a conversation."""
 _REST_SHARE = 2
 """At most this part of the RAM for stored state is for models that are not loaded."""
 _VECTORS = "vectors.db"
@@ -49,6 +52,32 @@ class OpenedModel:
     """What the model's card tells."""
     states: EmbeddingEngine | None = None
     """Pooled, where that was asked for."""
+
+
+def open_memory(config: Config) -> Memory | None:
+    """None: it is switched off. Raises MemoryFailed."""
+    if not config.memory:
+        return None
+    return Memory(memory_file(config), limit_bytes=config.memory_budget, embed=find_embedder())
+
+
+def open_memory_or_none(config: Config) -> Memory | None:
+    """Without a usable file nothing is remembered: serving goes on."""
+    try:
+        return open_memory(config)
+    except MemoryFailed as error:
+        log.warning("nothing is remembered: %s", error)
+        return None
+
+
+def open_sessions(
+    config: Config, memory: Memory | None, context: int, count: Callable[[str], int] = about_tokens
+) -> Sessions:
+    """`count`: of a text's tokens."""
+    recall_tokens = min(context // 8, _RECALL_TOKENS)
+    evicts = config.too_long == TooLong.EVICT
+    policy = Policy(context, evicts, recall=Recall(config.recall), recall_tokens=recall_tokens)
+    return Sessions(memory, policy, count)
 
 
 class OpenedOnce:
@@ -73,32 +102,6 @@ class OpenedOnce:
             self._memory.close()
 
 
-class OwnParts:
-    """What a model that is alone has: all of it ends with the model."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self.hygiene = Hygiene(rules_in_use(config.hygiene))
-        self.holders = _holders(config, self.hygiene)
-        self._memory = OpenedOnce(config)
-
-    def store(
-        self, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0, *, is_draft: bool = False
-    ) -> KvStore:
-        with self.holders.opening:
-            return open_store(self._config, fingerprint, about, share, is_draft=is_draft, holders=self.holders)
-
-    def close_store(self, store: KvStore) -> None:
-        store.close()
-
-    def memory(self) -> Memory | None:
-        """See `OpenedOnce`: a server asks before its model is there."""
-        return self._memory()
-
-    def close_memory(self, memory: Memory) -> None:
-        memory.close()
-
-
 @dataclass(slots=True)
 class _Kept:
     store: KvStore
@@ -106,24 +109,30 @@ class _Kept:
     is_used: bool = False
 
 
-class SharedParts:
-    """What several models share. A store stays open while its model is unloaded: what it holds in RAM, and what is
-    not worth writing, is there when the model comes back. All of them together keep to the budget."""
+class ModelParts:
+    """What models are put together with. Safe to use from any thread; everything blocks.
 
-    def __init__(self, config: Config) -> None:
+    Where it `stays`, several models share it: a store stays open while its model is unloaded, so that what it
+    holds in RAM, and what is not worth writing, is there when the model comes back. All of them together keep to
+    the budget. Else all of it ends with the model."""
+
+    def __init__(self, config: Config, *, stays: bool = False) -> None:
         self._config = config
+        self._stays = stays
         self.hygiene = Hygiene(rules_in_use(config.hygiene))
         """What a client has sent first does not depend on the model that it asks."""
+        self.holders = _holders(config, self.hygiene)
+        """Everything that holds what users sent."""
         self._lock = threading.Lock()
         """Guards what is kept. Held for moments, never over a look at the disk."""
         self._kept: list[_Kept] = []
         """The latest used one last."""
-        self.holders = _holders(config, self.hygiene)
         self._memory = OpenedOnce(config)
 
     def store(
         self, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0, *, is_draft: bool = False
     ) -> KvStore:
+        """`share`: of the RAM for the state of one model. Other hosts need not have what `is_draft`."""
         with self.holders.opening:
             own = self._at_rest(fingerprint) or _Kept(
                 open_store(self._config, fingerprint, about, share, is_draft=is_draft, holders=self.holders),
@@ -137,17 +146,24 @@ class SharedParts:
         return own.store
 
     def close_store(self, store: KvStore) -> None:
-        store.flush()
+        if self._stays:
+            store.flush()
+        else:
+            store.close()
         with self._lock:
-            next(kept for kept in self._kept if kept.store is store).is_used = False
+            own = next(kept for kept in self._kept if kept.store is store)
+            own.is_used = False
+            if not self._stays:
+                self._kept.remove(own)
             self._share_out()
 
     def memory(self) -> Memory | None:
-        """See `OpenedOnce`."""
+        """See `OpenedOnce`: a server asks before its model is there."""
         return self._memory()
 
     def close_memory(self, memory: Memory) -> None:
-        """It is the others', too."""
+        if not self._stays:
+            memory.close()
 
     def sweep(self) -> None:
         """What models look after while they are loaded: state that outlived its TTL, users that were forgotten."""
@@ -181,11 +197,6 @@ class SharedParts:
         left, shares = self._config.ram_budget - sum(budgets), sum(kept.share for kept in used)
         for kept in used:
             kept.store.resize_ram(int(left * kept.share / shares))
-
-
-ModelParts = OwnParts | SharedParts
-"""Safe to use from any thread; everything blocks. `holders` is everything that holds what users sent. Of `store`,
-`share` is the part of the RAM for the state of one model, and other hosts need not have what `is_draft`."""
 
 
 def rest_budgets(held: list[int], room: int) -> list[int]:

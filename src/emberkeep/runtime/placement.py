@@ -20,7 +20,6 @@ from emberkeep.engine.hf.residency import FEED_FORWARD, LayerBytes, is_rounded, 
 from emberkeep.errors import EngineError, ModelBroken
 from emberkeep.models.checks import check_adapter
 from emberkeep.models.digest import weights_digest
-from emberkeep.models.embedding import embedding_profile
 from emberkeep.models.gguf import GgufHeader
 from emberkeep.models.library import ModelFile
 from emberkeep.models.parts import part_files
@@ -28,12 +27,13 @@ from emberkeep.models.profile import (
     CONFIG,
     F16_BYTES,
     WEIGHTS,
+    ModelKind,
     ModelProfile,
+    embedding_profile,
     folder_files,
     profile_of,
     read_json,
     read_tensor_shapes,
-    wide_step,
 )
 from emberkeep.types.models import Quantization
 from emberkeep.types.request import Json
@@ -56,6 +56,8 @@ _DEFAULT_CONTEXT = 32_768
 _KV_SHARE_OF_RAM = 4
 """At most this part of RAM, or of what is for models, for the KV cells of the engine, unless a single context
 needs more."""
+_WIDE_STEP = 2048
+"""Prompt tokens that a GPU may evaluate in one step, where memory allows."""
 _F32 = 4
 _WIDTHS = 16
 """Rows of the width of the model that a step holds at a time, about."""
@@ -102,12 +104,16 @@ def _with_widest_steps(
     settings: LlamaSettings,
     plan: Callable[[LlamaSettings], tuple[Placement, LlamaSettings]],
 ) -> tuple[Placement, LlamaSettings]:
-    """Steps as long as suit the model on GPUs, if all of it goes there and neither layers nor cells pay for it."""
+    """Steps as long as suit the model on GPUs, if all of it goes there and neither layers nor cells pay for it.
+
+    Experts gain most: each sees a few of a step's tokens, and those in RAM are copied for every step. What is kept
+    as snapshots is kept where steps end, so they stay short. A CPU is no quicker with longer ones.
+    """
     placement, planned = plan(settings)
-    widest = wide_step(shape)
-    if widest is None or placement.gpu_layers <= shape.layers:
+    has_snapshots = shape.kind in (ModelKind.RECURRENT, ModelKind.HYBRID) or shape.sliding_window is not None
+    if has_snapshots or placement.gpu_layers <= shape.layers:
         return placement, planned
-    for batch in (widest, widest // 2):
+    for batch in (_WIDE_STEP, _WIDE_STEP // 2):
         same, wide = plan(replace(settings, batch=max(batch, settings.batch)))
         if same == placement and wide.cells == planned.cells:
             return same, wide

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.fallback import FallbackBackend, Link
@@ -28,7 +29,7 @@ from emberkeep.models.library import InstalledModel, ModelFile, ModelLibrary, id
 from emberkeep.models.remotes import Remotes
 from emberkeep.models.spec import Reporter
 from emberkeep.runtime.local_model import open_local
-from emberkeep.runtime.parts import ModelParts, OwnParts, SharedParts
+from emberkeep.runtime.parts import ModelParts
 from emberkeep.runtime.placement import free_on_gpus, gpu_bytes, needed_memory, room_for_models, weight_bytes
 from emberkeep.runtime.remote import RETRIES, named_backends, open_remote
 from emberkeep.runtime.tools import server_tools
@@ -49,7 +50,7 @@ def open_models(config: Config) -> Models:
     """
     if not serves_others(config):
         return Models(open_backend(config), aliases=_aliases(config))
-    parts = SharedParts(config)
+    parts = ModelParts(config, stays=True)
     try:
         first = open_backend(config, parts)
     except BaseException:
@@ -57,8 +58,7 @@ def open_models(config: Config) -> Models:
         raise
     pool = ModelPool(room_for_models(config, free_on_gpus))
     default = OnDemandBackend(_first_source(config, parts, first.card), pool, first)
-    others = ServedModels(config, parts, pool, default)
-    return Models(default, others, _aliases(config))
+    return Models(default, ServedModels(config, parts, pool, default), _aliases(config))
 
 
 def begin_models(config: Config, prepare: Callable[[Reporter], None], reporter: Reporter) -> Models:
@@ -70,8 +70,8 @@ def begin_models(config: Config, prepare: Callable[[Reporter], None], reporter: 
     if backend_names(config) != [LOCAL]:
         prepare(reporter)
         return open_models(config)
-    shared = SharedParts(config) if serves_others(config) else None
-    parts, name = shared or OwnParts(config), _first_name(config)
+    has_others, name = serves_others(config), _first_name(config)
+    parts = ModelParts(config, stays=has_others)
 
     def open_first(report: Report) -> Backend:
         told = _BothReporters(reporter, report)
@@ -82,12 +82,11 @@ def begin_models(config: Config, prepare: Callable[[Reporter], None], reporter: 
     card, opening = ModelCard(name, 0, 0), EarlyOpening(open_first)
     pool = ModelPool(room_for_models(config, free_on_gpus))
     source = replace(_first_source(config, parts, card), open=opening, give_up=opening.give_up)
-    if shared is None:
+    if not has_others:
         default = OnDemandBackend(replace(source, needs=None, is_pinned=False, stays=True), pool)
         return Models(default, aliases=_aliases(config))
     default = OnDemandBackend(source, pool)
-    others = ServedModels(config, shared, pool, default)
-    return Models(default, others, _aliases(config))
+    return Models(default, ServedModels(config, parts, pool, default), _aliases(config))
 
 
 class EarlyOpening:
@@ -164,23 +163,31 @@ def _aliases(config: Config) -> Mapping[str, str]:
     return {alias.name: alias.model for alias in config.aliases}
 
 
-def _first_source(config: Config, parts: ModelParts, card: ModelCard) -> ModelSource:
-    """It stays loaded until its memory is needed."""
+def _source(
+    config: Config, parts: ModelParts, card: ModelCard, open_model: Callable[[Report], Backend], **more: Any
+) -> ModelSource:
     return ModelSource(
         card.id,
         card,
-        lambda report: open_backend(config, parts),
-        partial(_needed, config, config.local_model) if needs_local(config) else None,
-        parts.memory,
+        open_model,
+        memory=parts.memory,
         holders=parts.holders,
-        is_pinned=card.id in config.pinned,
-        waiting=_most_waiting(config),
+        waiting=config.queue + config.parallel,
         deadline_s=config.deadline_s,
+        **more,
     )
 
 
-def _most_waiting(config: Config) -> int:
-    return config.queue + config.parallel
+def _first_source(config: Config, parts: ModelParts, card: ModelCard) -> ModelSource:
+    """It stays loaded until its memory is needed."""
+    return _source(
+        config,
+        parts,
+        card,
+        lambda report: open_backend(config, parts),
+        needs=partial(_needed, config, config.local_model) if needs_local(config) else None,
+        is_pinned=card.id in config.pinned,
+    )
 
 
 def _needed(config: Config, name: str) -> Need:
@@ -195,7 +202,7 @@ class ServedModels:
     """A ModelCatalogue of installed models and registered remote ones. Any thread may call `list`; the rest is for
     the event loop."""
 
-    def __init__(self, config: Config, parts: SharedParts, pool: ModelPool, default: OnDemandBackend) -> None:
+    def __init__(self, config: Config, parts: ModelParts, pool: ModelPool, default: OnDemandBackend) -> None:
         """`default`: the one that is no other."""
         self._config = placed_by_itself(config)
         self._parts = parts
@@ -204,7 +211,6 @@ class ServedModels:
         self._named = {_name_of(config, name): name for name in config.models if name != ALL}
         """Where each of them is."""
         self._takes_all = ALL in config.models or not config.models
-        self._waiting = _most_waiting(config)
         self._adding = threading.Lock()
         self._found: dict[str, OnDemandBackend] = {}
         self._sweeping: asyncio.Task[None] | None = None
@@ -215,16 +221,15 @@ class ServedModels:
         return self._found.get(name) or self._add(name)
 
     def names(self) -> Sequence[str]:
-        installed = _library(self._config).ids() if self._takes_all else ()
-        return sorted(
-            {*installed, *self._named, *(self._remotes() if self._takes_all else ())} - {self._default.name}
-        )
+        return self._names(_library(self._config).ids)
 
     def list(self) -> Sequence[OnDemandBackend]:
-        installed = (model.id for model in _library(self._config).list()) if self._takes_all else ()
-        names = {*installed, *self._named, *(self._remotes() if self._takes_all else ())} - {self._default.name}
-        found = (self.find(name) for name in sorted(names))
-        return [backend for backend in found if backend]
+        usable = self._names(lambda: [model.id for model in _library(self._config).list()])
+        return [backend for name in usable if (backend := self.find(name))]
+
+    def _names(self, installed: Callable[[], Sequence[str]]) -> Sequence[str]:
+        every = {*installed(), *self._remotes()} if self._takes_all else set()
+        return sorted({*every, *self._named} - {self._default.name})
 
     def opened(self) -> Sequence[OnDemandBackend]:
         return list(self._found.values())
@@ -275,30 +280,25 @@ class ServedModels:
 
     def _remote_source(self, remote: RemoteModel) -> ModelSource:
         also = (remote.model,) if remote.model else ()
-        return ModelSource(
-            remote.name,
-            ModelCard(remote.name, 0, remote.ctx or 0, owned_by=remote.backend, also=also, remote=remote.name),
-            lambda report: open_remote(self._config, remote, server_tools, self._parts),
-            memory=self._parts.memory,
-            holders=self._parts.holders,
-            waiting=self._waiting,
-            deadline_s=self._config.deadline_s,
+        card = ModelCard(remote.name, 0, remote.ctx or 0, owned_by=remote.backend, also=also, remote=remote.name)
+        return _source(
+            self._config,
+            self._parts,
+            card,
+            lambda report: open_remote(self._config, remote, self._parts, open_tools=server_tools),
         )
 
     def _local_source(self, name: str, where: str) -> ModelSource:
         config = replace(self._config, model=where)
         model = _library(config).resolve(where)
-        return ModelSource(
-            name,
+        return _source(
+            config,
+            self._parts,
             ModelCard(name, int(model.path.stat().st_mtime), 0, details=_facts(model)),
             lambda report: open_local(config, self._parts, report),
-            partial(_needed, config, where),
-            self._parts.memory,
-            holders=self._parts.holders,
+            needs=partial(_needed, config, where),
             keep_alive_s=None if name in config.pinned else config.unload_after_s,
             is_pinned=name in config.pinned,
-            waiting=self._waiting,
-            deadline_s=self._config.deadline_s,
         )
 
 
@@ -331,9 +331,13 @@ def open_backend(config: Config, parts: ModelParts | None = None, report: Report
     Raises ConfigError, ModelError, EngineError, RemoteError.
     """
     chain = _chain(config)
-    _check_drafts(config, runs_here=None in chain)
+    if config.draft_model is not None and None not in chain:
+        raise ConfigError(
+            "A draft model drafts for a model that runs here, and --backend names none: leave speculation out, or "
+            "add local to the backends."
+        )
     # Where another one stands in at once, the first is not waited for.
-    parts = parts or OwnParts(config)
+    parts = parts or ModelParts(config)
     retries = RETRIES if len(chain) == 1 else 0
     links = [_link(config, one, parts, report, retries) for one in chain]
     return links[0].open() if len(links) == 1 else FallbackBackend(links)
@@ -352,17 +356,6 @@ def needs_local(config: Config) -> bool:
 def may_do_without_local(config: Config) -> bool:
     """Another one can stand in for it. Raises ConfigError."""
     return len(_chain(config)) > 1
-
-
-def _check_drafts(config: Config, *, runs_here: bool) -> None:
-    """Raises ConfigError for a draft model that would draft for none."""
-    if config.draft_model is None:
-        return
-    if not runs_here:
-        raise ConfigError(
-            "A draft model drafts for a model that runs here, and --backend names none: leave speculation out, or "
-            "add local to the backends."
-        )
 
 
 def _chain(config: Config) -> list[RemoteModel | None]:
@@ -399,4 +392,4 @@ def _named(config: Config, remotes: Remotes, name: str) -> RemoteModel:
 def _link(config: Config, remote: RemoteModel | None, parts: ModelParts, report: Report, retries: int) -> Link:
     if remote is None:
         return Link(LOCAL, partial(open_local, config, parts, report))
-    return Link(remote.name, partial(open_remote, config, remote, server_tools, parts, retries=retries))
+    return Link(remote.name, partial(open_remote, config, remote, parts, open_tools=server_tools, retries=retries))

@@ -46,6 +46,6 @@ def _sources(config: Config) -> list[ToolSource]:
         from emberkeep.mcp.client import open_clients
 
         sources.append(open_clients(config))
-    from emberkeep.runtime.consultants import open_consultants
+    from emberkeep.runtime.remote import open_consultants
 
     return [*sources, *open_consultants(config)]

@@ -33,7 +33,7 @@ from pydantic import Field
 from emberkeep.errors import ToolFailed
 from emberkeep.signals import Leaving, with_default_signals
 from emberkeep.text import decode_text
-from emberkeep.tools.file_root import Root, translate_errors
+from emberkeep.tools.file_tools import Root, translate_errors
 from emberkeep.tools.function import tool
 from emberkeep.types.request import Json
 from emberkeep.values import dataclass

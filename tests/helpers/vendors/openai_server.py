@@ -11,15 +11,10 @@ from emberkeep.types.request import Message, Request
 from helpers.vendors.loopback import Asked, LoopbackServer, Reply, Stream
 
 KEY = "sk-proj-canary-5c1e77"
-
 MODEL = "gpt-6"
-
 DONE = "data: [DONE]\n\n"
-
 USAGE = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
-
 PATHS = {"gemini": "/v1beta/openai"}
-
 _SHARED = {"model", "messages", "stream", "stream_options", "tools", "tool_choice", "response_format", "stop"}
 
 _SHARED |= {"temperature", "top_p"}
@@ -185,9 +180,7 @@ def _block(hash: int, size: int) -> Any:
 
 
 SYSTEM = Message("system", "s" * 100)
-
 USER = Message("user", "u" * 100)
-
 ANSWER = Message("assistant", "a" * 100)
 
 

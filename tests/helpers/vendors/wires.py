@@ -19,15 +19,11 @@ from helpers.vendors.loopback import LoopbackServer, Reply, Stream
 from helpers.vendors.openai_server import OpenAIServer, TrtllmServer
 
 WAIT_S = 60.0
-
 HELLO = Request(messages=(Message("user", "Hello?"),))
-
 CALLED = Message(
     "assistant", reasoning="Lyon, then.", tool_calls=(ToolCall("c1", "weather", '{"place": "Lyon"}'),)
 )
-
 RAIN = Message("tool", "rain", tool_call_id="c1")
-
 P = TypeVar("P", bound=Provider)
 
 
@@ -108,15 +104,10 @@ class Thought:
 
 Part = str | Thought | ToolCall
 """Of an answer: a piece of its text, a thought, a whole call."""
-
 ASKED, ANSWERED, CACHED, THOUGHT = 12, 30, 8, 20
-
 _TOTALS = {"prompt_tokens": ASKED, "completion_tokens": ANSWERED, "total_tokens": ASKED + ANSWERED}
-
 _HIDDEN = {**_TOTALS, "completion_tokens": ANSWERED - THOUGHT}
-
 _CACHED = {"prompt_tokens_details": {"cached_tokens": CACHED}}
-
 _THOUGHT = {"completion_tokens_details": {"reasoning_tokens": THOUGHT}}
 
 
@@ -215,12 +206,10 @@ class AnthropicWire:
 
 
 Wire = OpenAIWire | AnthropicWire
-
 _OLLAMA = {
     "/api/ps": {"models": [{"model": f"{openai.MODEL}:latest", "context_length": 16_384}]},
     "/api/show": {"parameters": "stop x"},
 }
-
 OPENAI_WIRES = (
     OpenAIWire("openai"),
     OpenAIWire("compatible", card={"id": openai.MODEL, "max_model_len": 4096}, context=4096),
@@ -229,7 +218,6 @@ OPENAI_WIRES = (
     OpenAIWire("ollama", _TOTALS, Usage(ASKED, ANSWERED), whole_calls=True, beside=_OLLAMA, context=16_384),
     OpenAIWire("trtllm"),
 )
-
 WIRES: tuple[Wire, ...] = (*OPENAI_WIRES, AnthropicWire())
 
 

@@ -28,10 +28,9 @@ from emberkeep.backend.embedder import EmbeddingBackend
 from emberkeep.backend.models import status_of
 from emberkeep.config.settings import DEFAULT_MODEL
 from emberkeep.errors import DownloadFailed, EmberkeepError, InvalidField, ModelError, ModelNotFound, RequestError
-from emberkeep.models.embedding import embedding_profile
 from emberkeep.models.gguf import SkippedArray, Value, read_header
 from emberkeep.models.library import InstalledModel, ModelLibrary, is_model_id
-from emberkeep.models.profile import ModelProfile, profile_of
+from emberkeep.models.profile import ModelProfile, embedding_profile, profile_of
 from emberkeep.models.spec import spec_of_ollama
 from emberkeep.server.routes.base import LINES, Routes, Served
 from emberkeep.server.routes.ollama import find_model, installed_name
