@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,19 +28,28 @@ GO = [Message("user", "go")]
 
 STALL_S = 0.1
 MARGIN_S = 10.0
-"""For a machine that is busy: what is not stopped takes minutes, or all memory."""
+"""Of a processor: processes have to start, and the system counts their whole seconds. What is not stopped takes
+minutes, or all memory."""
 MEMORY = 96 << 20
 
 
 @contextmanager
 def harmless(budget_s: float) -> Iterator[None]:
-    """The block neither stalls this process, nor takes much longer than it may, nor fills its memory."""
-    begin, before = time.monotonic(), _most_memory()
+    """The block neither stalls this process, nor computes much longer elsewhere than it may, nor fills its memory.
+    How long a machine that is busy lets it wait says nothing."""
+    begin, before = _computed_elsewhere(), _most_memory()
     with Heartbeat() as heart:
         yield
     assert heart.worst_s <= STALL_S
-    assert time.monotonic() - begin < budget_s + MARGIN_S
+    assert _computed_elsewhere() - begin < budget_s + MARGIN_S
     assert _most_memory() - before < MEMORY
+
+
+def _computed_elsewhere() -> float:
+    """Seconds of a processor that the processes took in which templates were rendered; all of them end now."""
+    template._POOL.close()
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _most_memory() -> int:

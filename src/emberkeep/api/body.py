@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from types import NoneType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -206,12 +206,12 @@ def _kinds_of(member: Any) -> Iterator[str]:
         yield from dict.fromkeys(map(_kind, get_args(member)))
     elif member in (str, bool, NoneType) or get_origin(member) is list:
         yield _JSON_KINDS[get_origin(member) or member]
-    elif get_origin(member) is dict or (field := member.model_fields.get("type")) is None:
+    elif get_origin(member) is dict or (kind := get_type_hints(member).get("type")) is None:
         yield from (_OBJECT, _WHATEVER_TYPE)
     else:
-        literals = [field.annotation, *get_args(field.annotation)]
-        yield from (kind for each in literals if get_origin(each) is Literal for kind in get_args(each))
-        if not field.is_required():
+        literals = [each for each in (kind, *get_args(kind)) if get_origin(each) is Literal]
+        yield from (text for each in literals for text in get_args(each))
+        if NoneType in get_args(kind):
             yield _OBJECT
 
 

@@ -7,17 +7,18 @@ makes messages of them. Reasoning, a text and calls that follow each other are o
 from __future__ import annotations
 
 import re
-import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
+from secrets import token_hex
+from typing import Annotated, Literal, NotRequired
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, with_config
+from typing_extensions import TypedDict
 
-from emberkeep.api.body import BY_KIND, Body, ByKind, Label, Name
+from emberkeep.api.body import BY_KIND, ByKind, Label, Name
 from emberkeep.api.fields import MarkFields, breakpoints_in_text
 from emberkeep.api.kinds import custom_arguments, unseal
-from emberkeep.api.openai_chat import ImageUrl, RefusalPart
+from emberkeep.api.openai_chat import ImageUrl
 from emberkeep.errors import InvalidField
 from emberkeep.types.request import Breakpoint, Image, Json, Message, ToolCall, Ttl
 from emberkeep.values import dataclass
@@ -30,15 +31,29 @@ SEALED = "ek1."
 # ── what clients send ──
 
 
-class KeptFields(MarkFields):
-    """Fields that are stored and shown as they came, also those that mean nothing here."""
+@with_config(ConfigDict(strict=True))
+class KeptControl(TypedDict):
+    type: Literal["ephemeral"]
+    ttl: NotRequired[Literal["5m", "1h"] | None]
 
-    model_config = ConfigDict(extra="allow")
+
+@with_config(ConfigDict(strict=True, extra="allow"))
+class KeptFields(TypedDict):
+    """Fields that are stored and shown as they came, also those that mean nothing here. They stay JSON: a model of
+    each of ten thousand items, and JSON of it again, would take several times as long."""
+
+    cache_control: NotRequired[KeptControl | None]
+    stable: NotRequired[bool | None]
 
 
 class InputTextPart(KeptFields):
     type: Literal["input_text", "output_text", "text"]
     text: str
+
+
+class InputRefusalPart(KeptFields):
+    type: Literal["refusal"]
+    refusal: str
 
 
 class InputImagePart(KeptFields):
@@ -48,7 +63,7 @@ class InputImagePart(KeptFields):
 
 Parts = list[
     Annotated[
-        InputTextPart | RefusalPart | InputImagePart,
+        InputTextPart | InputRefusalPart | InputImagePart,
         ByKind("only parts of type input_text, output_text, refusal and input_image can be used here"),
     ]
 ]
@@ -56,7 +71,7 @@ TextOrParts = Annotated[str | Parts, BY_KIND]
 
 
 class MessageItem(KeptFields):
-    type: Literal["message"] | None = None
+    type: NotRequired[Literal["message"] | None]
     role: Literal["user", "assistant", "system", "developer"]
     content: TextOrParts
 
@@ -66,7 +81,7 @@ class CallItem(KeptFields):
     call_id: Name
     name: Name
     arguments: str
-    namespace: Label | None = None
+    namespace: NotRequired[Label | None]
 
 
 class CallOutputItem(KeptFields):
@@ -80,22 +95,24 @@ class CustomCallItem(KeptFields):
     call_id: Name
     name: Name
     input: str
-    namespace: Label | None = None
+    namespace: NotRequired[Label | None]
 
 
-class ReasoningText(Body):
+@with_config(ConfigDict(strict=True))
+class ReasoningText(TypedDict):
     type: Literal["reasoning_text"]
     text: str
 
 
 class ReasoningItem(KeptFields):
     type: Literal["reasoning"]
-    content: list[ReasoningText] | None = None
-    encrypted_content: str | None = None
+    content: NotRequired[list[ReasoningText] | None]
+    encrypted_content: NotRequired[str | None]
 
 
-class ReferenceItem(Body):
-    type: Literal["item_reference"] | None = None
+@with_config(ConfigDict(strict=True))
+class ReferenceItem(TypedDict):
+    type: NotRequired[Literal["item_reference"] | None]
     id: Name
 
 
@@ -125,24 +142,22 @@ _PREFIXES = {
 }
 
 
-def to_items(given: str | Sequence[AnyItem]) -> list[Item]:
-    """Complete and with an id each; references are left as they are (see `references`)."""
+def to_items(given: str | Sequence[AnyItem] | Sequence[WholeItem]) -> list[Item]:
+    """What was checked, complete and with an id each; references are left as they are (see `references`)."""
     if isinstance(given, str):
         given = [MessageItem(type="message", role="user", content=given)]
     return [_complete(item) for item in given]
 
 
-def _complete(model: AnyItem) -> Item:
-    item = model.model_dump(exclude_unset=True)
-    if isinstance(model, ReferenceItem):
-        return item
+def _complete(checked: Mapping[str, Json]) -> Item:
+    item = dict(checked)
     kind, given = item["type"], item.get("id")
+    if kind == "item_reference":
+        return item
     item["id"] = given if isinstance(given, str) and given else new_item_id(kind)
-    if isinstance(model, MessageItem):
+    if kind == "message":
         item["content"] = _full_content(item["role"], item["content"])
-    if isinstance(model, ReasoningItem):
-        return {"summary": [], **item}
-    return {**item, "status": "completed"}
+    return {"summary": [], **item} if kind == "reasoning" else {**item, "status": "completed"}
 
 
 def _full_content(role: str, content: Json) -> list[Json]:
@@ -154,7 +169,7 @@ def _full_content(role: str, content: Json) -> list[Json]:
 
 
 def new_item_id(kind: str) -> str:
-    return f"{_PREFIXES[kind]}_{uuid.uuid4().hex}"
+    return f"{_PREFIXES[kind]}_{token_hex(16)}"
 
 
 # ── ids of output: they name their response, so that it can be found by them ──
