@@ -175,7 +175,7 @@ def _served(folder: Path, plan: CrowdPlan, budget: int, policy: Worth) -> Outcom
             except EmberkeepError:
                 failures += 1
                 continue
-            asked += ending.prompt_tokens
+            asked += ending.lookup.prompt_tokens
             reused += ending.lookup.reused_tokens
             warm, cold = house.store.held_bytes()
             most_warm, most_cold = max(most_warm, warm), max(most_cold, cold)

@@ -75,7 +75,7 @@ def test_those_that_are_equally_busy_take_turns():
 
 @pytest.mark.parametrize("keys", [of("talk"), of("", 1, 2)])
 def test_what_knows_a_request_is_followed_as_far_as_the_slack_goes(keys):
-    router = Affinity(slack=1.0)
+    router = Affinity()
     router.sent(keys, "a")
     assert best(router, keys, replicas(4, 0)) == "a"
     assert best(router, keys, replicas(5, 0)) == "b"

@@ -49,8 +49,8 @@ def _row(rig: Rig, loop: Scheduler, plan: GpuPlan, batch: int, *, agrees: bool) 
         plain.append(tokens_per_second(answers(loop, plan.drafted_for, prompts, speculation=False)))
         endings = answers(loop, plan.drafted_for, prompts, speculation=True)
         drafted.append(tokens_per_second(endings))
-        tokens = sum(ending.sampled_tokens for ending in endings)
-        per_step.append(tokens / (tokens - sum(ending.accepted_tokens for ending in endings)))
+        tokens = sum(ending.timings.predicted_n for ending in endings)
+        per_step.append(tokens / (tokens - sum(ending.timings.draft_n_accepted for ending in endings)))
     without, with_drafts = series(plain[1:], "tokens/s"), series(drafted[1:], "tokens/s")
     return Row(
         f"batch of {batch}, the draft model {'agrees' if agrees else 'does not agree'}",
@@ -74,7 +74,7 @@ def answers(loop: Scheduler, count: int, prompts: list[TokenArray], *, speculati
 
 def tokens_per_second(endings: list[Ending]) -> float:
     """Of all together, from each one's first token on."""
-    return sum(1e3 * (ending.sampled_tokens - 1) / ending.decode_ms for ending in endings)
+    return sum(1e3 * (ending.timings.predicted_n - 1) / ending.timings.predicted_ms for ending in endings)
 
 
 @contextmanager

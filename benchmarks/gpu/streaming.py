@@ -161,8 +161,8 @@ def _drafted(loop: Scheduler, draft: SometimesRight, plan: GpuPlan, plain: list[
 def _answer(loop: Scheduler, plan: GpuPlan, seed: int, *, speculation: bool) -> tuple[float, float, float]:
     """Tokens per second, the share of drafted tokens that was accepted, tokens per step."""
     (ending,) = endings = answers(loop, plan.streamed_tokens, [_prompt(10 + seed)], speculation=speculation)
-    tokens, accepted = ending.sampled_tokens, ending.accepted_tokens
-    return tokens_per_second(endings), accepted / max(ending.drafted_tokens, 1), tokens / (tokens - accepted)
+    tokens, accepted = ending.timings.predicted_n, ending.timings.draft_n_accepted
+    return tokens_per_second(endings), accepted / max(ending.timings.draft_n, 1), tokens / (tokens - accepted)
 
 
 @contextmanager

@@ -19,6 +19,8 @@ _MOST_BEGINNINGS = 524_288
 """Remembered ones; the latest stay. Together they take about 100 MB where all are in use."""
 _WORTH_FOLLOWING = 0.1
 """The part of a request that a replica must have seen before, for this to decide where it goes."""
+_SLACK = 1.0
+"""How much busier than the least busy a replica may be for requests to follow what it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +51,7 @@ class Replica:
 class Affinity:
     """Requests follow what is known of them. Belongs to one thread; never blocks."""
 
-    def __init__(self, slack: float = 1.0) -> None:
-        """`slack`: how much busier than the least busy a replica may be for requests to follow what it has."""
-        self._slack = slack
+    def __init__(self) -> None:
         self._homes: OrderedDict[str, str] = OrderedDict()
         self._holders: OrderedDict[int, tuple[str, ...]] = OrderedDict()
         self._turn = count()
@@ -61,7 +61,7 @@ class Affinity:
         if not replicas:
             return []
         loads = [replica.load for replica in replicas]
-        limit = min(loads) + self._slack
+        limit = min(loads) + _SLACK
         home, known = self._homes.get(keys.conversation), self._known(keys.beginnings)
         worth = max(len(keys.beginnings) * _WORTH_FOLLOWING, 1)
         first = next(self._turn) % len(replicas)  # those with equal loads take turns

@@ -167,7 +167,7 @@ def test_after_a_stop_string_the_next_answer_is_right(open_engine, tmp_path, kin
     with Rig(tmp_path, open_engine(kind)) as rig:
         stop = Recorder(lambda tokens: 2 if len(tokens) == 4 else None)
         rig.run(prompt, stop, max_new=20)
-        assert stop.ending.sampled_tokens == 2
+        assert stop.ending.timings.predicted_n == 2
         turn = [*prompt, *stop.tokens[:2], *TOKENS[300:320].tolist()]
         cached = rig.run(turn, max_new=8)
         assert cached.answer == rig.run(turn, max_new=8, use_cache=False).answer

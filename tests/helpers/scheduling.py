@@ -213,6 +213,16 @@ class Rig:
         self.settle()
         return recorder
 
+    def cancel_at(self, gate: Gate, tokens: Iterable[int], **more) -> Recorder:
+        """Submit a sequence, and cancel it while the gate holds the engine."""
+        sequence = self.sequence(tokens, recorder := Recorder(), **more)
+        self.scheduler.submit(sequence)
+        gate.reached()
+        self.scheduler.cancel(sequence)
+        gate.open()
+        self.settle()
+        return recorder
+
     def settle(self) -> None:
         """Wait until nothing runs."""
         while self.scheduler.call(self.scheduler._is_busy).result(PATIENCE):
@@ -262,14 +272,32 @@ class Gate:
     def _on_evaluate(self, batch: Sequence[Rows]) -> None:
         self._step += 1
         if self._holds(self._step):
-            self._entered.set()
-            assert self._open.wait(PATIENCE)
+            self.hold()
+
+    def hold(self) -> None:
+        self._entered.set()
+        assert self._open.wait(PATIENCE)
 
     def reached(self) -> None:
         assert self._entered.wait(PATIENCE)
 
     def open(self) -> None:
         self._open.set()
+
+
+class HeldDisk(Gate):
+    """Holds everything that a store reads."""
+
+    def __init__(self, store: KvStore) -> None:
+        self._entered, self._open = threading.Event(), threading.Event()
+        files = store._disk.files
+        read = files.read
+
+        def held(expected):
+            self.hold()
+            return read(expected)
+
+        files.read = held
 
 
 def reference(

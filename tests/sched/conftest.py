@@ -7,7 +7,7 @@ import pytest
 
 from emberkeep.engine.fake import FakeEngine
 from helpers.kv_building import check_ledger
-from helpers.scheduling import SLICE, Rig
+from helpers.scheduling import PROMPT, SLICE, Rig
 
 
 @pytest.fixture
@@ -21,3 +21,11 @@ def rig(tmp_path: Path, engine: FakeEngine) -> Iterator[Rig]:
     with Rig(tmp_path, engine, prefill_slice=SLICE) as rig:
         yield rig
     check_ledger(rig.store)
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """The folder of a store that has the state of PROMPT, and that of its answer."""
+    with Rig(tmp_path) as rig:
+        rig.run(PROMPT)
+    return tmp_path

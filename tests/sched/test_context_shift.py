@@ -80,26 +80,20 @@ def test_the_next_turn_finds_all_of_it_in_the_lineage_and_nothing_outside(rig):
     assert not marked.lookup.is_approximate
 
 
-def test_spliced_state_survives_a_restart(tmp_path):
+def test_the_longer_state_is_loaded_from_disk_to_be_spliced_and_the_spliced_one_is_found_there(tmp_path):
     with Rig(tmp_path) as rig:
-        prompt, how = shorter(first_turn(rig))
+        longer = first_turn(rig)
+    with Rig(tmp_path) as rig:
+        prompt, how = shorter(longer)
         answer = rig.run(prompt, **how)
+        moved = len(prompt) - len(LEAD + NOTICE + ASK)
+        assert (answer.lookup.cold_tokens, answer.lookup.moved_tokens) == (len(LEAD), moved)
         again = [*prompt, *answer.answer, *CLOSING, *ASK]
     with Rig(tmp_path) as rig:
         lookup = rig.run(again, lineage=MARKED).lookup
         assert lookup.cold_tokens == len(again) - len(ASK)
         assert lookup.is_approximate
         assert rig.run(again).lookup.reused_tokens == len(LEAD)
-
-
-def test_the_longer_state_is_loaded_from_disk_to_be_spliced(tmp_path):
-    with Rig(tmp_path) as rig:
-        longer = first_turn(rig)
-    with Rig(tmp_path) as rig:
-        prompt, how = shorter(longer)
-        lookup = rig.run(prompt, **how, max_new=1, closing=()).lookup
-        assert (lookup.cold_tokens, lookup.moved_tokens) == (len(LEAD), len(prompt) - len(LEAD + NOTICE + ASK))
-        assert rig.engine.evaluated_tokens == len(NOTICE) + len(ASK) + 1
 
 
 def test_a_damaged_file_is_evaluated_again(tmp_path):
@@ -214,7 +208,7 @@ def test_an_answer_goes_on_when_room_was_made(rig):
     assert len(recorder.answer) == 20
     assert recorder.answer[:10] == reference(PROMPT, max_new=20, sampling=ENDLESS)[:10]
     assert recorder.ending.reason is EndReason.LENGTH
-    assert recorder.ending.prompt_tokens == len(PROMPT)
+    assert recorder.ending.lookup.prompt_tokens == len(PROMPT)
     assert recorder.lookup.is_approximate
     assert growing.asked == 2
     evaluated = len(PROMPT) + len(NOTICE) + 20

@@ -209,10 +209,8 @@ def test_full_engines_give_idle_sequences_up(tmp_path):
         assert rig.scheduler.counters.reused_warm_tokens > 0
 
 
-def test_a_state_too_large_to_import_now_is_evaluated(tmp_path):
-    with Rig(tmp_path) as rig:
-        rig.run(PROMPT)
-    with Rig(tmp_path, FakeEngine(cells=720, context=720)) as rig:
+def test_a_state_too_large_to_import_now_is_evaluated(stored):
+    with Rig(stored, FakeEngine(cells=720, context=720)) as rig:
         answer = rig.run(PROMPT, max_new=4, closing=())
         assert answer.answer == reference(PROMPT, max_new=4)
 
@@ -225,14 +223,12 @@ def test_without_ram_and_disk_for_the_state_answers_are_still_right():
 
 
 @pytest.mark.parametrize("index", [0, 2, 5])
-def test_a_damaged_chunk_is_recomputed_and_counted(tmp_path, index):
-    with Rig(tmp_path) as rig:
-        rig.run(PROMPT)
-    with Rig(tmp_path) as rig:
+def test_a_damaged_chunk_is_recomputed_and_counted(stored, index):
+    with Rig(stored) as rig:
         match = rig.store.match(EXACT, rig.sequence(PROMPT).tokens)
         key = match.segments[index].chunk.key
         rig.store.release(match)
-        (path,) = [path for path in chunk_files(tmp_path) if path.stem == key.hex()]
+        (path,) = [path for path in chunk_files(stored) if path.stem == key.hex()]
         data = bytearray(path.read_bytes())
         data[-3] ^= 64
         path.write_bytes(data)
@@ -244,21 +240,17 @@ def test_a_damaged_chunk_is_recomputed_and_counted(tmp_path, index):
         assert rig.run(PROMPT).lookup.reused_tokens == len(PROMPT) - 1
 
 
-def test_a_chunk_that_vanishes_before_it_is_loaded_is_recomputed(tmp_path):
-    with Rig(tmp_path) as rig:
-        rig.run(PROMPT)
-    with Rig(tmp_path) as rig:
-        for path in chunk_files(tmp_path):
+def test_a_chunk_that_vanishes_before_it_is_loaded_is_recomputed(stored):
+    with Rig(stored) as rig:
+        for path in chunk_files(stored):
             path.unlink()
         answer = rig.run(PROMPT)
         assert answer.answer == reference(PROMPT)
         assert answer.lookup.reason is MissReason.GONE
 
 
-def test_state_the_engine_refuses_is_recomputed_and_counted(tmp_path):
-    with Rig(tmp_path) as rig:
-        rig.run(PROMPT)
-    with Rig(tmp_path) as rig:
+def test_state_the_engine_refuses_is_recomputed_and_counted(stored):
+    with Rig(stored) as rig:
         match = rig.store.match(EXACT, rig.sequence(PROMPT).tokens)
         chunk = match.segments[1].chunk
         chunk.payload = memoryview(bytes(12 * 128))

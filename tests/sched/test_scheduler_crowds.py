@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from time import monotonic
 
@@ -12,10 +11,10 @@ from emberkeep.errors import DeadlineExceeded
 from helpers.scheduling import (
     ENDLESS,
     LONG,
-    PATIENCE,
     PROMPT,
     SLICE,
     Gate,
+    HeldDisk,
     Recorder,
     Rig,
     no_pins,
@@ -24,19 +23,14 @@ from helpers.scheduling import (
 )
 
 
-def test_others_run_while_one_loads(tmp_path, monkeypatch):
-    with Rig(tmp_path) as rig:
-        rig.run(PROMPT)
-    with Rig(tmp_path) as rig:
-        go_on, read = threading.Event(), rig.store._disk.files.read
-        monkeypatch.setattr(
-            rig.store._disk.files, "read", lambda expected: go_on.wait(PATIENCE) and read(expected)
-        )
+def test_others_run_while_one_loads(stored):
+    with Rig(stored) as rig:
+        disk = HeldDisk(rig.store)
         loading = rig.start(PROMPT)
         other = text(100, seed=6)
         assert rig.start(other).answer == reference(other)
         assert not loading.is_over
-        go_on.set()
+        disk.open()
         assert loading.answer == reference(PROMPT)
 
 
@@ -115,17 +109,12 @@ def test_a_sequence_that_waited_too_long_fails(tmp_path):
         assert running.answer == reference(PROMPT)
 
 
-def test_a_sequence_that_loads_for_too_long_fails_when_nothing_else_happens(tmp_path, monkeypatch):
-    with Rig(tmp_path) as rig:
-        rig.run(PROMPT)
-    with Rig(tmp_path) as rig:
-        go_on, read = threading.Event(), rig.store._disk.files.read
-        monkeypatch.setattr(
-            rig.store._disk.files, "read", lambda expected: go_on.wait(PATIENCE) and read(expected)
-        )
+def test_a_sequence_that_loads_for_too_long_fails_when_nothing_else_happens(stored):
+    with Rig(stored) as rig:
+        disk = HeldDisk(rig.store)
         loading = rig.start(PROMPT, deadline=monotonic() + 0.05)
         assert isinstance(loading.wait().error, DeadlineExceeded)
-        go_on.set()
+        disk.open()
         rig.settle()
         assert no_pins(rig)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from operator import attrgetter
 
 import pytest
@@ -11,7 +10,7 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
 from emberkeep.sched.engine_thread import EngineThread
 from helpers.kv_building import check_ledger
-from helpers.scheduling import PATIENCE, PROMPT, Gate, Rig, no_pins, reference, text
+from helpers.scheduling import PATIENCE, PROMPT, Gate, HeldDisk, Rig, no_pins, reference, text
 from helpers.waiting import eventually
 
 SKELETON = ["_take_commands", "_has_work", "_act_when_idle", "_admit", "_steps", "after_step", "_check_slots"]
@@ -107,23 +106,14 @@ def test_a_flush_that_fails_once_harms_no_request() -> None:
 # ── what it waits for ──
 
 
-@pytest.fixture
-def stored(tmp_path):
-    with Rig(tmp_path) as rig:
-        rig.run(PROMPT)
-    return tmp_path
-
-
 def test_a_disk_that_never_answers_is_not_waited_for(stored, monkeypatch) -> None:
     monkeypatch.setattr("emberkeep.sched.sequence.PATIENCE_S", 0.05)
-    answers = threading.Event()
     with Rig(stored) as rig:
-        read = rig.store._disk.files.read
-        monkeypatch.setattr(rig.store._disk.files, "read", lambda *about: answers.wait(PATIENCE) and read(*about))
-        told = rig.run(PROMPT)
-        assert told.answer == reference(PROMPT)
-        assert told.lookup.cold_tokens == 0
-        answers.set()
+        disk = HeldDisk(rig.store)
+        found = rig.run(PROMPT)
+        assert found.answer == reference(PROMPT)
+        assert found.lookup.cold_tokens == 0
+        disk.open()
 
 
 def test_the_engines_thread_survives_what_it_is_given() -> None:

@@ -17,6 +17,7 @@ from helpers.scheduling import (
     PROMPT,
     SLICE,
     Gate,
+    HeldDisk,
     Recorder,
     Rig,
     no_pins,
@@ -30,8 +31,8 @@ def test_a_sequence_ends_after_max_new_tokens(rig, prompt):
     recorder = rig.run(prompt, max_new=3)
     assert recorder.answer == reference(prompt, max_new=3)
     assert recorder.ending.reason is EndReason.LENGTH
-    assert recorder.ending.sampled_tokens == 3
-    assert recorder.ending.prompt_tokens == len(prompt)
+    assert recorder.ending.timings.predicted_n == 3
+    assert recorder.ending.lookup.prompt_tokens == len(prompt)
 
 
 def test_a_sequence_ends_where_the_model_ends_its_turn(rig):
@@ -53,7 +54,7 @@ def test_a_stop_string_is_trimmed_off_the_state(rig, engine, kept):
     stop = Recorder(lambda tokens: kept if len(tokens) == 7 else None)
     rig.run(PROMPT, stop)
     assert stop.ending.reason is EndReason.STOPPED
-    assert stop.ending.sampled_tokens == kept
+    assert stop.ending.timings.predicted_n == kept
     assert engine.evaluated_tokens == len(PROMPT) + max(6, kept)
     follow_up = [*PROMPT, *reference(PROMPT)[:kept], *text(30, seed=8)]
     answer = rig.run(follow_up)
@@ -145,31 +146,17 @@ def test_sequences_submitted_while_closing_are_refused_or_answered_but_never_los
 
 
 def test_a_cancelled_prefill_stops_within_one_slice_and_keeps_what_it_computed(rig, engine):
-    gate = Gate(engine, holds=lambda step: step == 1)
-    recorder = Recorder()
-    sequence = rig.sequence(LONG, recorder)
-    rig.scheduler.submit(sequence)
-    gate.reached()
-    rig.scheduler.cancel(sequence)
-    gate.open()
-    rig.settle()
+    cancelled = rig.cancel_at(Gate(engine, holds=lambda step: step == 1), LONG)
     assert engine.evaluated_tokens == 2 * SLICE
-    assert not recorder.is_over
+    assert not cancelled.is_over
     again = rig.run(LONG)
     assert again.answer == reference(LONG)
     assert again.lookup.reused_tokens == 2 * SLICE
 
 
 def test_a_cancelled_answer_stops_within_one_step(rig, engine):
-    gate = Gate(engine, holds=lambda step: step == 8)
-    recorder = Recorder()
-    sequence = rig.sequence(PROMPT, recorder, max_new=1000)
-    rig.scheduler.submit(sequence)
-    gate.reached()
-    rig.scheduler.cancel(sequence)
-    gate.open()
-    rig.settle()
-    assert len(recorder.tokens) <= 6
+    cancelled = rig.cancel_at(Gate(engine, holds=lambda step: step == 8), PROMPT, max_new=1000)
+    assert len(cancelled.tokens) <= 6
     assert rig.run(PROMPT).answer == reference(PROMPT)
 
 
@@ -191,27 +178,16 @@ def test_a_cancelled_sequence_that_waits_never_runs(tmp_path):
         assert engine.evaluated_tokens == len(PROMPT) + len(first.tokens) + len(CLOSING)
 
 
-def test_a_sequence_cancelled_while_it_loads_lets_go_of_its_chunks(tmp_path, monkeypatch):
-    with Rig(tmp_path) as rig:
-        rig.run(PROMPT)
-    with Rig(tmp_path) as rig:
-        reading, go_on = threading.Event(), threading.Event()
-        read = rig.store._disk.files.read
-
-        def slow(expected):
-            reading.set()
-            assert go_on.wait(PATIENCE)
-            return read(expected)
-
-        monkeypatch.setattr(rig.store._disk.files, "read", slow)
-        recorder = Recorder()
+def test_a_sequence_cancelled_while_it_loads_lets_go_of_its_chunks(stored):
+    with Rig(stored) as rig:
+        disk, recorder = HeldDisk(rig.store), Recorder()
         sequence = rig.sequence(PROMPT, recorder)
         rig.scheduler.submit(sequence)
-        assert reading.wait(PATIENCE)
+        disk.reached()
         rig.scheduler.cancel(sequence)
         rig.settle()
         assert no_pins(rig)
-        go_on.set()
+        disk.open()
         assert not recorder.is_over
         answer = rig.run(PROMPT)
         assert answer.answer == reference(PROMPT)
@@ -294,15 +270,13 @@ def test_state_that_cannot_be_exported_costs_its_reuse_only(tmp_path):
         assert rig.run(text(50)).answer == reference(text(50))
 
 
-def test_memory_that_runs_out_while_loading_costs_the_reuse_and_no_file(tmp_path):
+def test_memory_that_runs_out_while_loading_costs_the_reuse_and_no_file(stored):
     class Exhausted(FakeEngine):
         def import_kv(self, *place):
             raise StepFailed("no memory")
 
-    with Rig(tmp_path) as rig:
-        rig.run(PROMPT)
-    with Rig(tmp_path, Exhausted()) as rig:
+    with Rig(stored, Exhausted()) as rig:
         assert rig.run(PROMPT).answer == reference(PROMPT)
         assert rig.store.counters.damaged_chunks == 0
-    with Rig(tmp_path) as rig:
+    with Rig(stored) as rig:
         assert rig.run(PROMPT).lookup.cold_tokens > 0

@@ -55,8 +55,8 @@ def drafted_by(kind: str, text: list[int]) -> dict[str, Any]:
 def test_greedy_text_is_that_of_plain_decoding(plain, kind):
     spoken = answer_of(**drafted_by(kind, PROMPT + plain))
     assert spoken.answer == plain
-    assert spoken.ending.accepted_tokens <= spoken.ending.drafted_tokens
-    assert (spoken.ending.drafted_tokens > 0) == (kind not in ("no tokens at all", "the end of the turn"))
+    assert spoken.ending.timings.draft_n_accepted <= spoken.ending.timings.draft_n
+    assert (spoken.ending.timings.draft_n > 0) == (kind not in ("no tokens at all", "the end of the turn"))
 
 
 @pytest.mark.parametrize("kind", ["right", "a model that agrees"])
@@ -65,20 +65,20 @@ def test_right_drafts_save_steps(plain, kind):
     spoken = answer_of(engine=engine, **drafted_by(kind, PROMPT + plain))
     decodes = [shape for batch in engine.shapes for shape in batch if shape[1] >= len(PROMPT) - 1]
     assert len(decodes) < len(plain) / 3
-    assert spoken.ending.accepted_tokens == spoken.ending.drafted_tokens > len(plain) / 2
+    assert spoken.ending.timings.draft_n_accepted == spoken.ending.timings.draft_n > len(plain) / 2
 
 
 def test_a_stored_path_is_drafted_from_the_first_token_on(plain):
     spoken = answer_of(corpus=ToldCorpus(path=plain))
     assert spoken.answer == plain
-    assert spoken.ending.accepted_tokens > len(plain) / 2
+    assert spoken.ending.timings.draft_n_accepted > len(plain) / 2
 
 
 def test_a_prediction_is_drafted_and_found_again_after_a_difference(plain):
     prediction = (*plain[:5], 33, *plain[6:])
     spoken = answer_of(corpus=ToldCorpus(), prediction=prediction)
     assert spoken.answer == plain
-    assert spoken.ending.accepted_tokens > len(plain) / 2
+    assert spoken.ending.timings.draft_n_accepted > len(plain) / 2
 
 
 class WritingEngine(FakeEngine):
@@ -108,8 +108,8 @@ def test_a_text_that_is_written_again_with_another_name_is_drafted_with_it(sourc
     with Rig(engine=WritingEngine(prompt, answer), corpus=ToldCorpus()) as rig:
         spoken = rig.run(prompt, max_new=len(answer) + 1, prediction=prediction)
     assert spoken.answer == answer
-    assert spoken.ending.accepted_tokens > 0.86 * len(answer)
-    assert spoken.ending.drafted_tokens < 1.15 * spoken.ending.accepted_tokens
+    assert spoken.ending.timings.draft_n_accepted > 0.86 * len(answer)
+    assert spoken.ending.timings.draft_n < 1.15 * spoken.ending.timings.draft_n_accepted
 
 
 def test_a_text_that_the_answer_has_left_keeps_nothing_else_from_being_looked_for():
@@ -148,7 +148,8 @@ def test_a_seed_gives_the_text_that_it_gives_without(kind, sampling):
     assert spoken.answer == without.answer
     assert spoken.logprobs == without.logprobs
     if kind == "a model that agrees":  # it draws with the same random numbers
-        assert spoken.ending.accepted_tokens == spoken.ending.drafted_tokens > spoken.ending.sampled_tokens / 2
+        timings = spoken.ending.timings
+        assert timings.draft_n_accepted == timings.draft_n > timings.predicted_n / 2
 
 
 @pytest.mark.parametrize("kind", ["right", "wrong in the middle", *MODELS])
@@ -196,9 +197,9 @@ def test_sequences_with_and_without_drafts_share_a_step(plain, kind):
         unwanted = rig.start([*PROMPT[:-1], 99], max_new=LONG, speculation=False)
         together.open()
         assert [each.answer for each in running] == [plain, *alone]
-        assert unwanted.wait().ending.drafted_tokens == 0
+        assert unwanted.wait().ending.timings.draft_n == 0
     if "draft" in sources:
-        assert all(each.ending.accepted_tokens for each in running)
+        assert all(each.ending.timings.draft_n_accepted for each in running)
 
 
 def test_beside_a_long_prompt_no_more_rows_want_logits_than_an_engine_gives():
@@ -223,7 +224,7 @@ def test_a_step_that_has_no_room_for_drafts_is_taken_without(plain):
 def test_models_with_snapshots_do_without_and_say_so(unit):
     corpus, draft = ToldCorpus(lambda latest, limit: [65] * limit), SmallEngine()
     with Rig(engine=FakeEngine(kv_unit=unit), corpus=corpus, draft=draft) as rig:
-        assert rig.run(PROMPT, max_new=LONG).ending.drafted_tokens == 0
+        assert rig.run(PROMPT, max_new=LONG).ending.timings.draft_n == 0
         stats = rig.scheduler.speculation_stats()
     assert not stats.enabled
     assert "cannot go back" in stats.reason
@@ -235,7 +236,7 @@ def test_what_is_of_no_use_is_looked_for_less_often(plain):
     useless, useful = ToldCorpus(wrong_at(PROMPT + plain, 0)), ToldCorpus(wrong_at(PROMPT + plain, 1))
     steps = [answer_of(corpus=corpus).ending for corpus in (useless, useful)]
     assert useless.asked < 0.5 * len(plain)
-    assert useful.asked > 0.9 * (len(plain) - steps[1].accepted_tokens - 1)
+    assert useful.asked > 0.9 * (len(plain) - steps[1].timings.draft_n_accepted - 1)
 
 
 def test_an_error_while_drafting_harms_no_answer(plain):
@@ -248,10 +249,10 @@ def test_an_error_while_drafting_harms_no_answer(plain):
 @pytest.mark.parametrize(("kind", "source"), [("right", "corpus"), ("a model that agrees", "model")])
 def test_figures_say_what_was_drafted_by_whom_and_how_much_of_it_was_right(plain, kind, source):
     with Rig(**drafted_by(kind, PROMPT + plain)) as rig:
-        ending = rig.run(PROMPT, max_new=LONG).ending
+        timings = rig.run(PROMPT, max_new=LONG).ending.timings
         stats = rig.scheduler.speculation_stats()
     assert stats.enabled
-    assert (stats.drafted_tokens, stats.accepted_tokens) == (ending.drafted_tokens, ending.accepted_tokens)
+    assert (stats.drafted_tokens, stats.accepted_tokens) == (timings.draft_n, timings.draft_n_accepted)
     figures = stats.sources[source]
     assert sum(figures.accepted_lengths) == figures.drafts > 0
     assert figures.accepted_tokens > 0

@@ -52,13 +52,7 @@ def test_one_that_runs_is_told_as_far_as_it_has_come(rig, engine):
 
 @pytest.mark.parametrize("held", [0, 2])
 def test_one_that_was_cancelled_is_told_too(rig, engine, held):
-    gate = Gate(engine, holds=lambda step: step == held)
-    sequence = rig.sequence(PROMPT, Recorder())
-    rig.scheduler.submit(sequence)
-    gate.reached()
-    rig.scheduler.cancel(sequence)
-    gate.open()
-    rig.settle()
+    rig.cancel_at(Gate(engine, holds=lambda step: step == held), PROMPT)
     record = only(rig)
     assert record.state is RequestState.CANCELLED
     assert record.ended_at is not None

@@ -29,7 +29,6 @@ from emberkeep.types.events import (
     FinishReason,
     Progress,
     TextDelta,
-    Timings,
     TokenLogprob,
     Usage,
 )
@@ -171,34 +170,23 @@ async def until_completed(channel: Channel[Item], choices: int) -> AsyncIterator
 
 def _completed(endings: list[Ended]) -> Completed:
     first = endings[0].ending
-    sampled = sum(ended.ending.sampled_tokens for ended in endings)
-    drafted = sum(ended.ending.drafted_tokens for ended in endings)
-    accepted = sum(ended.ending.accepted_tokens for ended in endings)
-    reused = first.lookup.cached_tokens
-    return Completed(
-        usage=Usage(
-            prompt_tokens=first.prompt_tokens,
-            completion_tokens=sampled,
-            cached_tokens=reused,
-            reasoning_tokens=sum(ended.reasoning_tokens for ended in endings),
-            accepted_prediction_tokens=accepted,
-            rejected_prediction_tokens=drafted - accepted,
-        ),
-        timings=Timings(
-            cache_n=reused,
-            prompt_n=first.prompt_tokens - reused,
-            prompt_ms=first.prompt_ms,
-            predicted_n=sampled,
-            predicted_ms=max(ended.ending.decode_ms for ended in endings),
-            ttft_ms=first.ttft_ms,
-            queue_ms=first.queue_ms,
-            draft_n=drafted,
-            draft_n_accepted=accepted,
-            saved_ms=first.saved_ms,
-        ),
-        lookup=first.lookup,
-        slot=first.slot,
+    each = [ended.ending.timings for ended in endings]
+    timings = replace(
+        first.timings,
+        predicted_n=sum(one.predicted_n for one in each),
+        predicted_ms=max(one.predicted_ms for one in each),
+        draft_n=sum(one.draft_n for one in each),
+        draft_n_accepted=sum(one.draft_n_accepted for one in each),
     )
+    usage = Usage(
+        prompt_tokens=first.lookup.prompt_tokens,
+        completion_tokens=timings.predicted_n,
+        cached_tokens=timings.cache_n,
+        reasoning_tokens=sum(ended.reasoning_tokens for ended in endings),
+        accepted_prediction_tokens=timings.draft_n_accepted,
+        rejected_prediction_tokens=timings.draft_n - timings.draft_n_accepted,
+    )
+    return Completed(usage, timings, first.lookup, slot=first.slot)
 
 
 # ── how tokens are drawn ──

@@ -48,7 +48,6 @@ _PIECES: tuple[bytes, ...] = (
 )
 _IDS = {piece: i for i, piece in enumerate(_PIECES)}
 _SPLIT = re.compile(b"|".join(re.escape(s.encode()) for s in _SPECIALS))
-_CELL = struct.Struct("<iQ")
 _CELLS = np.dtype([("position", "<i4"), ("value", "<u8")])
 _SNAPSHOT = struct.Struct("<4siQ")
 _MAGIC = b"snap"
@@ -156,7 +155,7 @@ class FakeEngine:
             context=context,
             batch=batch,
             outputs=sequences + DRAFT_ROWS,
-            kv_bytes_per_token=_CELL.size if kv_unit.has_ranges else 0,
+            kv_bytes_per_token=_CELLS.itemsize if kv_unit.has_ranges else 0,
             snapshot_bytes=_SNAPSHOT.size if kv_unit.has_snapshots else 0,
             can_blend=kv_unit is KvUnit.RANGE,
             packs=frozenset({16, *_PACKED_VALUES} if kv_unit.has_ranges else {16}),
@@ -221,14 +220,10 @@ class FakeEngine:
         state = self._state(sequence)
         if borders[-1] > state.end:
             raise EngineError(f"Sequence {sequence} does not reach from {borders[0]} to {borders[-1]}.")
-        payloads = [self._export(state.cells[start:end], start) for start, end in pairwise(borders)]
-        return Exported(payloads if bits == 16 else [_packed(payload, bits) for payload in payloads])
-
-    def _export(self, cells: list[_Cell], start: int) -> Payload:
-        table = np.empty(len(cells), _CELLS)
-        table["position"] = np.arange(start, start + len(cells))
-        table["value"] = [cell.value for cell in cells]
-        return memoryview(table.tobytes())
+        tables = [
+            _table(start, [cell.value for cell in state.cells[start:end]]) for start, end in pairwise(borders)
+        ]
+        return Exported([memoryview(table.tobytes()) if bits == 16 else _packed(table, bits) for table in tables])
 
     def export_snapshot(self, sequence: int) -> Payload:
         state = self._state(sequence)
@@ -240,30 +235,30 @@ class FakeEngine:
         self, sequence: int, start: int, end: int, payloads: Sequence[Payload], payload_start: int
     ) -> Outcome:
         state = self._state(sequence)
-        table: list[tuple[int, int]] = []
+        values: list[int] = []
         for payload in payloads:
-            table += self._table(payload, payload_start + len(table))
-        payload_end = payload_start + len(table) if self._unit.has_ranges else end
+            values += self._values(payload, payload_start + len(values))
+        payload_end = payload_start + len(values) if self._unit.has_ranges else end
         if not payload_start <= start < end <= payload_end:
             raise EngineError("A stored KV payload does not hold the positions asked for.")
         if state.end != start:
             raise EngineError(f"Sequence {sequence} does not end at {start}, so nothing can be appended there.")
-        if self._lacks_room(len(table)):
+        if self._lacks_room(len(values)):
             return Outcome.NO_ROOM
-        state.cells += (_Cell(value) for _, value in table[start - payload_start : end - payload_start])
+        state.cells += map(_Cell, values[start - payload_start : end - payload_start])
         state.end, state.is_whole = end, not self._unit.has_snapshots
         return Outcome.DONE
 
-    def _table(self, payload: Payload, payload_start: int) -> list[tuple[int, int]]:
-        """Positions and values, checked. Raises EngineError."""
-        if bytes(payload[: len(_PACKED_MAGIC)]) == _PACKED_MAGIC:
-            payload = _unpacked(payload)
-        if len(payload) % _CELL.size or (len(payload) and not self._unit.has_ranges):
+    def _values(self, payload: Payload, start: int) -> list[int]:
+        """Those of the positions from `start` on. Raises EngineError for a payload of others."""
+        is_packed = bytes(payload[: len(_PACKED_MAGIC)]) == _PACKED_MAGIC
+        if not is_packed and (len(payload) % _CELLS.itemsize or (len(payload) and not self._unit.has_ranges)):
             raise EngineError("A stored KV payload has another size than its chunk.")
-        table = [(position, value) for position, value in _CELL.iter_unpack(payload)]
-        if [position for position, _ in table] != list(range(payload_start, payload_start + len(table))):
+        table = _unpacked(payload) if is_packed else np.frombuffer(payload, _CELLS)
+        if not np.array_equal(table["position"], np.arange(start, start + len(table))):
             raise EngineError("A stored KV payload holds other positions than its chunk.")
-        return table
+        values: list[int] = table["value"].tolist()
+        return values
 
     def payload_buffer(self, size: int) -> memoryview | None:
         return None
@@ -296,7 +291,7 @@ class FakeEngine:
         kept: dict[int, int] = {}
         for piece in pieces:
             again = math.ceil(ratio * (piece.end - piece.start))
-            kept |= dict(enumerate(self._values(piece)[again:], piece.start + again))
+            kept |= dict(enumerate(self._values_of(piece)[again:], piece.start + again))
         if self._lacks_room(len(rows.tokens)):
             return Blended(Outcome.NO_ROOM)
         for position, token in enumerate(rows.tokens.tolist(), rows.start):
@@ -310,14 +305,14 @@ class FakeEngine:
         self._latest = [(rows.sequence, state.end)]
         return Blended(Outcome.DONE, sum(piece.end - piece.start for piece in pieces) - len(kept), evaluated)
 
-    def _values(self, piece: Piece) -> list[int]:
+    def _values_of(self, piece: Piece) -> list[int]:
         """What goes to a piece's positions. Raises EngineError."""
-        table = self._table(piece.payload, piece.payload_start)
+        values = self._values(piece.payload, piece.payload_start)
         begin = piece.source - piece.payload_start
         end = begin + piece.end - piece.start
-        if not 0 <= begin < end <= len(table):
+        if not 0 <= begin < end <= len(values):
             raise EngineError("A stored KV payload does not hold the positions asked for.")
-        return [value for _, value in table[begin:end]]
+        return values[begin:end]
 
     def copy_kv(self, source: int, target: int, end: int) -> None:
         state = self._state(source)
@@ -410,14 +405,25 @@ class FakeEngine:
         return len({id(cell) for state in self._states.values() for cell in state.cells}) > room
 
 
-def _packed(payload: Payload, bits: int) -> Payload:
-    table = np.frombuffer(payload, _CELLS)
+_Table = npt.NDArray[np.void]
+"""Of `_CELLS`."""
+
+
+def _table(start: int, values: npt.ArrayLike) -> _Table:
+    values = np.asarray(values, np.uint64)
+    table = np.empty(len(values), _CELLS)
+    table["position"] = np.arange(start, start + len(values))
+    table["value"] = values
+    return table
+
+
+def _packed(table: _Table, bits: int) -> Payload:
     values = table["value"] >> np.uint64(64 - 4 * bits)
     head = _PACKED.pack(_PACKED_MAGIC, bits, int(table["position"][0]), len(table))
     return memoryview(head + values.astype(_PACKED_VALUES[bits]).tobytes())
 
 
-def _unpacked(payload: Payload) -> Payload:
+def _unpacked(payload: Payload) -> _Table:
     """Raises EngineError."""
     try:
         _, bits, start, count = _PACKED.unpack_from(payload)
@@ -426,10 +432,7 @@ def _unpacked(payload: Payload) -> Payload:
         raise EngineError("A stored KV payload was packed in another way.") from None
     if len(values) != count:
         raise EngineError("A stored KV payload has another size than its chunk.")
-    table = np.empty(count, _CELLS)
-    table["position"] = np.arange(start, start + count)
-    table["value"] = values.astype(np.uint64) << np.uint64(64 - 4 * bits)
-    return memoryview(table.tobytes())
+    return _table(start, values.astype(np.uint64) << np.uint64(64 - 4 * bits))
 
 
 def _mix(state: int, value: int) -> int:

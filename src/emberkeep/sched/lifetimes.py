@@ -25,11 +25,14 @@ from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.sequence_state import Ending, EndReason, Phase, SequenceOutput
 from emberkeep.sched.slots import Slots, Timeline, WaitingQueue
 from emberkeep.sched.speculation import Speculation
-from emberkeep.types.events import Source
+from emberkeep.types.events import Source, Timings
 from emberkeep.types.models import RequestState
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")
+
+_WARM_AFTER = 2
+"""Turns of its conversation after which a branch that was left alone leaves the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,6 @@ class SchedulerSettings:
     """Prompt tokens per step while nothing else runs."""
     tracked: int = 16
     """Conversations whose slot is remembered."""
-    warm_after: int = 2
-    """Turns of its conversation after which a branch that was left alone leaves the engine."""
     drain_s: float = 0.0
     """How long running sequences may take to finish when it is closed."""
     draft_max: int = 0
@@ -270,7 +271,7 @@ class Endings:
         entry = self._commits.commit_turn(sequence)
         self._parts.speculation.turn_ended(sequence)
         if entry is not None:
-            self._slots.demote(entry.id, entry.turns - self._parts.settings.warm_after)
+            self._slots.demote(entry.id, entry.turns - _WARM_AFTER)
         if self._draft is not None:
             self._draft.ended(sequence)
         sequence.become_idle(entry)
@@ -374,20 +375,19 @@ def _ending(sequence: Sequence, reason: EndReason, saved_s: float) -> Ending:
     now = monotonic()
     first = sequence.first_token_at or now
     lookup = sequence.lookup_record()
-    return Ending(
-        reason=reason,
-        prompt_tokens=lookup.prompt_tokens,
-        sampled_tokens=sequence.sampled_count,
-        queue_ms=1e3 * (sequence.started - sequence.submitted),
+    timings = Timings(
+        cache_n=lookup.cached_tokens,
+        prompt_n=lookup.prompt_tokens - lookup.cached_tokens,
         prompt_ms=1e3 * (first - sequence.started),
+        predicted_n=sequence.sampled_count,
+        predicted_ms=1e3 * (now - first),
         ttft_ms=1e3 * (first - sequence.submitted),
-        decode_ms=1e3 * (now - first),
-        lookup=lookup,
-        drafted_tokens=sequence.drafted_tokens,
-        accepted_tokens=sequence.accepted_tokens,
-        slot=sequence.slot,
+        queue_ms=1e3 * (sequence.started - sequence.submitted),
+        draft_n=sequence.drafted_tokens,
+        draft_n_accepted=sequence.accepted_tokens,
         saved_ms=1e3 * saved_s,
     )
+    return Ending(reason, timings, lookup, sequence.slot)
 
 
 def _explained(error: Exception) -> EmberkeepError:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from itertools import takewhile
 from time import perf_counter
 
 from emberkeep.chat.prompt import Prompt, Splice
 from emberkeep.engine.base import Blended, Engine, Outcome, Piece, Rows
 from emberkeep.errors import EngineError, StepFailed
-from emberkeep.kv.content import Moved
 from emberkeep.kv.disk.transfers import FetchState
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.sequence import Sequence
@@ -51,18 +49,14 @@ class CacheBlend:
             if sequence.request.execution.from_store or self._store.costs.is_worth_loading(
                 moved.chunks, moved.end - moved.start
             ):
-                sequence.pieces += self._fetched(moved)
+                for each in moved.segments:
+                    start, end = each.start + moved.shift, each.end + moved.shift
+                    fetch = self._store.fetch(each.chunk, self._wake)
+                    sequence.pieces.append(StoredPiece(start, end, each.chunk, each.start, fetch))
             else:
                 self._store.release(moved)
                 sequence.arrivals.moved.remove(moved)
                 sequence.reuse.reason = MissReason.CHEAPER
-
-    def _fetched(self, moved: Moved) -> list[StoredPiece]:
-        shift = moved.shift
-        return [
-            StoredPiece(s.start + shift, s.end + shift, s.chunk, s.start, self._store.fetch(s.chunk, self._wake))
-            for s in moved.segments
-        ]
 
     def has_arrived(self, sequence: Sequence, *, is_late: bool) -> bool:
         """False while something is on its way. What cannot be loaded, or is late, is evaluated."""
@@ -83,14 +77,24 @@ class CacheBlend:
         EngineError when there is no room, or the step failed for other reasons.
         """
         assert sequence.approximation is not None
-        end, taken = self._slice(sequence, sequence.approximation, room)
-        pieces = [_engine_piece(piece, payload) for piece in taken if (payload := piece.chunk.payload) is not None]
+        ratio = _ratio(sequence.approximation)
+        cost = min(ratio + _FIRST_LAYERS, 1.0) if ratio else 0.0
+        end = _blend_end(sequence, room, self._engine.capabilities.batch, cost)
+        taken = [piece.part(piece.start, min(piece.end, end)) for piece in sequence.pieces if piece.start < end]
+        pieces = [
+            Piece(piece.start, piece.end, payload, piece.chunk.start, piece.source)
+            for piece in taken
+            if (payload := piece.chunk.payload) is not None
+        ]
         if len(pieces) < len(taken):  # they were removed meanwhile
             self._keep_only(sequence, lambda piece: piece.chunk.payload is not None)
             return None
         rows = Rows(sequence.slot, sequence.computed, sequence.tokens[sequence.computed : end], 0)
         try:
-            blended = self._blend(rows, pieces, _ratio(sequence.approximation))
+            while (
+                blended := self._engine.blend(rows, pieces, ratio)
+            ).outcome is Outcome.NO_ROOM and self._slots.free_cells():
+                pass
         except StepFailed:
             raise
         except EngineError:
@@ -110,18 +114,6 @@ class CacheBlend:
         while sequence.arrivals.moved:
             self._store.release(sequence.arrivals.moved[-1])
             sequence.arrivals.moved.pop()
-
-    def _slice(self, sequence: Sequence, approximation: Approximation, room: int) -> tuple[int, list[StoredPiece]]:
-        ratio = _ratio(approximation)
-        cost = min(ratio + _FIRST_LAYERS, 1.0) if ratio else 0.0
-        end = _blend_end(sequence, room, self._engine.capabilities.batch, cost)
-        return end, [p.part(p.start, min(p.end, end)) for p in takewhile(lambda p: p.start < end, sequence.pieces)]
-
-    def _blend(self, rows: Rows, pieces: list[Piece], ratio: float) -> Blended:
-        while True:
-            blended = self._engine.blend(rows, pieces, ratio)
-            if blended.outcome is Outcome.DONE or not self._slots.free_cells():
-                return blended
 
     def _refused(self, sequence: Sequence, taken: list[StoredPiece]) -> None:
         if len(taken) > 1:
@@ -160,10 +152,6 @@ def _blend_end(sequence: Sequence, room: int, rows: int, cost: float) -> int:
 
 def _ratio(approximation: Approximation) -> float:
     return approximation.ratio if approximation.repair is Repair.CACHEBLEND else 0.0
-
-
-def _engine_piece(piece: StoredPiece, payload: memoryview) -> Piece:
-    return Piece(piece.start, piece.end, payload, piece.chunk.start, piece.source)
 
 
 _WORTH_SPLICING = 16

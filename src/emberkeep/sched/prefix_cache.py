@@ -15,7 +15,7 @@ from time import monotonic, perf_counter
 
 import numpy as np
 
-from emberkeep.engine.base import Engine, Outcome, Payload
+from emberkeep.engine.base import Engine, Outcome
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.kv.content import Moved
 from emberkeep.kv.disk.transfers import FetchState
@@ -61,31 +61,27 @@ class PrefixCache:
         """A sequence that is about to compute more of its prompt than exists anywhere now."""
         if not newcomer.request.use_cache:
             return None
-        if self._has_snapshots:
-            return self._snapshot_to_come(newcomer)
-        splice, lineage = newcomer.prompt.splice, newcomer.prompt.lineage
-        wanted = self.shift.source(splice) if splice else newcomer.wanted
+        splice, lineage, wanted = newcomer.prompt.splice, newcomer.prompt.lineage, newcomer.wanted
+        if splice and not self._has_snapshots:
+            wanted = self.shift.source(splice)
         coming = self._slots.coming_match(lineage, wanted)
         if coming.sequence is None:
             return None
-        stored = self._store.advance(self._store.origin(lineage), wanted)
-        now = max(stored.position, self._slots.computed_match(lineage, wanted).tokens)
-        # The end of a turn is evaluated within a step or two, and the request that continues the turn wants it.
-        needed = 1 if coming.sequence.phase is Phase.CLOSING else _WORTH_WAITING
-        return coming if coming.tokens >= now + needed else None
-
-    def _snapshot_to_come(self, newcomer: Sequence) -> HotMatch | None:
-        """The same for state that can be resumed only where it was stored as a whole: that sequence will store it
-        where the two part."""
-        lineage, wanted = newcomer.prompt.lineage, newcomer.wanted
-        coming = self._slots.coming_match(lineage, wanted)
-        if coming.sequence is None or not self.commits.keeps(coming.sequence):
+        if self._has_snapshots:
+            stored, needed = self._store.resumable(lineage, wanted), _WORTH_A_SNAPSHOT
+        else:
+            stored = self._store.advance(self._store.origin(lineage), wanted).position
+            # The end of a turn is evaluated within a step or two, and the request that continues it wants it.
+            needed = 1 if coming.sequence.phase is Phase.CLOSING else _WORTH_WAITING
+        least = max(stored, self._slots.computed_match(lineage, wanted).tokens) + needed
+        if coming.tokens < least:
             return None
-        now = max(self._store.resumable(lineage, wanted), self._slots.computed_match(lineage, wanted).tokens)
-        if coming.tokens < now + _WORTH_A_SNAPSHOT:
+        if not self._has_snapshots:
+            return coming
+        # It has to store its state as a whole where the two part.
+        if not self.commits.keeps(coming.sequence):
             return None
-        border = coming.sequence.end_slice_at(coming.tokens, now + _WORTH_A_SNAPSHOT)
-        return HotMatch(coming.sequence, border)
+        return HotMatch(coming.sequence, coming.sequence.end_slice_at(coming.tokens, least))
 
     def acquire(self, sequence: Sequence) -> bool:
         """Give it a slot, with the state that is in the engine, and begin to load what is stored. False: no slot
@@ -258,9 +254,16 @@ class PrefixCache:
             is_damaged = first.fetch.state is FetchState.DAMAGED
             sequence.reuse.reason = MissReason.CORRUPT if is_damaged else MissReason.GONE
             return False
+        slot, start, computed = sequence.slot, first.chunk.start, sequence.computed
+
+        def into_engine() -> Outcome:
+            if first.chunk.is_snapshot:
+                return self._engine.import_snapshot(slot, start, payloads[0])
+            return self._engine.import_kv(slot, computed, last.end, payloads, start)
+
         begin = perf_counter()
         try:
-            outcome = self._slots.with_room(lambda: self._into_engine(sequence, first.chunk, last.end, payloads))
+            outcome = self._slots.with_room(into_engine)
         except StepFailed as error:
             log.warning("stored state was not loaded: %s", error)
             return False
@@ -277,11 +280,6 @@ class PrefixCache:
         for load in loads:
             sequence.loaded(load)
         return True
-
-    def _into_engine(self, sequence: Sequence, chunk: Chunk, end: int, payloads: Items[Payload]) -> Outcome:
-        if chunk.is_snapshot:
-            return self._engine.import_snapshot(sequence.slot, chunk.start, payloads[0])
-        return self._engine.import_kv(sequence.slot, sequence.computed, end, payloads, chunk.start)
 
     def _give_up_loading(self, sequence: Sequence) -> None:
         """What was loaded so far stays, unless it is of no use without the rest."""
@@ -326,7 +324,10 @@ class Misses:
             return gone
         stored = self._store.stored_after(match.cursor)
         if match.tokens == prompt.reusable or not len(stored):
-            return MissReason.NO_SNAPSHOT if self._falls_short(sequence, match) else MissReason.NEW
+            # The tokens may be known, and their state be resumed only at an earlier place.
+            restored = max(match.snapshot.start if match.snapshot else 0, sequence.computed)
+            falls_short = self._whole_only and restored < match.tokens
+            return MissReason.NO_SNAPSHOT if falls_short else MissReason.NEW
         return self._diverged(sequence, match.tokens, stored)
 
     def _diverged(self, sequence: Sequence, reached: int, known: TokenArray) -> MissReason:
@@ -337,11 +338,6 @@ class Misses:
         stored_text, prompt_text = self._excerpt(known), self._excerpt(prompt.tokens[reached:])
         sequence.reuse.divergence = Divergence(reached, stored_text, prompt_text)
         return MissReason.DIVERGED
-
-    def _falls_short(self, sequence: Sequence, match: Match) -> bool:
-        """The tokens are known, but their state can be resumed only at an earlier place."""
-        restored = max(match.snapshot.start if match.snapshot else 0, sequence.computed)
-        return self._whole_only and restored < match.tokens
 
     def _excerpt(self, tokens: TokenArray) -> str:
         known = [t for t in tokens[:_EXCERPT_TOKENS].tolist() if t < len(self._pieces)]

@@ -202,13 +202,9 @@ class Sequence:
         """How many of its first tokens a request of that lineage may reuse."""
         if not lineage.sees(self._lineage.stored) or self.splice is not None:
             return 0
-        return len(self.tokens) if lineage.sees(self._lineage) else self._exact_length
-
-    @property
-    def _exact_length(self) -> int:
-        if self.approximate_from is not None:
-            return self.approximate_from
-        return self.pieces[0].start if self.pieces else len(self.tokens)
+        if lineage.sees(self._lineage) or (self.approximate_from is None and not self.pieces):
+            return len(self.tokens)
+        return self.pieces[0].start if self.approximate_from is None else self.approximate_from
 
     def forget(self) -> None:
         """Its user is forgotten: it is answered, and leaves nothing behind."""
@@ -227,10 +223,8 @@ class Sequence:
         self.phase = Phase.EVALUATING
         self.started = self.last_used = monotonic()
         self.arrivals.patience_ends = self.started + PATIENCE_S
-        if hot is not None:
-            self._go_on_from(hot)
-
-    def _go_on_from(self, hot: Sequence) -> None:
+        if hot is None:
+            return
         self.holds_packed = hot.holds_packed
         self.shapes = hot.shapes.until(self.computed)
         self.is_beside = hot.is_beside
@@ -354,12 +348,6 @@ class Sequence:
         if self.sampled_count:
             # Whatever has to be evaluated again comes before the next sample.
             self.reusable = len(self.tokens) - 1
-
-    def reach_first_token(self) -> bool:
-        if self.first_token_at is not None:
-            return False
-        self.first_token_at = monotonic()
-        return True
 
     def add_sampled(self, token: int) -> None:
         self.tokens.extend((token,))

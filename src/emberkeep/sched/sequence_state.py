@@ -17,7 +17,16 @@ from emberkeep.kv.disk.transfers import Fetch, FetchState
 from emberkeep.kv.lookups import Match
 from emberkeep.kv.tree import Chunk, Cursor, Made, Span
 from emberkeep.token_arrays import TokenArray
-from emberkeep.types.events import Divergence, LookupRecord, MissReason, Progress, Source, Sourced, TokenLogprob
+from emberkeep.types.events import (
+    Divergence,
+    LookupRecord,
+    MissReason,
+    Progress,
+    Source,
+    Sourced,
+    Timings,
+    TokenLogprob,
+)
 from emberkeep.values import dataclass
 
 
@@ -38,22 +47,12 @@ class EndReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a sequence went. Times are in milliseconds and measured from submission."""
+    """How a sequence went."""
 
     reason: EndReason
-    prompt_tokens: int
-    sampled_tokens: int
-    queue_ms: float
-    prompt_ms: float
-    """From the start of loading or evaluating to the first token."""
-    ttft_ms: float
-    decode_ms: float
+    timings: Timings
     lookup: LookupRecord
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    """How many of the drafted tokens are part of the answer."""
     slot: int = -1
-    saved_ms: float = 0.0
 
 
 class SequenceOutput(Protocol):

@@ -197,7 +197,8 @@ class Steps:
     def _take(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> EndReason | None:
         """A token was sampled; says whether the answer is over."""
         assert sequence.output is not None
-        if sequence.reach_first_token():
+        if sequence.first_token_at is None:
+            sequence.first_token_at = monotonic()
             self.report_progress(sequence)
         if token in self._engine.vocab.eog:
             return EndReason.END_OF_TURN
