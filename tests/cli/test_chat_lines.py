@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,17 +8,13 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from emberkeep.cli.chat import plain_lines, terminal_lines
+from emberkeep.cli.chat import terminal_lines
 
 
 @pytest.fixture
 def keys() -> Iterator[PipeInput]:
     with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
         yield pipe
-
-
-def test_every_line_of_a_pipe_is_a_message() -> None:
-    assert list(plain_lines(io.StringIO("one\ntwo"))) == ["one", "two"]
 
 
 def test_typed_lines_are_messages_until_ctrl_d(keys: PipeInput, tmp_path: Path) -> None:

@@ -26,20 +26,9 @@ SERVICE = ClientTarget("http://127.0.0.1:8080", "mine", 32_768, "secret-key")
 def test_every_client_is_told_the_address_the_model_and_the_key(name: str, tmp_path: Path) -> None:
     setup = CLIENTS[name].set_up(SERVICE, tmp_path)
     told = " ".join([*setup.variables.values(), *setup.arguments, *setup.files.values()])
-    assert SERVICE.url in told
-    assert SERVICE.model in told
-    assert SERVICE.key in told
-
-
-@pytest.mark.parametrize("name", ["claude", "codex", "opencode", "aider", "crush", "pi", "goose"])
-def test_agents_are_told_how_long_the_context_is(name: str, tmp_path: Path) -> None:
-    setup = CLIENTS[name].set_up(SERVICE, tmp_path)
-    assert str(SERVICE.context) in " ".join([*setup.variables.values(), *setup.arguments, *setup.files.values()])
-
-
-@pytest.mark.parametrize("name", CLIENTS)
-def test_files_are_json(name: str, tmp_path: Path) -> None:
-    for text in CLIENTS[name].set_up(SERVICE, tmp_path).files.values():
+    assert all(words in told for words in (SERVICE.url, SERVICE.model, SERVICE.key))
+    assert str(SERVICE.context) in told or name in ("qwen", "llm", "open-webui")  # which cannot be told
+    for text in setup.files.values():
         json.loads(text)
 
 

@@ -5,10 +5,10 @@ import io
 import pytest
 
 from emberkeep.cli import model_setup
-from emberkeep.cli.model_setup import Lines, StatusLine
+from emberkeep.cli.model_setup import ProgressLine
 
 
-def _report(reporter: StatusLine | Lines) -> None:
+def _report(reporter: ProgressLine) -> None:
     reporter.say("Fetching [x]")
     reporter.progress("Requantising", 0, None)
     reporter.progress("Downloading", 1 << 20, 2 << 20)
@@ -20,7 +20,7 @@ def _report(reporter: StatusLine | Lines) -> None:
 
 def test_a_log_gets_one_line_per_step() -> None:
     output = io.StringIO()
-    _report(Lines(output))
+    _report(ProgressLine(output, is_changing=False))
     assert output.getvalue().splitlines() == ["Fetching [x]", "Requantising", "Downloading", "Checking", "Done"]
 
 
@@ -28,7 +28,7 @@ def test_a_terminal_gets_one_line_that_changes_and_is_gone_at_the_end(monkeypatc
     clock = iter(range(0, 1000, 2))
     monkeypatch.setattr(model_setup, "monotonic", lambda: next(clock))
     output = io.StringIO()
-    _report(StatusLine(output))
+    _report(ProgressLine(output, is_changing=True))
     frames = output.getvalue().split("\r\033[2K")
     assert frames == [
         "Fetching [x]\n",
@@ -43,16 +43,16 @@ def test_a_terminal_gets_one_line_that_changes_and_is_gone_at_the_end(monkeypatc
 def test_what_comes_too_fast_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_setup, "monotonic", lambda: 5.0)
     output = io.StringIO()
-    line = StatusLine(output)
+    line = ProgressLine(output, is_changing=True)
     for done in range(100):
         line.progress("Loading", done, 100)
     assert output.getvalue().count("Loading") == 1
 
 
-@pytest.mark.parametrize("kind", [Lines, StatusLine])
-def test_a_model_that_is_loaded_again_later_shows_nothing(kind: type[Lines] | type[StatusLine]) -> None:
+@pytest.mark.parametrize("is_changing", [False, True])
+def test_a_model_that_is_loaded_again_later_shows_nothing(is_changing: bool) -> None:
     output = io.StringIO()
-    reporter = kind(output)
+    reporter = ProgressLine(output, is_changing=is_changing)
     reporter.progress("Loading", 1, 2)
     reporter.close()
     shown = output.getvalue()

@@ -10,8 +10,7 @@ import pytest
 
 from emberkeep.cli.commands import default_of
 from emberkeep.config.settings import FIELDS
-from emberkeep.config.sources import LoadedConfig, load_config, read_config_file
-from emberkeep.config.trust import trust, withdraw
+from emberkeep.config.sources import LoadedConfig, load_config, read_config_file, trust, withdraw
 from emberkeep.errors import ConfigError
 from emberkeep.library.emberkeep import Emberkeep
 

@@ -417,12 +417,6 @@ def test_a_chat_says_whether_messages_may_leave_and_how_they_come_back(
     assert asked == [(None, None), (False, Recall.AUTO), (None, None)]
 
 
-@pytest.mark.parametrize(("more", "param"), [({"evict": "no"}, "evict"), ({"recall": "always"}, "recall")])
-def test_what_a_chat_may_say_about_it_is_checked(http: httpx.Client, more: Json, param: str) -> None:
-    response = http.post("/v1/chat/completions", json=CHAT | more)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_tells_what_left_and_what_came_back(
     http: httpx.Client, backend: ScriptedBackend, stream: bool

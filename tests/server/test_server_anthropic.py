@@ -89,11 +89,6 @@ def test_tokens_are_counted(claude: anthropic.Anthropic, backend: ScriptedBacken
     assert claude.beta.messages.count_tokens(model="default", messages=ASK["messages"]).input_tokens == 5
 
 
-def test_the_beta_path_is_the_same(claude: anthropic.Anthropic, backend: ScriptedBackend) -> None:
-    message = claude.beta.messages.create(**ASK, betas=["prompt-caching-2024-07-31"])
-    assert message.content[0].to_dict()["text"] == "Hello world"
-
-
 def test_models_are_listed_as_its_clients_expect(claude: anthropic.Anthropic, http: httpx.Client) -> None:
     (model,) = claude.models.list()
     assert (model.id, model.type, model.display_name, model.max_input_tokens) == (
@@ -211,14 +206,6 @@ def test_its_tool_runner_runs(claude: anthropic.Anthropic, backend: ScriptedBack
     assert message.content[0].to_dict()["text"] == "15 degrees."
     assert [message.role for message in backend.last.messages] == ["user", "assistant", "tool"]
     assert backend.last.messages[-1] == Message("tool", "15 degrees", tool_call_id="call_1", name="get_weather")
-
-
-def test_its_threads_send_everything_again(claude: anthropic.Anthropic, backend: ScriptedBackend) -> None:
-    thread = claude.beta.messages.thread(model="default", max_tokens=64)
-    for text in ("Hello", "And?", "Well?"):
-        thread.send({"role": "user", "content": text})
-    assert [message.role for message in backend.last.messages] == ["user", "assistant"] * 2 + ["user"]
-    assert len(backend.requests) == 3
 
 
 def test_structured_outputs_are_parsed(claude: anthropic.Anthropic, backend: ScriptedBackend) -> None:

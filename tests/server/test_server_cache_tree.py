@@ -81,12 +81,6 @@ def test_a_part_that_has_gone_is_a_404(sea: Served) -> None:
         assert "look at the whole" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("query", [{"limit": 0}, {"limit": 10_001}, {"limit": "x"}, {"at": "a" * 65}])
-def test_bad_parameters_are_told(sea: Served, query: dict[str, str | int]) -> None:
-    response = sea.client.get("/v1/cache/tree", params=query)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(query)))
-
-
 def test_pins_and_tiers_are_told(sea: Served) -> None:
     sea.chat(SYSTEM, user("When is high tide?"), conversation_id="tides")
     sea.post("/v1/cache/pin", id=sea.entry_of("tides")["id"])

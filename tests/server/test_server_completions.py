@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -105,32 +104,6 @@ def test_the_first_token_of_a_prompt_has_no_log_probability(backend: ScriptedBac
         "text_offset": [0, 2],
     }
     assert backend.last.scores_prompt
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("prompt", []),
-        ("prompt", [[]]),
-        ("prompt", [-1]),
-        ("prompt", [1, "a"]),
-        ("prompt", [True]),
-        ("prompt", ["a", 1]),
-        ("prompt", 7),
-        ("prompt", ["a"] * 33),
-        ("suffix", 5),
-        ("best_of", 17),
-        ("logprobs", 21),
-        ("logprobs", True),
-    ],
-)
-def test_a_bad_value_is_refused_by_name(
-    backend: ScriptedBackend, http: httpx.Client, field: str, value: Any
-) -> None:
-    response = http.post("/v1/completions", content=json.dumps({"prompt": "a", field: value}))
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == field
-    assert backend.requests == []
 
 
 def test_the_likeliest_of_best_of_choices_are_told(backend: ScriptedBackend, http: httpx.Client) -> None:

@@ -100,19 +100,12 @@ def test_total_tokens_are_those_of_the_layer_that_saw_most(mixture: httpx.Client
     complete(mixture, PROMPT, cache_prompt=False)
     counted = stats(mixture)
     first, last = counted["layers"]
-    assert counted["total_tokens"] == first["tokens"] > last["tokens"]
+    assert (first["layer"], last["layer"]) == (0, 1)
+    assert counted["total_tokens"] == first["tokens"] > last["tokens"] > 0
     for layer in (first, last):
         assert sum(entry["frequency"] for entry in layer["activations"]) == pytest.approx(1, abs=1e-5)
         assert sum(layer["frequencies"]) == pytest.approx(2, abs=1e-5)
-
-
-def test_both_layers_are_there_once_something_was_answered(mixture: httpx.Client) -> None:
-    track(mixture, enabled=True)
-    complete(mixture, PROMPT, cache_prompt=False)
-    first, last = stats(mixture)["layers"]
-    assert (first["layer"], last["layer"]) == (0, 1)
-    assert first["tokens"] > last["tokens"] > 0
-    assert all(sum(layer["counts"]) == 2 * layer["tokens"] for layer in (first, last))
+        assert sum(layer["counts"]) == 2 * layer["tokens"]
 
 
 def test_off_counts_nothing_and_keeps_what_was_counted(mixture: httpx.Client) -> None:
@@ -158,34 +151,12 @@ def test_the_same_switch_twice_is_harmless(mixture: httpx.Client) -> None:
     assert track(mixture, enabled=True) == track(mixture, enabled=True)
 
 
-@pytest.mark.parametrize(
-    ("body", "param", "says"),
-    [
-        ({"enabled": "yes"}, "enabled", "true or false"),
-        ({"reset": 1}, "reset", "true or false"),
-        ({}, None, "enabled, reset or both"),
-        ({"enabled": None, "reset": None}, None, "enabled, reset or both"),
-    ],
-)
-def test_a_bad_body_is_refused_by_name(mixture: httpx.Client, body: Json, param: str | None, says: str) -> None:
-    response = mixture.post("/expert-tracking", json=body)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == param
-    assert says in response.json()["error"]["message"]
-
-
 def test_a_model_without_experts_says_so(dense: httpx.Client) -> None:
     responses = [dense.get("/expert-stats"), dense.post("/expert-tracking", json={"enabled": True})]
     for response in responses:
         error = response.json()["error"]
         assert (response.status_code, error["type"]) == (400, "invalid_request_error")
         assert "not a mixture of experts" in error["message"]
-
-
-def test_the_openapi_document_describes_the_body(mixture: httpx.Client) -> None:
-    document = mixture.get("/openapi.json").json()
-    assert {"/expert-stats", "/expert-tracking"} <= set(document["paths"])
-    assert set(document["components"]["schemas"]["TrackingBody"]["properties"]) == {"enabled", "reset"}
 
 
 def test_a_mixture_that_is_not_loaded_is_loaded_for_it(tmp_path: Path) -> None:

@@ -149,15 +149,6 @@ def test_every_form_of_prompt_is_read(
     assert isinstance(told, list) is (len(expected) > 1)
 
 
-@pytest.mark.parametrize(
-    "prompt", [None, [], {}, [[]], [1, None], [-1], [True], 5, {"prompt_string": 5}, [["a"], 1]]
-)
-def test_other_prompts_are_refused_by_name(http: httpx.Client, prompt: Json) -> None:
-    response = http.post("/completion", json={"prompt": prompt})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "prompt"
-
-
 def test_answers_to_several_prompts_are_numbered_and_each_has_its_own_figures(
     backend: ScriptedBackend, http: httpx.Client
 ) -> None:
@@ -242,20 +233,6 @@ def test_infill_asks_for_the_text_between(backend: ScriptedBackend, http: httpx.
     assert backend.last.infill == Infill("return 1", files, "    ")
     assert backend.last.prompt == "def f():\n"
     assert backend.last.sampling.samplers == ("top_k", "top_p", "infill")
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"input_suffix": "b"}, "input_prefix"),
-        ({"input_prefix": "a"}, "input_suffix"),
-        ({"input_prefix": "a", "input_suffix": "b", "input_extra": [{"filename": "f"}]}, "input_extra[0].text"),
-        ({"input_prefix": "a", "input_suffix": "b", "prompt": 5}, "prompt"),
-    ],
-)
-def test_infill_names_what_is_wrong(http: httpx.Client, body: Json, param: str) -> None:
-    response = http.post("/infill", json=body)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 # ── about the server ──

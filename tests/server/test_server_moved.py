@@ -67,27 +67,6 @@ def test_the_statistics_count_what_was_moved(served: Served) -> None:
     assert f"emberkeep_moved_tokens_total {moved:.1f}" in served.client.get("/metrics").text
 
 
-@pytest.mark.parametrize(
-    ("value", "field"),
-    [
-        ("blend", "approximate.repair"),
-        ({"repair": "off?"}, "approximate.repair"),
-        ({"ratio": 1.5}, "approximate.ratio"),
-        ({"boundary": -1}, "approximate.boundary"),
-        ({"sinks": 1e9}, "approximate.sinks"),
-        ({"overlap": "8"}, "approximate.overlap"),
-        ({"side": "left"}, "approximate.side"),
-        (True, "approximate"),
-        (3, "approximate"),
-        (["cacheblend"], "approximate"),
-    ],
-)
-def test_values_that_cannot_be_are_refused_with_their_name(served: Served, value, field) -> None:
-    response = served.client.post("/v1/chat/completions", json={"messages": [ask("0")], "approximate": value})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == field
-
-
 @pytest.mark.parametrize("value", [False, "off", None])
 def test_exact_answers_can_be_asked_for(tmp_path: Path, value) -> None:
     with serving(tmp_path, approximate="off" if value is None else "none") as served:

@@ -58,46 +58,6 @@ def test_tokenize_and_back(backend: ScriptedBackend, http: httpx.Client) -> None
     assert http.post("/detokenize", json={"tokens": [97, 98]}).json() == {"content": "ab"}
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/tokenize", {}, "content"),
-        ("/tokenize", {"content": 5}, "content"),
-        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
-        ("/detokenize", {"tokens": "a"}, "tokens"),
-        ("/apply-template", {"messages": []}, "messages"),
-    ],
-)
-def test_bad_values_are_refused_by_name(http: httpx.Client, path: str, body: object, param: str) -> None:
-    response = http.post(path, json=body)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == param
-
-
-@pytest.mark.parametrize(
-    ("method", "url", "param", "message"),
-    [
-        ("DELETE", "/v1/cache", "user_id", "is required"),
-        ("GET", "/v1/requests?limit=x", "limit", "has a value"),
-        ("GET", "/v1/requests?limit=1001", "limit", "give 1000 or less"),
-        ("GET", "/v1/requests?offset=", "offset", "has a value"),
-        ("POST", "/slots/first?action=save", "slot", "has a value"),
-        ("POST", "/slots/-1?action=save", "slot", "give 0 or more"),
-        ("POST", "/slots/0?action=dance", "action", "give 'save', 'restore' or 'erase'"),
-        ("GET", "/v1/responses/x?stream=perhaps", "stream", "has a value"),
-        ("GET", "/v1/memory/facts/x?user_id=%C3%BC", "user_id", "use up to 512 letters"),
-    ],
-)
-def test_a_bad_parameter_is_refused_like_a_bad_field(
-    http: httpx.Client, method: str, url: str, param: str, message: str
-) -> None:
-    response = http.request(method, url)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert (error["param"], error["type"]) == (param, "invalid_request_error")
-    assert message in error["message"]
-
-
 def test_a_number_in_a_query_is_a_text_and_the_last_one_counts(http: httpx.Client) -> None:
     assert http.get("/v1/requests?limit=x&limit=7&offset=0").json()["data"] == []
 

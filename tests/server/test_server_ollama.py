@@ -159,10 +159,6 @@ def test_the_version_is_new_enough_for_clients(http: httpx.Client) -> None:
     assert tuple(map(int, version.split("."))) >= (0, 6, 4)
 
 
-def test_the_root_answers_those_who_ask_whether_a_server_runs(http: httpx.Client) -> None:
-    assert http.head("/").status_code == http.get("/").status_code == 200
-
-
 # ── errors ──
 
 

@@ -42,10 +42,6 @@ def test_each_input_has_its_vector(http: httpx.Client, engine: FakeEmbeddingEngi
     assert answer["total_duration"] > 0
 
 
-def test_one_text_is_a_list_of_one(http: httpx.Client) -> None:
-    assert len(http.post("/api/embed", json={"model": MODEL, "input": "cat"}).json()["embeddings"]) == 1
-
-
 def test_fewer_dimensions_can_be_asked_for(http: httpx.Client) -> None:
     answer = http.post("/api/embed", json={"model": MODEL, "input": "cat", "dimensions": 4}).json()
     assert len(answer["embeddings"][0]) == 4

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from emberkeep.cli.model_setup import Lines
+from emberkeep.cli.model_setup import ProgressLine
 from emberkeep.config.settings import Config
 from emberkeep.errors import ConfigError, EmberkeepError
 from emberkeep.server.lifecycle import banner, bind, serve
@@ -20,13 +20,13 @@ def _never(config: Config, reporter: object) -> None:
 
 def test_the_world_is_not_let_in_without_a_key() -> None:
     with pytest.raises(ConfigError, match="--api-key"):
-        serve(Config(host="0.0.0.0"), prepare=_never, reporter=Lines(io.StringIO()))
+        serve(Config(host="0.0.0.0"), prepare=_never, reporter=ProgressLine(io.StringIO(), is_changing=False))
 
 
 def test_a_taken_port_is_noticed_before_the_model_is_opened() -> None:
     with bind("127.0.0.1", 0) as taken, pytest.raises(EmberkeepError, match="in use"):
         config = Config(model="/nowhere/none.gguf", port=taken.getsockname()[1])
-        serve(config, prepare=_never, reporter=Lines(io.StringIO()))
+        serve(config, prepare=_never, reporter=ProgressLine(io.StringIO(), is_changing=False))
 
 
 def test_the_banner_tells_where_what_and_how_to_stop() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from emberkeep.backend.base import Backend
-from emberkeep.cli.model_setup import Lines
+from emberkeep.cli.model_setup import ProgressLine
 from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError, EngineError, ModelBroken
@@ -87,7 +87,7 @@ def test_what_is_done_is_said_from_the_first_moment(gate: Gate, monkeypatch: pyt
         return fake_backend(config, FakeEngine(), name="small")
 
     monkeypatch.setattr(served_models, "open_backend", open_slowly)
-    begin_models(gate.config, lambda _: None, Lines(output))
+    begin_models(gate.config, lambda _: None, ProgressLine(output, is_changing=False))
     assert began.wait(WAIT_S)
     assert output.getvalue().startswith("Loading ")
 

@@ -159,21 +159,6 @@ def test_nobody_waits_any_more_for_a_client_that_has_left(http, engine, root):
     assert not (root / "log.txt").exists()
 
 
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        ({"id": "guess", "decision": "once"}, 404),
-        ({"id": "guess", "decision": "maybe"}, 400),
-        ({"id": 7, "decision": "once"}, 400),
-        ({"decision": "once"}, 400),
-    ],
-)
-def test_a_decision_that_is_none_is_refused(http, body, status):
-    refused = http.post("/v1/tools/decisions", json=body)
-    assert refused.status_code == status
-    assert refused.json()["error"]["message"]
-
-
 def test_the_tools_are_listed_with_what_happens_when_they_are_called(http):
     told = http.get("/v1/tools").json()
     modes = {tool["name"]: tool["mode"] for tool in told["data"]}
@@ -275,11 +260,3 @@ def test_a_backend_that_another_stands_in_for_still_gets_its_decision(tmp_path, 
         with allowing, suppress(httpx.HTTPError):
             Talk(http, "once")
         assert eventually((root / "log.txt").exists)
-
-
-def test_explain_shows_the_prompt_that_such_a_request_has(http, engine):
-    engine.will_say("Hello.")
-    body = {"messages": HELLO, "max_tokens": 8, "temperature": 0, "ask_permission": True}
-    http.post("/v1/chat/completions", json={**body, "stream": True})
-    explained = http.post("/v1/cache/explain", json=body).json()
-    assert sum(explained["reused"].values()) >= explained["prompt_tokens"] - 1

@@ -124,15 +124,6 @@ def test_what_a_tool_was_called_with_and_gave_is_in_the_stream(
     assert tools[3]["result"] == "Error: no.txt is not there."
 
 
-def test_openais_client_reads_such_a_stream_as_one_answer(backend: ScriptedBackend, client: openai.OpenAI) -> None:
-    backend.reset(*TURN)
-    chunks = list(client.chat.completions.create(model="default", messages=HELLO, stream=True))
-    choices = [choice for chunk in chunks for choice in chunk.choices]
-    assert "".join(choice.delta.content or "" for choice in choices) == "Let me look. At noon."
-    assert not any(choice.delta.tool_calls for choice in choices)
-    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["stop"]
-
-
 def test_openais_client_accumulates_such_a_stream(backend: ScriptedBackend, client: openai.OpenAI) -> None:
     backend.reset(*TURN)
     with client.chat.completions.stream(model="default", messages=HELLO) as stream:
@@ -263,13 +254,6 @@ def test_a_request_says_where_reasoning_goes(
 ) -> None:
     assert ask(http, reasoning_format=said).status_code == 200
     assert backend.last.reasoning is meant
-
-
-def test_an_unknown_place_for_reasoning_is_refused(backend: ScriptedBackend, http: httpx.Client) -> None:
-    refused = ask(http, reasoning_format="loud")
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "reasoning_format"
-    assert backend.requests == []
 
 
 @pytest.mark.parametrize(

@@ -109,31 +109,6 @@ def test_a_ttl_stays_until_another_one_is_asked_for(sea: Served) -> None:
     assert ttl(ttl="long") == "long"
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "param"),
-    [
-        ({}, 400, "messages"),
-        ({"messages": [], "tools": []}, 400, "messages"),
-        ({"text": None}, 400, "messages"),
-        ({"text": ""}, 400, "text"),
-        ({"text": 5}, 400, "text"),
-        ({"text": "a", "messages": [SYSTEM]}, 400, "text"),
-        ({"text": "a", "tools": [tool("t")]}, 400, "text"),
-        ({"messages": [{"role": "system"}]}, 400, "messages[0].content"),
-        ({"messages": [{"role": "pirate", "content": "a"}]}, 400, "messages[0].role"),
-        ({"tools": [{"function": {"name": "not a name"}}]}, 400, "tools[0].function.name"),
-        ({"text": "a", "ttl": "forever"}, 400, "ttl"),
-        ({"text": "a", "user_id": "not an id"}, 400, "user_id"),
-        ({"text": "a", "user_id": "x", "llama_user_id": "y"}, 400, "llama_user_id"),
-        ({"text": "a", "model": "gpt-9"}, 404, "model"),
-    ],
-)
-def test_a_bad_prefix_is_refused_by_name(sea: Served, body: Json, status: int, param: str) -> None:
-    response = sea.client.post("/v1/warm", json=body)
-    assert response.status_code == status
-    assert response.json()["error"]["param"] == param
-
-
 def test_a_prefix_that_fits_no_context_is_refused(sea: Served) -> None:
     response = sea.client.post("/v1/warm", json={"text": "~" * 5000})
     assert response.status_code == 400

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from emberkeep.cli.commands import JsonFlag, with_settings
+from emberkeep.cli.commands import JsonFlag, command_group, with_settings
 from emberkeep.cli.console import console, plural, show_facts, show_table
 from emberkeep.config.kinds import public_url
 from emberkeep.config.settings import Config
@@ -39,13 +39,7 @@ QUESTION = "Say hello in one short sentence."
 _TEST_TOKENS = 256
 _MOST_MODELS = 8
 
-app = typer.Typer(
-    help="Register models that run somewhere else.",
-    epilog=EXAMPLES,
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-)
+app = command_group("Register models that run somewhere else.", EXAMPLES)
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="What it is called here.")]
 
@@ -93,7 +87,8 @@ def list_models(config: Config, as_json: JsonFlag = False) -> None:
     if as_json:
         print(json.dumps(public_remotes(remotes), indent=2, ensure_ascii=False))
     elif remotes:
-        print_remotes(remotes, os.environ)
+        columns = ("name", "backend", "model", "where", "key", "good at")
+        show_table(columns, ((remote.name, *_cells(remote, os.environ), remote.description) for remote in remotes))
     else:
         print("No models yet: `emberkeep api add NAME BACKEND` adds one.")
 
@@ -113,7 +108,7 @@ def test_model(config: Config, name: Name) -> None:
     remote = Remotes(config).get(name)
     with console(stderr=True).status(f"Asking {name} ..."):
         about, answer = asyncio.run(_ask(remote))
-    print_answer(remote, about, answer)
+    show_facts(_figures(remote, about, answer))
 
 
 async def _ask(remote: RemoteModel) -> tuple[RemoteAbout, WholeAnswer]:
@@ -131,15 +126,6 @@ async def _ask(remote: RemoteModel) -> tuple[RemoteAbout, WholeAnswer]:
 # ── as a person reads about them ──
 
 
-def print_remotes(remotes: Sequence[RemoteModel], env: Mapping[str, str]) -> None:
-    columns = ("name", "backend", "model", "where", "key", "good at")
-    show_table(columns, ((remote.name, *_cells(remote, env), remote.description) for remote in remotes))
-
-
-def print_answer(remote: RemoteModel, about: RemoteAbout, answer: WholeAnswer) -> None:
-    show_facts(_figures(remote, about, answer))
-
-
 def _cells(remote: RemoteModel, env: Mapping[str, str]) -> tuple[str, str, str, str]:
     from emberkeep.backend.remote.vendors import has_key, with_defaults
 
@@ -147,13 +133,10 @@ def _cells(remote: RemoteModel, env: Mapping[str, str]) -> tuple[str, str, str, 
         usual = with_defaults(remote, env)
     except ConfigError:
         return f"{remote.backend} (not installed)", remote.model, public_url(remote.base_url or ""), ""
+    address = public_url(usual.base_url) if usual.base_url else "the vendor's own"
     variable = usual.api_key_env
     key = f"{variable} is {'set' if has_key(remote, env) else 'not set'}" if variable else "none needed"
-    return remote.backend, usual.model or "(the first there)", _address(usual), key
-
-
-def _address(remote: RemoteModel) -> str:
-    return public_url(remote.base_url) if remote.base_url else "the vendor's own"
+    return remote.backend, usual.model or "(the first there)", address, key
 
 
 def _figures(remote: RemoteModel, about: RemoteAbout, answer: WholeAnswer) -> Iterator[tuple[str, str]]:

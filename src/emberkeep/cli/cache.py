@@ -15,16 +15,16 @@ import typer
 
 from emberkeep.cli.cache_table import (
     agreement,
+    entry_facts,
     print_entries,
-    print_entry,
     print_explanation,
     print_shared,
     print_verified,
     removed_line,
     what,
 )
-from emberkeep.cli.commands import JsonFlag, ModelFlag, YesFlag, with_settings
-from emberkeep.cli.console import ask_first, complain, console, plural, printable, whose
+from emberkeep.cli.commands import JsonFlag, ModelFlag, YesFlag, command_group, with_settings
+from emberkeep.cli.console import ask_first, complain, console, plural, printable, show_facts, whose
 from emberkeep.cli.model_setup import pull_reporter
 from emberkeep.config.kinds import readable_size
 from emberkeep.config.settings import Config
@@ -55,13 +55,7 @@ Examples:
 A running server on the same data folder is asked; without one, the commands work on the folder itself.
 """
 
-app = typer.Typer(
-    help="Look at stored prompt state, pin it, remove it, ask why it was not used.",
-    epilog=EXAMPLES,
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-)
+app = command_group("Look at stored prompt state, pin it, remove it, ask why it was not used.", EXAMPLES)
 
 
 class Order(StrEnum):
@@ -149,7 +143,7 @@ def show_entry(
 
     with open_stores(config, model) as stores:
         latest = choose(all_entries(stores), [entry_id])[0]
-        print_entry(latest.store.model, latest.entry)
+        show_facts(entry_facts(latest.store.model, latest.entry))
         try:
             text, length = text_of(config, latest, chars)
         except ModelNotFound:

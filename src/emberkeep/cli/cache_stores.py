@@ -270,12 +270,6 @@ class SharedRow:
     kept_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class ServerReport:
-    text: str
-    advice: list[str]
-
-
 def shared_rows(config: Config) -> list[SharedRow]:
     """The largest first. Blocks. Raises EmberkeepError."""
     link = _link(config)
@@ -330,26 +324,26 @@ def forget_elsewhere(config: Config, user: str) -> None:
         link.close()
 
 
-def shared_server_report(config: Config) -> ServerReport:
-    """Blocks, for the deadline at most. Raises ConfigError."""
+def shared_server_report(config: Config) -> tuple[str, list[str]]:
+    """How it is, and what could be better. Blocks, for the deadline at most. Raises ConfigError."""
     link, where = _link(config), public_url(config.remote or "")
     begin = perf_counter()
     try:
         link.ping()
         milliseconds = 1e3 * (perf_counter() - begin)
-        told = link.about()
+        about = link.about()
     except Unreachable as error:
         advice = ["requests are answered without it; start it, or correct remote"]
-        return ServerReport(f"{where} does not answer ({error})", advice)
+        return f"{where} does not answer ({error})", advice
     finally:
         link.close()
-    name = "Valkey" if "valkey_version" in told else "Redis"
-    version = told.get("valkey_version") or told.get("redis_version")
-    limit, policy = int(told.get("maxmemory", 0)), str(told.get("maxmemory_policy", ""))
+    name = "Valkey" if "valkey_version" in about else "Redis"
+    version = about.get("valkey_version") or about.get("redis_version")
+    limit, policy = int(about.get("maxmemory", 0)), str(about.get("maxmemory_policy", ""))
     sealed = "encrypted" if link.settings.key else "not encrypted"
-    held, room = readable_size(int(told.get("used_memory", 0))), readable_size(limit) if limit else "no limit"
+    held, room = readable_size(int(about.get("used_memory", 0))), readable_size(limit) if limit else "no limit"
     text = f"{where}: {name} {version}, answers in {milliseconds:.1f} ms, holds {held} of {room}, {sealed}"
-    return ServerReport(text, list(_advice(limit, policy, is_closed=bool(link.settings.key))))
+    return text, _advice(limit, policy, is_closed=bool(link.settings.key))
 
 
 def _advice(limit: int, policy: str, *, is_closed: bool) -> list[str]:

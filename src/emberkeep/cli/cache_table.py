@@ -34,19 +34,17 @@ def print_entries(listed: Sequence[Listed]) -> None:
 
 
 def print_shared(rows: Sequence[SharedRow]) -> None:
-    heads = ["model", "user", ">chunks", ">size", "kept"]
     cells = [
-        [
-            row.model or f"not here ({row.store[:8]})",
-            _shared_user(row),
-            f"{row.chunks:,}",
-            readable_size(row.bytes),
-        ]
+        (_shared_model(row), _shared_user(row), f"{row.chunks:,}", readable_size(row.bytes), span(row.kept_s))
         for row in rows
     ]
-    _print_table(heads, [[*cell, span(row.kept_s)] for cell, row in zip(cells, rows, strict=True)])
+    _print_table(["model", "user", ">chunks", ">size", "kept"], cells)
     chunks, size = sum(row.chunks for row in rows), sum(row.bytes for row in rows)
     print(f"{plural(chunks, 'chunk', 'chunks')}, {readable_size(size)} altogether")
+
+
+def _shared_model(row: SharedRow) -> str:
+    return row.model or f"not here ({row.store[:8]})"
 
 
 def _shared_user(row: SharedRow) -> str:
@@ -55,17 +53,13 @@ def _shared_user(row: SharedRow) -> str:
     return f"not known here ({row.tag[:8]})" if row.user is None else row.user or NO_USER
 
 
-def print_entry(model: str, entry: CacheEntry) -> None:
-    show_facts(_facts(model, entry))
-
-
 def print_explanation(explanation: Explanation) -> None:
     print(f"{printable(explanation.sentence)}\n")
     show_facts(_reuse(explanation.lookup))
 
 
 def print_verified(results: Sequence[Verified]) -> None:
-    rows = [[what(r.entry), _reuse_cell(r), _steps(r), agreement([r]), r.entry.id] for r in results]
+    rows = [[what(r.entry), _reused(r), _steps(r), agreement([r]), r.entry.id] for r in results]
     _print_table(["what", "reused", "in steps", "agreement", "id"], rows)
     figures = ((r.reused_tokens, r.wide_tokens, r.reproducible_tokens) for r in results)
     print(expectation(*(sum(column) for column in zip(*figures, strict=True))))
@@ -102,7 +96,7 @@ def _cells(entry: CacheEntry) -> list[str]:
     ]
 
 
-def _facts(model: str, entry: CacheEntry) -> Iterator[tuple[str, str]]:
+def entry_facts(model: str, entry: CacheEntry) -> Iterator[tuple[str, str]]:
     yield "id", entry.id
     yield "kind", entry.kind
     if entry.name:
@@ -128,16 +122,13 @@ def _reuse(lookup: LookupRecord) -> Iterator[tuple[str, str]]:
     yield "to evaluate", f"{lookup.prompt_tokens - lookup.reused_tokens:,} of {lookup.prompt_tokens:,} tokens"
     yield "reason", lookup.reason
     if lookup.divergence:
-        yield "leaves it at", f"token {lookup.divergence.token_index:,}{_in(lookup.divergence.where)}"
+        where = f", {lookup.divergence.where}" if lookup.divergence.where else ""
+        yield "leaves it at", f"token {lookup.divergence.token_index:,}{where}"
         yield "stored is", repr(lookup.divergence.stored_text)
         yield "the prompt has", repr(lookup.divergence.prompt_text)
 
 
-def _in(where: str) -> str:
-    return f", {where}" if where else ""
-
-
-def _reuse_cell(result: Verified) -> str:
+def _reused(result: Verified) -> str:
     return f"{result.reused_tokens:,} of {result.entry.tokens:,} tokens"
 
 
@@ -159,12 +150,8 @@ def _size(entry: CacheEntry) -> str:
 
 def _where(entry: CacheEntry) -> str:
     held = {"engine": entry.hot_tokens, "RAM": entry.warm_tokens, "disk": entry.cold_tokens}
-    places = [_share(place, tokens, entry.tokens) for place, tokens in held.items() if tokens]
-    return ", ".join(places) or "-"
-
-
-def _share(place: str, tokens: int, of: int) -> str:
-    return place if tokens >= of else f"{place} {tokens / of:.0%}"
+    shares = {place: tokens / entry.tokens for place, tokens in held.items() if tokens}
+    return ", ".join(place if part >= 1 else f"{place} {part:.0%}" for place, part in shares.items()) or "-"
 
 
 def _lifetime(entry: CacheEntry) -> str:

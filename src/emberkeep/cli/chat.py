@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Generator, Iterable, Iterator, Sequence, Set
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -31,9 +31,9 @@ from emberkeep.cli.chat_session import ChatSession, Terminal
 from emberkeep.cli.commands import one_command, with_settings
 from emberkeep.cli.console import complain
 from emberkeep.cli.model_setup import install_model, open_model
+from emberkeep.config.kinds import is_model_name
 from emberkeep.config.settings import DEFAULT_MODEL, OFF, Config, TooLong
 from emberkeep.config.sources import LoadedConfig
-from emberkeep.config.trust import is_model_name
 from emberkeep.errors import EmberkeepError, ModelNotFound
 from emberkeep.files import private_folder
 from emberkeep.logs import is_verbose
@@ -42,9 +42,7 @@ from emberkeep.types.request import Message, Sampling
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
-    from prompt_toolkit import PromptSession
     from prompt_toolkit.history import History
-    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
     from emberkeep.backend.running import RunningModel
     from emberkeep.library.arguments import Options
@@ -140,14 +138,10 @@ def chat(*, loaded: LoadedConfig, words: Words = None, answers: AnswerFlags, sav
         found = find_saved(config, saved.continued) if saved.continued else None
         if found is not None and config.model == loaded.config.model and "model" not in given:
             config = with_its_model(config, found)
-        running = None if answers.own else _find_running_model(config, given)
+        from emberkeep.cli.running_server import find_running_model
+
+        running = None if answers.own else find_running_model(config, given)
         talk(config, found, answers, is_saving=saved.save, running=running, question=question)
-
-
-def _find_running_model(config: Config, flags: Set[str]) -> RunningModel | None:
-    from emberkeep.cli.running_server import find_running_model
-
-    return find_running_model(config, flags)
 
 
 def with_words(config: Config, words: Sequence[str], *, is_named: bool) -> tuple[Config, str]:
@@ -184,6 +178,8 @@ def talk(
 
     Raises EmberkeepError.
     """
+    from emberkeep.library.emberkeep import Emberkeep
+
     if running is None:
         install_model(config)
     else:
@@ -199,7 +195,7 @@ def talk(
         logging.getLogger("emberkeep.session").setLevel(logging.ERROR)
     # In a chat a person is asked before a tool does harm, and says how long answers may be: no server does.
     own = replace(config, server_tools=OFF, max_tokens=None)
-    with _connected(running) if running else open_model(own) as llm, tools_of(llm, config) as acting:
+    with Emberkeep(running) if running else open_model(own) as llm, tools_of(llm, config) as acting:
         journal = open_journal(llm, config, is_saving=is_saving)
         is_talk = sys.stdin.isatty() and not question
         terminal = Terminal(sys.stdout, interactive=is_talk)
@@ -210,12 +206,6 @@ def talk(
             journal.knows(saved)
             _remind(session, config, saved)
         session.run([question] if question else _lines(config, session))
-
-
-def _connected(running: RunningModel) -> Emberkeep:
-    from emberkeep.library.emberkeep import Emberkeep
-
-    return Emberkeep(running)
 
 
 def _remind(session: ChatSession, config: Config, saved: SavedConversation) -> None:
@@ -237,7 +227,9 @@ def tools_of(llm: Emberkeep, config: Config) -> Generator[ToolSession | None, No
         return
     acting = llm.acting(config, asks=sys.stdin.isatty())
     try:
-        tokens, context = _tokens_of(acting), llm.card.context
+        # About how many their definitions are.
+        tokens = sum(len(json.dumps(asdict(tool))) for tool in acting.definitions()) // 4
+        context = llm.card.context
         if config.tools == "auto" and tokens > context // 2:
             complain(
                 f"The tools would take about {tokens} of the {context} tokens of context, so there are none: "
@@ -248,11 +240,6 @@ def tools_of(llm: Emberkeep, config: Config) -> Generator[ToolSession | None, No
             yield acting
     finally:
         acting.close()
-
-
-def _tokens_of(acting: ToolSession) -> int:
-    """About how many their definitions are."""
-    return sum(len(json.dumps(asdict(tool))) for tool in acting.definitions()) // 4
 
 
 def _prewarm(llm: Emberkeep, system: str, acting: ToolSession | None) -> None:
@@ -276,21 +263,20 @@ def _greeting(session: ChatSession) -> str:
 
 def _lines(config: Config, session: ChatSession) -> Iterable[str]:
     if not session.interactive:
-        return plain_lines(sys.stdin)
+        return (line.rstrip("\n") for line in sys.stdin)
     session.aside(_greeting(session))
     return terminal_lines(config.data_dir / "chat-history")
 
 
-def plain_lines(source: TextIO) -> Iterator[str]:
-    """One message per line."""
-    return (line.rstrip("\n") for line in source)
-
-
 def terminal_lines(history: Path) -> Iterator[str]:
     """Messages typed at a prompt until Ctrl-D, or Ctrl-C twice. A pasted text is one message."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.key_binding import KeyBindings
     from prompt_toolkit.patch_stdout import patch_stdout
 
-    session = _session(history)
+    keys = KeyBindings()
+    keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
+    session: PromptSession[str] = PromptSession(history=_history(history), key_bindings=keys)
     interrupted = False
     while True:
         try:
@@ -308,12 +294,6 @@ def terminal_lines(history: Path) -> Iterator[str]:
         yield line
 
 
-def _session(history: Path) -> PromptSession[str]:
-    from prompt_toolkit import PromptSession
-
-    return PromptSession(history=_history(history), key_bindings=_keys())
-
-
 def _history(path: Path) -> History:
     """For this session only where the file cannot be written: a chat goes on without it."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
@@ -325,18 +305,6 @@ def _history(path: Path) -> History:
     except OSError:
         return InMemoryHistory()
     return FileHistory(path)
-
-
-def _keys() -> KeyBindings:
-    from prompt_toolkit.key_binding import KeyBindings
-
-    keys = KeyBindings()
-
-    @keys.add("escape", "enter")
-    def new_line(event: KeyPressEvent) -> None:
-        event.current_buffer.insert_text("\n")
-
-    return keys
 
 
 app = one_command(chat, cls=ChatCommand, epilog=EXAMPLES)

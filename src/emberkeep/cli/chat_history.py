@@ -94,7 +94,7 @@ def _json(messages: Sequence[Message]) -> str:
 
 
 def _markdown(messages: Sequence[Message]) -> str:
-    return "\n".join(_section(message) for message in messages)
+    return "\n".join(map(_section, messages))
 
 
 def _section(message: Message) -> str:
@@ -189,7 +189,12 @@ def list_saved(config: Config) -> None:
     if not listed:
         print("No conversation is saved here yet: `emberkeep chat` begins one.")
         return
-    _print_table(listed[:LISTED])
+    now = time.time()
+    rows = (
+        (saved.id, ago(now - saved.updated), f"{saved.message_count:,}", saved.title, Path(saved.model).name)
+        for saved in listed[:LISTED]
+    )
+    show_table(("id", "last", "messages", "title", "model"), rows)
     older = f" These are the latest {LISTED}." if len(listed) > LISTED else ""
     print(f"\n`emberkeep chat --continue ID` goes on with one; the beginning of its id is enough.{older}")
 
@@ -243,15 +248,6 @@ def _full_id(known: Sequence[SavedConversation], wanted: str) -> str:
     if len(found) > 1:
         raise EmberkeepError(f"{len(found)} conversations begin with {wanted!r}: give more of the id.")
     return found[0]
-
-
-def _print_table(listed: Sequence[SavedConversation]) -> None:
-    now = time.time()
-    rows = (
-        (saved.id, ago(now - saved.updated), f"{saved.message_count:,}", saved.title, Path(saved.model).name)
-        for saved in listed
-    )
-    show_table(("id", "last", "messages", "title", "model"), rows)
 
 
 def _shorten(text: str) -> str:

@@ -85,10 +85,10 @@ class ChatSession:
         self.conversation = conversation
         self.interactive = terminal.interactive
         self._options = options
+        self._terminal = terminal
         self._out = terminal.out
         self.journal = journal
         self.acting = acting
-        self._calls = CallView(acting, self.aside, terminal)
         self._answered_by = ""
 
     def run(self, lines: Iterable[str]) -> None:
@@ -119,10 +119,12 @@ class ChatSession:
             answer = Message("assistant", result.text or _SILENCE, result.reasoning)
             self.conversation.add(*messages, *result.exchanges, answer)
             self.journal.save(self.conversation)
-        self.aside(self._stats_line(result) if finished else "stopped")
+        limit, context = self._options.get("max_tokens"), self.llm.card.context
+        self.aside(stats_line(result, limit, context) if finished else "stopped")
         self._say_who(result)
-        if warning := archive_warning(result):
-            complain(warning)
+        # What left the context should have been archived.
+        if error := next((eviction.error for eviction in result.evictions if eviction.error), None):
+            complain(f"What left the context was not archived: {error}")
 
     def _stream(self, messages: list[Message]) -> Stream:
         options: Options = {**self._options, "conversation_id": self.conversation.id}
@@ -136,8 +138,7 @@ class ChatSession:
         """Where another backend has stood in, and when the first one is back."""
         before, self._answered_by = self._answered_by, result.answered_by or self._answered_by
         chain = self.llm.health().get("chain", [])
-        first = chain[0] if chain else {}
-        usual = before or first.get("name", "")
+        usual = before or (chain[0]["name"] if chain else "")
         if usual and result.answered_by not in ("", usual):
             failed = [link for link in chain if link.get("error") and link["name"] != result.answered_by]
             why = f" ({failed[0]['error']})" if failed else ""
@@ -149,9 +150,6 @@ class ChatSession:
                 self.aside(told)
         elif line.strip():
             self.say(Message("user", line.strip()))
-
-    def _stats_line(self, result: Result) -> str:
-        return stats_line(result, self._options.get("max_tokens"), self.llm.card.context)
 
     def _show(self, stream: Stream) -> bool:
         """Whether the answer came to its end; Ctrl-C at a terminal stops it, and only it."""
@@ -183,7 +181,7 @@ class ChatSession:
                 if is_open:
                     self._write("\n")
                 thinking = is_open = False
-                self._calls.show(event)
+                self._show_call(event)
 
     def _write(self, text: str) -> None:
         LINES.hold_back()
@@ -196,35 +194,23 @@ class ChatSession:
             self._out.write(f"\033[2m{printable(text, '')}\033[0m")
             self._out.flush()
 
-
-# ── tool calls: shown as they happen, and asked about where they can do harm ──
-
-
-class CallView:
-    """`tell`: a remark to the person who is asked at the `terminal`."""
-
-    def __init__(self, acting: ToolSession | None, tell: Callable[[str], None], terminal: Terminal) -> None:
-        self._acting = acting
-        self._tell = tell
-        self._terminal = terminal
-
-    def show(self, event: CallStarted | CallEnded | PermissionAsked) -> None:
+    def _show_call(self, event: CallStarted | CallEnded | PermissionAsked) -> None:
         """Blocks while the user decides."""
         if isinstance(event, CallStarted):
-            self._tell(f"→ {call_line(event.call)}")
+            self.aside(f"→ {call_line(event.call)}")
         elif isinstance(event, CallEnded):
-            self._tell(f"  {_outcome_line(event.outcome)}")
+            self.aside(f"  {_outcome_line(event.outcome)}")
             if event.outcome.remark:  # only those of other models have one
-                self._tell(indent(event.outcome.text, "  "))
+                self.aside(indent(event.outcome.text, "  "))
         else:
             self._decide(event.call)
 
     def _decide(self, call: ToolCall) -> None:
         """Where the question is interrupted nothing is decided: that ends the answer, and so the call."""
-        self._tell(f"? {call_line(call, whole=True)}")
+        self.aside(f"? {call_line(call, whole=True)}")
         decision = self._read_decision()
-        if self._acting is not None:
-            self._acting.decide(call, decision)
+        if self.acting is not None:
+            self.acting.decide(call, decision)
 
     def _read_decision(self) -> Decision:
         while True:
@@ -234,6 +220,9 @@ class CallView:
                 return Decision.NO
             if answer in _ANSWERS:
                 return _ANSWERS[answer]
+
+
+# ── tool calls, as they are shown while they happen ──
 
 
 def call_line(call: ToolCall, *, whole: bool = False) -> str:
@@ -268,10 +257,10 @@ def _short(text: str, chars: int) -> str:
 
 
 def stats_line(result: Result, max_tokens: int | None, context: int) -> str:
-    return " · ".join(_parts(result, max_tokens, context))
+    return " · ".join(_remarks(result, max_tokens, context))
 
 
-def _parts(result: Result, max_tokens: int | None, context: int) -> Iterator[str]:
+def _remarks(result: Result, max_tokens: int | None, context: int) -> Iterator[str]:
     usage = result.usage
     yield f"reused {usage.cached_tokens}/{usage.prompt_tokens} tokens"
     yield f"first token {result.ttft_ms:.0f} ms"
@@ -290,12 +279,6 @@ def _parts(result: Result, max_tokens: int | None, context: int) -> Iterator[str
             yield "cut after as many rounds of tools as there may be"
         else:
             yield f"the context of {context} tokens is full, /clear begins anew"
-
-
-def archive_warning(result: Result) -> str | None:
-    """Where something left the context that should have been archived and was not."""
-    error = next((eviction.error for eviction in result.evictions if eviction.error), None)
-    return f"What left the context was not archived: {error}" if error else None
 
 
 def advice(error: EmberkeepError, *, evicts: bool) -> str:

@@ -7,9 +7,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-import typer
-
-from emberkeep.cli.commands import JsonFlag, with_settings
+from emberkeep.cli.commands import JsonFlag, command_group, with_settings
 from emberkeep.cli.model_setup import install_model
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
@@ -32,13 +30,7 @@ _DEPLOYED = (
     *("base_url", "replicas", "cluster_gpus"),
     *("cluster_backends", "cluster_address", "config"),
 )
-app = typer.Typer(
-    help="Several servers as one, on Ray Serve.",
-    epilog=EXAMPLES,
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-)
+app = command_group("Several servers as one, on Ray Serve.", EXAMPLES)
 
 
 @app.command(epilog=EXAMPLES)

@@ -174,6 +174,11 @@ def one_command(function: Callable[..., None], **about: Any) -> typer.Typer:
     return app
 
 
+def command_group(help: str, epilog: str | None = None) -> typer.Typer:
+    """A Typer for commands that stand below one name."""
+    return typer.Typer(help=help, epilog=epilog, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+
+
 def lazy_group(homes: Mapping[str, Home]) -> type[TyperGroup]:
     """A group of commands that are elsewhere."""
 

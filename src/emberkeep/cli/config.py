@@ -19,27 +19,22 @@ from emberkeep.cli.commands import (
     JsonFlag,
     YesFlag,
     accepted_briefly,
+    command_group,
     default_of,
     grouped,
     help_for,
     logged,
     settle,
 )
-from emberkeep.cli.console import ask_first, plural, printable
+from emberkeep.cli.console import align, ask_first, plural, printable
 from emberkeep.config.kinds import public_url
 from emberkeep.config.settings import FIELDS, is_harmless, public_values, show_value
-from emberkeep.config.sources import FILE_NAMES, ConfigFile, LoadedConfig, file_in, read_config_file
+from emberkeep.config.sources import FILE_NAMES, ConfigFile, file_in, is_trusted, read_config_file, trust, withdraw
 from emberkeep.config.tables import McpServer
-from emberkeep.config.trust import is_trusted, trust, withdraw
 from emberkeep.errors import ConfigError
 from emberkeep.types.request import Json
 
-app = typer.Typer(
-    help="Look at the settings, and trust a file that sets some.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-)
+app = command_group("Look at the settings, and trust a file that sets some.")
 
 Where = Annotated[Path, typer.Argument(metavar="[PATH]", help="The file, or its folder. [default: this folder]")]
 
@@ -66,21 +61,12 @@ def show_config(config: ConfigFlag = None, as_json: JsonFlag = False) -> None:
     """Every setting, its value and where the value came from. Secrets are masked."""
     loaded = settle(config=config)
     if as_json:
-        print(json.dumps(_settings_json(loaded), indent=2))
+        values = public_values(loaded.config)
+        shown = {key: {"value": value, "from": loaded.origins[key]} for key, value in values.items()}
+        print(json.dumps(shown, indent=2))
     else:
-        _print_settings(loaded)
-
-
-def _settings_json(loaded: LoadedConfig) -> dict[str, Json]:
-    values = public_values(loaded.config)
-    return {key: {"value": value, "from": loaded.origins[key]} for key, value in values.items()}
-
-
-def _print_settings(loaded: LoadedConfig) -> None:
-    table = [(key, show_value(loaded.config, key), origin) for key, origin in loaded.origins.items()]
-    widths = [max(len(row[column]) for row in table) for column in range(2)]
-    for key, value, origin in table:
-        print(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
+        rows = [(key, show_value(loaded.config, key), origin) for key, origin in loaded.origins.items()]
+        print("\n".join(align(rows)))
 
 
 @app.command("trust", epilog="Examples: emberkeep config trust, emberkeep config trust ~/src/mine/emberkeep.toml")
@@ -168,9 +154,7 @@ def _values(file: ConfigFile, key: str) -> list[str]:
     value = file.public(key)
     if value is None or value == []:
         return ["none"]  # which may take away what the user's own file says
-    if isinstance(value, list):
-        return [_entry(item) for item in value]
-    return [_entry(value)]
+    return [_entry(item) for item in (value if isinstance(value, list) else [value])]
 
 
 def _entry(value: Json) -> str:

@@ -10,13 +10,12 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from enum import StrEnum
-from errno import EISDIR
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-import numpy as np
 import typer
 
 from emberkeep import large_pages
@@ -91,22 +90,14 @@ def examine(config: Config) -> Iterator[tuple[str, Finding]]:
         yield name, check(config)
 
 
-def _python(config: Config) -> Finding:
-    return Finding(Level.OK, f"{platform.python_version()} ({platform.python_implementation()})")
-
-
-def _platform(config: Config) -> Finding:
-    return Finding(Level.OK, platform.platform())
-
-
 def _pages(config: Config) -> Finding:
-    said = {
+    words = {
         "always": "large ones for every program",
         "madvise": "large ones for the model and its state",
         "never": "small ones: `echo madvise > /sys/kernel/mm/transparent_hugepage/enabled`, as root, makes "
         "answers about a tenth faster on a CPU",
     }
-    return Finding(Level.OK, said.get(large_pages.mode() or "", "of the size that this system gives"))
+    return Finding(Level.OK, words.get(large_pages.mode() or "", "of the size that this system gives"))
 
 
 def _llama_cpp(config: Config) -> Finding:
@@ -125,10 +116,6 @@ def _llama_cpp(config: Config) -> Finding:
     return Finding(Level.WARN, f"{text}; {broken[0]}") if broken else Finding(Level.OK, text)
 
 
-def _cpu(config: Config) -> Finding:
-    return Finding(Level.OK, describe_cpu(read_cpu()))
-
-
 def _gpu(config: Config) -> Finding:
     """As llama.cpp sees them; the row of the Hugging Face engine tells its own device."""
     view = llamacpp_view(config)
@@ -145,9 +132,9 @@ def _hf_engine(config: Config) -> Finding:
     view = torch_view(config)
     if view.problem:
         return Finding(Level.OK if view.is_missing else Level.WARN, view.problem)
-    told = {device.name: describe(device) for device in view.devices}
+    known = {device.name: describe(device) for device in view.devices}
     (name,) = view.used
-    return Finding(Level.OK, f"{hf_versions()}, device {told.get(name, name)}")
+    return Finding(Level.OK, f"{hf_versions()}, device {known.get(name, name)}")
 
 
 def _memory(config: Config) -> Finding:
@@ -164,13 +151,8 @@ def _archive(config: Config) -> Finding:
     if not config.memory:
         return Finding(Level.OK, "off: nothing is archived")
     path = memory_file(config)
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(EISDIR, "it is a folder")
-        with tempfile.TemporaryFile(dir=nearest_folder(path.parent)):
-            pass
-    except OSError as error:
-        return Finding(Level.FAIL, f"{path} cannot be written ({error.strerror}): choose another data_dir.")
+    if reason := "it is a folder" if path.is_dir() else _why_unwritable(path.parent):
+        return Finding(Level.FAIL, f"{path} cannot be written ({reason}): choose another data_dir.")
     return Finding(Level.OK, f"in {path}" if path.exists() else f"will be in {path}")
 
 
@@ -185,8 +167,8 @@ def _disk(config: Config) -> Finding:
 def _speed(config: Config) -> Finding:
 
     speeds = {
-        "RAM is copied at": copy_speed(),
-        "the data folder read at": disk_speed(nearest_folder(config.data_dir)),
+        "RAM is copied at": measured(copy_speed),
+        "the data folder read at": measured(partial(disk_speed, nearest_folder(config.data_dir))),
     }
     if (device := _device_of_torch(config)) is not None:
         from emberkeep.engine.hf.device import DeviceLimits
@@ -212,14 +194,18 @@ def _device_of_torch(config: Config) -> str | None:
 
 
 def _data_dir(config: Config) -> Finding:
-    # Asking must not leave anything behind: a folder that is not there yet is not made here.
-    try:
-        with tempfile.TemporaryFile(dir=nearest_folder(config.data_dir)):
-            pass
-    except OSError as error:
-        reason = error.strerror or error
+    if reason := _why_unwritable(config.data_dir):
         return Finding(Level.FAIL, f"{config.data_dir} cannot be written ({reason}): choose another --data-dir.")
     return Finding(Level.OK, str(config.data_dir))
+
+
+def _why_unwritable(folder: Path) -> str:
+    """Empty where it can be written. Nothing is left behind: a folder that is not there yet is not made here."""
+    try:
+        with tempfile.TemporaryFile(dir=nearest_folder(folder)):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def _model(config: Config) -> Finding:
@@ -277,10 +263,10 @@ def _shared_server(config: Config) -> Finding:
     if config.remote is None:
         return Finding(Level.OK, 'none: `remote = "valkey://HOST:6379"` lets hosts share what they computed')
     try:
-        report = shared_server_report(config)
+        text, advice = shared_server_report(config)
     except ConfigError as error:
         return Finding(Level.FAIL, str(error))
-    return Finding(Level.WARN if report.advice else Level.OK, "; ".join([report.text, *report.advice]))
+    return Finding(Level.WARN if advice else Level.OK, "; ".join([text, *advice]))
 
 
 def _mlock(config: Config) -> Finding:
@@ -288,8 +274,8 @@ def _mlock(config: Config) -> Finding:
     limit = lockable()
     if limit is None:
         return Finding(Level.OK, "memory may be locked without limit")
-    told = f"{readable_size(limit)} of memory may be locked; {_RAISE_MEMLOCK}"
-    return Finding(Level.WARN if config.mlock else Level.OK, told)
+    text = f"{readable_size(limit)} of memory may be locked; {_RAISE_MEMLOCK}"
+    return Finding(Level.WARN if config.mlock else Level.OK, text)
 
 
 def _packages(config: Config) -> Finding:
@@ -335,11 +321,11 @@ def _is_there(server: McpServer) -> bool:
 
 
 CHECKS: dict[str, Callable[[Config], Finding]] = {
-    "python": _python,
-    "platform": _platform,
+    "python": lambda _: Finding(Level.OK, f"{platform.python_version()} ({platform.python_implementation()})"),
+    "platform": lambda _: Finding(Level.OK, platform.platform()),
     "packages": _packages,
     "llama.cpp": _llama_cpp,
-    "cpu": _cpu,
+    "cpu": lambda _: Finding(Level.OK, describe_cpu(read_cpu())),
     "gpu": _gpu,
     "hf engine": _hf_engine,
     "memory": _memory,
@@ -364,16 +350,6 @@ _COPIED = 32 << 20
 _READ = 8 << 20
 
 
-def copy_speed() -> float | None:
-    """Copies within RAM, by one thread."""
-    return measured(_copy_speed)
-
-
-def disk_speed(folder: Path) -> float | None:
-    """Writes and reads in `folder`, where nothing stays."""
-    return measured(lambda: _disk_speed(folder))
-
-
 def measured(measure: Callable[[], float]) -> float | None:
     """Never raises."""
     future, run = promised(measure)
@@ -384,16 +360,17 @@ def measured(measure: Callable[[], float]) -> float | None:
         return None
 
 
-def _copy_speed() -> float:
-    source = np.ones(_COPIED, np.uint8)
-    target = np.empty_like(source)
-    np.copyto(target, source)  # the first one also brings the pages in
+def copy_speed() -> float:
+    """Copies within RAM, by one thread."""
+    source, target = memoryview(b"1" * _COPIED), memoryview(bytearray(_COPIED))
+    target[:] = source  # the first one also brings the pages in
     begin = perf_counter()
-    np.copyto(target, source)
+    target[:] = source
     return _COPIED / (perf_counter() - begin)
 
 
-def _disk_speed(folder: Path) -> float:
+def disk_speed(folder: Path) -> float:
+    """Writes and reads in `folder`, where nothing stays. Raises OSError."""
     # A file without a name: it is gone whatever happens.
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         file.write(os.urandom(_READ))

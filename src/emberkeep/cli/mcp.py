@@ -6,14 +6,14 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from emberkeep.cli.commands import JsonFlag, YesFlag, with_settings
+from emberkeep.cli.commands import JsonFlag, YesFlag, command_group, with_settings
 from emberkeep.cli.console import ask_first, complain, console, plural, printable, show_table
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
@@ -46,13 +46,7 @@ Servers are tables in emberkeep.toml:
   trusted = true                               its tools run without asking; or a list of their names
 """
 
-app = typer.Typer(
-    help="Use the tools of MCP servers, and be one.",
-    epilog=EXAMPLES,
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-)
+app = command_group("Use the tools of MCP servers, and be one.", EXAMPLES)
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="As its table [mcp.servers.NAME] has it.")]
 
@@ -69,7 +63,7 @@ def list_servers(config: Config, json_: JsonFlag = False) -> None:
     if json_:
         print(json.dumps(found, indent=2, ensure_ascii=False))
     elif found:
-        print_servers(found)
+        show_table(("server", "status", "tools", "prompts", ""), map(_cells, found))
     else:
         print("No MCP server is in the settings: add a table [mcp.servers.NAME] to emberkeep.toml.")
 
@@ -79,10 +73,7 @@ def list_servers(config: Config, json_: JsonFlag = False) -> None:
 def show_server(config: Config, name: Name) -> None:
     """What one server offers: tools, and which of them wait for approval; prompts; resources."""
 
-    async def print_one(clients: McpClients) -> None:
-        await print_server(clients, name)
-
-    _with_servers(config, print_one, name)
+    _with_servers(config, lambda clients: print_server(clients, name), name)
 
 
 @app.command(epilog="Example: emberkeep mcp approve time")
@@ -185,10 +176,6 @@ def server_json(state: ServerState) -> dict[str, Json]:
         "tools": {name: str(standing) for name, standing in state.tools.items()},
         "prompts": state.prompts,
     }
-
-
-def print_servers(servers: Sequence[dict[str, Json]]) -> None:
-    show_table(("server", "status", "tools", "prompts", ""), map(_cells, servers))
 
 
 def _cells(server: dict[str, Json]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -14,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from typer.core import TyperGroup
 
-from emberkeep.cli.commands import JsonFlag, YesFlag, with_settings
+from emberkeep.cli.commands import JsonFlag, YesFlag, command_group, with_settings
 from emberkeep.cli.console import ago, ask_first, console, plural, printable, show, show_facts, texts, whose
 from emberkeep.config.kinds import readable_size
 from emberkeep.config.settings import Config
 from emberkeep.errors import NoSuchEntry
-from emberkeep.types.memory import Fact, Forgotten, MemoryKind, Recollection
+from emberkeep.types.memory import Forgotten, MemoryKind, Recollection
 from emberkeep.types.request import Json
 
 if TYPE_CHECKING:
@@ -37,6 +38,15 @@ _LONGEST = 300
 _BEFORE = 80
 """Characters that are shown before the first match of a longer text."""
 
+_KINDS = {
+    "turns": "archived turns",
+    "answers": "stored answers",
+    "facts": "facts",
+    "conversations": "saved conversations",
+    "responses": "stored responses",
+}
+"""What is remembered, as figures have it and in words."""
+
 EXAMPLES = """\b
 Examples:
   emberkeep memory search "capital of France"  turns that have left a context, the best first
@@ -50,13 +60,7 @@ Examples:
 No model is loaded, and a running server may use the same memory meanwhile.
 """
 
-app = typer.Typer(
-    help="Search what has left a conversation, keep facts, export, import, forget.",
-    epilog=EXAMPLES,
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-)
+app = command_group("Search what has left a conversation, keep facts, export, import, forget.", EXAMPLES)
 
 OfUser = Annotated[str, typer.Option("--user", help="Whose memory; without it, that of those who gave no name.")]
 OfUserOrAll = Annotated[
@@ -79,9 +83,7 @@ def search(
     as_json: JsonFlag = False,
 ) -> None:
     """Archived turns and stored answers that fit a query, the best first."""
-    from emberkeep.library.user_memory import open_memory
-
-    with open_memory(config) as memory:
+    with _open(config) as memory:
         found = memory.search(query, max_results=max_results, user=user, conversation_id=conversation)
     if as_json:
         from emberkeep.api.stored import found_json
@@ -102,9 +104,8 @@ def export(
 ) -> None:
     """Write everything that is remembered, one JSON object per line. An existing file is left alone."""
     from emberkeep.files import line, write_lines
-    from emberkeep.library.user_memory import open_memory
 
-    with open_memory(config) as memory:
+    with _open(config) as memory:
         rows = _with_bar(memory.export(user=user), "Exporting", _rows(memory.stats(user=user)))
         if file is None:
             sys.stdout.writelines(line(row) for row in rows)
@@ -121,9 +122,8 @@ def import_(
 ) -> None:
     """Read what was exported, each row for its own user. What is known already is not added twice."""
     from emberkeep.files import read_lines
-    from emberkeep.library.user_memory import open_memory
 
-    with open_memory(config) as memory:
+    with _open(config) as memory:
         added = memory.import_(_with_bar(read_lines(file), "Importing", None))
     print(f"{plural(added, 'thing', 'things')} added from {file}.")
 
@@ -144,11 +144,9 @@ def forget(
 
     Stored prompt state is another matter: `emberkeep cache rm` removes it.
     """
-    from emberkeep.library.user_memory import open_memory
-
     if user is None and conversation is None:
         raise typer.BadParameter("say what to forget: --user NAME, --conversation ID, or both.")
-    with open_memory(config) as memory:
+    with _open(config) as memory:
         if not yes:
             ask_first(f"Forget {_what(memory, user or '', conversation)}?")
         forgotten = memory.forget(user=user or "", conversation_id=conversation)
@@ -163,14 +161,18 @@ def stats(
     as_json: JsonFlag = False,
 ) -> None:
     """How much is remembered, and since when."""
-    from emberkeep.library.user_memory import open_memory
-
-    with open_memory(config) as memory:
+    with _open(config) as memory:
         figures = memory.stats(user=user)
     if as_json:
         print(json.dumps(figures, indent=2))
     else:
-        print_stats(figures)
+        show_facts(_figures(figures))
+
+
+def _open(config: Config) -> AbstractContextManager[UserMemory]:
+    from emberkeep.library.user_memory import open_memory  # takes longer than `--help` may
+
+    return open_memory(config)
 
 
 def _what(memory: UserMemory, user: str, conversation: str | None) -> str:
@@ -180,7 +182,7 @@ def _what(memory: UserMemory, user: str, conversation: str | None) -> str:
 
 
 def _rows(stats: dict[str, Json]) -> int:
-    return sum(stats[kind] for kind in ("turns", "answers", "facts", "conversations", "responses"))
+    return sum(stats[kind] for kind in _KINDS)
 
 
 def _with_bar(rows: Iterable[T], what: str, total: int | None) -> Iterator[T]:
@@ -229,14 +231,12 @@ FactsOfUser = Annotated[str, typer.Option("--user", help="Whose; without it, of 
 @with_settings("data_dir", "config")
 def list_facts(config: Config, user: FactsOfUser = "", as_json: JsonFlag = False) -> None:
     """Everything that was set."""
-    from emberkeep.library.user_memory import open_memory
-
-    with open_memory(config) as memory:
+    with _open(config) as memory:
         facts = memory.facts(user=user)
     if as_json:
         print(json.dumps([asdict(fact) for fact in facts], indent=2, ensure_ascii=False))
     elif facts:
-        print_known_facts(facts)
+        show_facts((fact.name, fact.value) for fact in facts)
     else:
         print("No facts yet: `emberkeep memory facts set NAME VALUE` sets one.")
 
@@ -245,9 +245,7 @@ def list_facts(config: Config, user: FactsOfUser = "", as_json: JsonFlag = False
 @with_settings("data_dir", "config")
 def set_fact(config: Config, name: Name, value: Value, user: FactsOfUser = "") -> None:
     """Remember something under a name, in place of what was there."""
-    from emberkeep.library.user_memory import open_memory
-
-    with open_memory(config) as memory:
+    with _open(config) as memory:
         memory.set_fact(name, value, user=user)
     print(f"{printable(name)} is set.")
 
@@ -256,9 +254,7 @@ def set_fact(config: Config, name: Name, value: Value, user: FactsOfUser = "") -
 @with_settings("data_dir", "config")
 def get_fact(config: Config, name: Name, user: FactsOfUser = "") -> None:
     """Print what is remembered under a name, and nothing else."""
-    from emberkeep.library.user_memory import open_memory
-
-    with open_memory(config) as memory:
+    with _open(config) as memory:
         fact = memory.fact(name, user=user)
     if fact is None:
         raise _no_such(name)
@@ -269,9 +265,7 @@ def get_fact(config: Config, name: Name, user: FactsOfUser = "") -> None:
 @with_settings("data_dir", "config")
 def delete_fact(config: Config, name: Name, user: FactsOfUser = "") -> None:
     """Forget what is remembered under a name."""
-    from emberkeep.library.user_memory import open_memory
-
-    with open_memory(config) as memory:
+    with _open(config) as memory:
         if not memory.delete_fact(name, user=user):
             raise _no_such(name)
     print(f"{printable(name)} is deleted.")
@@ -302,37 +296,16 @@ def describe(one: Recollection) -> str:
     return "\n".join([f"{ago(time.time() - one.at)}, score {one.score:.2f}", *said])
 
 
-def print_known_facts(facts: Sequence[Fact]) -> None:
-    show_facts((fact.name, fact.value) for fact in facts)
-
-
-def print_stats(stats: Mapping[str, Json]) -> None:
-    show_facts(_figures(stats))
-
-
 def forgotten_line(forgotten: Forgotten) -> str:
     """What went, and how much smaller the file is."""
-    return f"Forgot {_counts(forgotten)}; the file is {readable_size(forgotten.bytes)} smaller."
-
-
-def _counts(forgotten: Forgotten) -> str:
-    counts = [
-        plural(forgotten.turns, "archived turn", "archived turns"),
-        plural(forgotten.answers, "stored answer", "stored answers"),
-        plural(forgotten.facts, "fact", "facts"),
-        plural(forgotten.conversations, "saved conversation", "saved conversations"),
-        plural(forgotten.responses, "stored response", "stored responses"),
-    ]
-    there = [count for count in counts if not count.startswith("0 ")]
-    return ", ".join(there) or "nothing"
+    counts = {words: getattr(forgotten, kind) for kind, words in _KINDS.items()}
+    there = [plural(count, words.removesuffix("s"), words) for words, count in counts.items() if count]
+    return f"Forgot {', '.join(there) or 'nothing'}; the file is {readable_size(forgotten.bytes)} smaller."
 
 
 def _figures(stats: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
-    yield "archived turns", f"{stats['turns']:,}"
-    yield "stored answers", f"{stats['answers']:,}"
-    yield "facts", f"{stats['facts']:,}"
-    yield "saved conversations", f"{stats['conversations']:,}"
-    yield "stored responses", f"{stats['responses']:,}"
+    for kind, words in _KINDS.items():
+        yield words, f"{stats[kind]:,}"
     yield "size", f"{readable_size(stats['bytes'])} of {readable_size(stats['limit'])}"
     for name in ("oldest", "newest"):
         if stats[name] is not None:

@@ -48,40 +48,22 @@ def open_model(config: Config) -> Emberkeep:
 
 
 @contextmanager
-def pull_reporter() -> Iterator[Lines | StatusLine]:
+def pull_reporter() -> Iterator[ProgressLine]:
     """A line that changes on a terminal, one line per step elsewhere."""
-    reporter = StatusLine(sys.stderr) if sys.stderr.isatty() else Lines(sys.stderr)
+    reporter = ProgressLine(sys.stderr, is_changing=sys.stderr.isatty())
     try:
         yield reporter
     finally:
         reporter.close()
 
 
-class Lines:
-    """A step is mentioned when it begins, until this is closed."""
+class ProgressLine:
+    """The current step and how far it is, until this is closed: in one line that changes, or (not `is_changing`)
+    as a line per step. Any thread may use it."""
 
-    def __init__(self, output: TextIO) -> None:
+    def __init__(self, output: TextIO, *, is_changing: bool) -> None:
         self._output = output
-        self._step = ""
-        self._is_closed = False
-
-    def say(self, sentence: str) -> None:
-        print(printable(sentence), file=self._output, flush=True)
-
-    def progress(self, step: str, done: int, total: int | None) -> None:
-        if step != self._step and not self._is_closed:
-            self._step = step
-            self.say(step)
-
-    def close(self) -> None:
-        self._is_closed = True
-
-
-class StatusLine:
-    """The current step and how far it is, in one line, until this is closed. Any thread may use it."""
-
-    def __init__(self, output: TextIO) -> None:
-        self._output = output
+        self._is_changing = is_changing
         self._step = ""
         self._began, self._shown_at = 0.0, -inf
         self._is_shown = self._is_closed = False
@@ -89,24 +71,31 @@ class StatusLine:
 
     def say(self, sentence: str) -> None:
         with self._lock:
-            self._clear()
-            print(printable(sentence), file=self._output, flush=True)
+            self._say(sentence)
 
     def progress(self, step: str, done: int, total: int | None) -> None:
         with self._lock:
-            now = monotonic()
-            if step != self._step:
+            now, is_new = monotonic(), step != self._step
+            if is_new:
                 self._step, self._began, self._shown_at = step, now, -inf
-            if now - self._shown_at >= _EVERY_S and not self._is_closed:
+            if self._is_closed:
+                return
+            if self._is_changing and now - self._shown_at >= _EVERY_S:
                 self._shown_at, self._is_shown = now, True
                 width = shutil.get_terminal_size().columns - 1
-                line = f"{printable(step)}{_told(done, total, now - self._began)}"[:width]
+                line = f"{printable(step)}{_how_far(done, total, now - self._began)}"[:width]
                 print(f"{_CLEARED}{line}", end="", file=self._output, flush=True)
+            elif is_new and not self._is_changing:
+                self._say(step)
 
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
             self._clear()
+
+    def _say(self, sentence: str) -> None:
+        self._clear()
+        print(printable(sentence), file=self._output, flush=True)
 
     def _clear(self) -> None:
         if self._is_shown:
@@ -114,7 +103,7 @@ class StatusLine:
             self._is_shown = False
 
 
-def _told(done: int, total: int | None, seconds: float) -> str:
+def _how_far(done: int, total: int | None, seconds: float) -> str:
     if not total:
         return " ..."
     speed = f", {readable_size(done / seconds)}/s" if done and seconds > 1 else ""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import datetime
 from typing import Annotated
 
 import typer
 
-from emberkeep.cli.commands import JsonFlag, YesFlag, with_settings
+from emberkeep.cli.commands import JsonFlag, YesFlag, command_group, with_settings
 from emberkeep.cli.console import complain, printable, show_facts, show_table
 from emberkeep.cli.model_setup import pull_reporter
 from emberkeep.config.kinds import readable_size
@@ -25,9 +25,7 @@ from emberkeep.types.request import Json
 
 TEMPLATE_LINES = 5
 
-app = typer.Typer(
-    help="List, pull, show and remove models.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
-)
+app = command_group("List, pull, show and remove models.")
 
 
 @app.command("list")
@@ -41,7 +39,7 @@ def list_models(config: Config, as_json: JsonFlag = False) -> None:
     if as_json:
         print(json.dumps([_facts(model) for model in models], indent=2))
     elif models:
-        _print_table(models)
+        show_table(("model", "format", "size", "pulled", "from"), map(_cells, models))
     else:
         print("No models yet; `emberkeep models pull smollm2-135m` fetches the default one.")
 
@@ -133,10 +131,6 @@ def _facts(file: ModelFile) -> dict[str, Json]:
     return facts | asdict(file.record) if isinstance(file, InstalledModel) else facts
 
 
-def _print_table(models: Sequence[InstalledModel]) -> None:
-    show_table(("model", "format", "size", "pulled", "from"), map(_cells, models))
-
-
 def _cells(model: InstalledModel) -> tuple[str, ...]:
     record = model.record
     was = f" (was {record.optimized_from})" if record.optimized_from else ""
@@ -145,6 +139,8 @@ def _cells(model: InstalledModel) -> tuple[str, ...]:
 
 
 def _lines(file: ModelFile, found: ModelProfile, digest: str) -> Iterator[tuple[str, str]]:
+    parts = len(part_files(file.path))
+    in_parts = f" in {parts} parts" if parts > 1 else ""
     yield "model", file.id
     yield "name", found.name
     yield "architecture", f"{found.architecture}, {found.layers} layers"
@@ -154,18 +150,13 @@ def _lines(file: ModelFile, found: ModelProfile, digest: str) -> Iterator[tuple[
     yield "context", f"{found.context_length} tokens"
     yield "vocabulary", f"{found.vocab_size} tokens"
     yield "KV per token", f"{readable_size(found.kv_bytes_per_token)} at 16 bits"
-    yield "file", f"{file.path} ({readable_size(found.size)}{_in_parts(file)})"
+    yield "file", f"{file.path} ({readable_size(found.size)}{in_parts})"
     yield "sha256", digest
     if isinstance(file, InstalledModel):
         yield "from", file.record.source
         if file.record.optimized_from:
             yield "optimised", f"requantised from {file.record.optimized_from}"
     yield "chat template", _beginning(found.chat_template)
-
-
-def _in_parts(file: ModelFile) -> str:
-    parts = len(part_files(file.path))
-    return f" in {parts} parts" if parts > 1 else ""
 
 
 def _kind(found: ModelProfile) -> str:

@@ -69,7 +69,8 @@ def ps(
     from emberkeep.cli.running_server import require_server
 
     with closing(require_server(config)) as server:
-        listed = [model for model in _models(server) if all_models or model["status"]["value"] != "unloaded"]
+        models = server.ask("GET", "/v1/models")["data"]
+        listed = [model for model in models if all_models or model["status"]["value"] != "unloaded"]
     if as_json:
         print(json.dumps(listed, indent=2))
     elif listed:
@@ -108,10 +109,6 @@ def _stop_server(config: Config, server: RunningServer) -> None:
         )
     os.kill(pid, signal.SIGTERM)
     print(f"The server at {server.url} finishes what runs, and ends.")
-
-
-def _models(server: RunningServer) -> list[Json]:
-    return list(server.ask("GET", "/v1/models")["data"])
 
 
 def _row(model: Json) -> list[str]:

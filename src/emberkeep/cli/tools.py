@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from emberkeep.cli.commands import JsonFlag, YesFlag, with_settings
+from emberkeep.cli.commands import JsonFlag, YesFlag, command_group, with_settings
 from emberkeep.cli.console import ask_first, complain, printable, show_table
 from emberkeep.config.settings import Config
 from emberkeep.errors import ConfigError, EmberkeepError, NoSuchEntry
@@ -39,13 +39,7 @@ Examples:
 Servers of [mcp.servers.NAME] are started for it, and stopped again.
 """
 
-app = typer.Typer(
-    help="List the tools that models can call, show one, run one.",
-    epilog=EXAMPLES,
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-)
+app = command_group("List the tools that models can call, show one, run one.", EXAMPLES)
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="As `emberkeep tools list` has it.")]
 _EXAMPLES: Mapping[str, Json] = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
@@ -84,7 +78,8 @@ def list_tools(
     if json_:
         print(json.dumps([as_json(row) for row in rows], indent=2, ensure_ascii=False))
     elif rows:
-        print_tools(rows)
+        cells = ((row.name, row.group, row.chat, row.server, gist(row.definition)) for row in rows)
+        show_table(("tool", "group", "in chat", "in a server", "what it does"), cells)
     else:
         print("No tool is switched on: `emberkeep tools list --all` shows them.")
 
@@ -200,11 +195,6 @@ def as_json(row: ToolRow) -> dict[str, Json]:
         "description": row.definition.description,
         "parameters": row.definition.parameters,
     }
-
-
-def print_tools(rows: Sequence[ToolRow]) -> None:
-    cells = ((row.name, row.group, row.chat, row.server, gist(row.definition)) for row in rows)
-    show_table(("tool", "group", "in chat", "in a server", "what it does"), cells)
 
 
 def gist(tool: Tool) -> str:

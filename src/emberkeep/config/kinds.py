@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -40,6 +41,16 @@ class Kind:
 # ── texts, paths, lists ──
 
 
+def _checked(parse: Callable[[object], Any], is_good: Callable[[Any], object]) -> Callable[[object], Any]:
+    def check(value: object) -> Any:
+        parsed = parse(value)
+        if not is_good(parsed):
+            raise ValueError
+        return parsed
+
+    return check
+
+
 def parse_text(value: object) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError
@@ -75,20 +86,15 @@ def public_url(url: str) -> str:
     return shown.geturl()
 
 
-def _parse_shared_server(value: object) -> str:
-    url = parse_text(value)
+def _is_shared_server(url: str) -> bool:
     parts = urlsplit(url)
-    if parts.scheme not in _SHARED_SERVERS or not (parts.hostname or parts.path):
-        raise ValueError
-    return url
+    return parts.scheme in ("valkey", "valkeys", "redis", "rediss", "unix") and bool(parts.hostname or parts.path)
 
-
-_SHARED_SERVERS = ("valkey", "valkeys", "redis", "rediss", "unix")
 
 TEXT = Kind(parse_text, "a text that is not empty", "text")
 URL = replace(TEXT, show=public_url, public=public_url)
 SHARED_SERVER = Kind(
-    _parse_shared_server,
+    _checked(parse_text, _is_shared_server),
     "valkey://host:port, redis:// (with TLS valkeys:// or rediss://) or unix://path",
     "url",
     show=public_url,
@@ -139,23 +145,14 @@ def path_or(*words: str) -> Kind:
     return replace(TEXT, settle=settle)
 
 
-def one_of(*words: str) -> Kind:
-    def parse(value: object) -> str:
-        if value not in words:
-            raise ValueError
-        return str(value)
-
-    return Kind(parse, f"one of {', '.join(words)}", "word")
+def one_of(*choices: str | int) -> Kind:
+    """All of them texts, or all of them numbers."""
+    parse, type_ = (_parse_int, "int") if isinstance(choices[0], int) else (parse_text, "word")
+    return Kind(_checked(parse, choices.__contains__), f"one of {', '.join(map(str, choices))}", type_)
 
 
 def pattern(regex: str, accepts: str) -> Kind:
-    def parse(value: object) -> str:
-        text = parse_text(value)
-        if re.fullmatch(regex, text) is None:
-            raise ValueError
-        return text
-
-    return Kind(parse, accepts, "word")
+    return Kind(_checked(parse_text, re.compile(regex).fullmatch), accepts, "word")
 
 
 def or_word(kind: Kind, word: str, stands_for: Callable[[], Any] = lambda: None) -> Kind:
@@ -194,26 +191,18 @@ def _show_float(value: float) -> str:
     return f"{value:g}"
 
 
-def _between(parse: Callable[[object], Any], low: float, high: float) -> Callable[[object], Any]:
-    def check(value: object) -> Any:
-        number = parse(value)
-        if not low <= number <= high:
-            raise ValueError
-        return number
-
-    return check
-
-
 def whole(low: int, high: int) -> Kind:
-    return Kind(_between(_parse_int, low, high), f"a whole number from {low} to {high}", "int")
+    parse = _checked(_parse_int, lambda number: low <= number <= high)
+    return Kind(parse, f"a whole number from {low} to {high}", "int")
 
 
 def share(low: float, high: float) -> Kind:
-    return Kind(_between(_parse_float, low, high), f"a number from {low:g} to {high:g}", "number", _show_float)
+    parse = _checked(_parse_float, lambda number: low <= number <= high)
+    return Kind(parse, f"a number from {low:g} to {high:g}", "number", _show_float)
 
 
 def seconds(low: float, high: float) -> Kind:
-    return Kind(_between(_parse_float, low, high), f"seconds from {low:g} to {high:g}", "seconds", _show_float)
+    return replace(share(low, high), accepts=f"seconds from {low:g} to {high:g}", type="seconds")
 
 
 def clamped_seconds(low: float, high: float) -> Kind:
@@ -268,16 +257,6 @@ LIFETIMES = Kind(
 )
 
 
-def one_number_of(*numbers: int) -> Kind:
-    def parse(value: object) -> int:
-        number = _parse_int(value)
-        if number not in numbers:
-            raise ValueError
-        return number
-
-    return Kind(parse, f"one of {', '.join(map(str, numbers))}", "int")
-
-
 def span(low: int, high: int) -> Kind:
     """A whole number, or two of them: the least and the most."""
     number = whole(low, high)
@@ -300,15 +279,8 @@ ALL_LAYERS = 100_000
 
 
 def layers() -> Kind:
-    counted = whole(0, ALL_LAYERS)
-
-    def parse(value: object) -> int:
-        return ALL_LAYERS if value == "all" else int(counted.parse(value))
-
-    def show(value: int) -> str:
-        return "all" if value == ALL_LAYERS else str(value)
-
-    return Kind(parse, f"{counted.accepts}, or all", "int", show)
+    counted = or_word(whole(0, ALL_LAYERS), "all", lambda: ALL_LAYERS)
+    return replace(counted, show=lambda value: "all" if value == ALL_LAYERS else str(value), word=None)
 
 
 def _parse_shares(value: object) -> tuple[float, ...]:
@@ -439,3 +411,24 @@ ALIASES = Kind(
     public=lambda aliases: {alias.name: alias.model for alias in aliases},
     is_list=True,
 )
+
+
+# ── values that a file may hold which its user has not agreed to ──
+
+
+def is_model_name(value: object) -> bool:
+    """It names an installed model, and none by where its files are, whatever lies in the current folder."""
+    name = value.strip() if isinstance(value, str) else "."
+    return not ("/" in name or name.startswith(".") or name.endswith(".gguf"))
+
+
+def is_name_here(value: object) -> bool:
+    """Where a service answers, `:` in a name may choose who computes: an Ollama that runs here sends what
+    `model:cloud` is asked to its maker."""
+    return is_model_name(value) and ":" not in str(value)
+
+
+def has_cores(value: object) -> bool:
+    """Threads that have no core of their own wait for each other by spinning: with hundreds of them the machine is
+    busy for minutes with one token."""
+    return value == "auto" or (isinstance(value, int) and value <= (os.cpu_count() or 1))

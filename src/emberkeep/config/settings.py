@@ -30,8 +30,9 @@ from emberkeep.config.kinds import (
     Lifetimes,
     LoraFile,
     clamped_seconds,
+    has_cores,
+    is_name_here,
     layers,
-    one_number_of,
     one_of,
     or_word,
     path_or,
@@ -43,7 +44,6 @@ from emberkeep.config.kinds import (
 )
 from emberkeep.config.machine import total_ram
 from emberkeep.config.tables import HYGIENE, PREFIXES, REMOTES, SERVERS, McpServer, WarmPrefix
-from emberkeep.config.trust import has_cores, is_name_here
 from emberkeep.logs import AUTO
 from emberkeep.types.hygiene import HygieneRule
 from emberkeep.types.lineage import Repair
@@ -183,7 +183,7 @@ class Config:
     )
     kv_bits: int = _harmless(
         16,
-        one_number_of(16, 8, 4),
+        one_of(16, 8, 4),
         "Bits in which prompt state is stored: 8 halves it and 4 halves it again, and is no longer exact.",
     )
     approximate: str = _harmless(

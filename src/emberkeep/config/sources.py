@@ -20,8 +20,8 @@ import platformdirs
 
 from emberkeep.config.kinds import readable_size
 from emberkeep.config.settings import FIELDS, Config, is_harmless, kind_of
-from emberkeep.config.trust import is_trusted
 from emberkeep.errors import ConfigError
+from emberkeep.files import locked, private_folder, replace_file
 from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
@@ -282,3 +282,47 @@ def why_gone(key: str, written: str) -> str | None:
     """What to tell who still uses a setting, as it was `written`; None where there never was such a setting."""
     instead = REMOVED.get(key)
     return None if instead is None else f"{written} is gone: {instead}"
+
+
+# ── files of folders that the user has agreed to, each by its real path and the digest of its bytes ──
+#
+# <the user's data folder>/trusted.json    whatever data_dir says: a file must not choose who vouches for it
+
+
+def is_trusted(path: Path, digest: str) -> bool:
+    """The user has agreed to these very bytes at this place. What cannot be read vouches for nothing."""
+    return _read_record(_record()).get(str(path)) == digest
+
+
+def trust(path: Path, digest: str) -> None:
+    """Raises OSError."""
+    _change({str(path): digest})
+
+
+def withdraw(path: Path) -> bool:
+    """Whether there was something to withdraw. Raises OSError."""
+    was_trusted = str(path) in _read_record(_record())
+    if was_trusted:
+        _change({str(path): None})
+    return was_trusted
+
+
+def _change(digests: Mapping[str, str | None]) -> None:
+    record = _record()
+    private_folder(record.parent)
+    with locked(record.with_suffix(".lock")):
+        entries = {**_read_record(record), **digests}
+        kept = {name: digest for name, digest in entries.items() if digest is not None}
+        replace_file(record, json.dumps(kept, indent=1).encode())
+
+
+def _read_record(record: Path) -> Mapping[str, object]:
+    try:
+        content = json.loads(record.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _record() -> Path:
+    return platformdirs.user_data_path("emberkeep", appauthor=False) / "trusted.json"

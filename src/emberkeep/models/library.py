@@ -22,8 +22,8 @@ from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 
+from emberkeep.config.kinds import is_model_name
 from emberkeep.config.settings import DEFAULT_MODEL
-from emberkeep.config.trust import is_model_name
 from emberkeep.errors import ModelBroken, ModelError, ModelNotFound
 from emberkeep.files import link_or_copy, private_folder, replace_file, sync
 from emberkeep.models.digest import known_digest, model_digest, remember

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
+from emberkeep.config.kinds import is_model_name
 from emberkeep.config.settings import DEFAULT_MODEL
-from emberkeep.config.trust import is_model_name
 from emberkeep.errors import ModelNotFound
 from emberkeep.models.library import id_from, is_repo, weights_at
 from emberkeep.models.parts import part_files, part_name, whole_name
