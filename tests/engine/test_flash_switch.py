@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberkeep.engine.base import Rows
-from emberkeep.engine.llamacpp.tuning import FlashSwitch
+from emberkeep.engine.llamacpp.live_context import FlashSwitch
 from emberkeep.engine.step_table import StepTable
 
 SLIGHT = 1e-9

@@ -11,7 +11,7 @@ import pytest
 
 from emberkeep.engine.base import Outcome
 from emberkeep.engine.llamacpp.engine import LlamaEngine
-from emberkeep.engine.llamacpp.kv_parts import cell_count
+from emberkeep.engine.llamacpp.kv_layout import cell_count
 from emberkeep.errors import EngineError
 from helpers.chance import seed, times
 from helpers.engines import KINDS, SNAPSHOT_KINDS, TOKENS, evaluate, exported
@@ -90,9 +90,8 @@ def mark_attention(mask: np.ndarray, parts, cells: int) -> int:
     """Rows, and what llama.cpp ignores or takes as data in cells, are no skeleton."""
     offset = 0
     for part in parts:
-        (_, table), *others = part._blocks(mask[offset:], cells)
-        table[:, 8:] = 0
-        for _, rows in others:
+        part.cells(mask[offset:], cells)[:, 2:] = 0
+        for _, rows in part.rows(mask[offset:], cells):
             rows[:] = 0
         offset += part.size(cells)
     return offset

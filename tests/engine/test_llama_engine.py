@@ -11,7 +11,6 @@ import pytest
 from emberkeep.engine.base import KvUnit, Outcome, Rows
 from emberkeep.engine.llamacpp.context import LlamaSettings
 from emberkeep.engine.llamacpp.engine import LlamaEngine
-from emberkeep.engine.llamacpp.kv_forms import _rows
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import system_info
 from emberkeep.errors import EngineError, ModelBroken, ModelNotFound
@@ -43,9 +42,9 @@ def test_a_cell_that_holds_no_number_spoils_no_other_sequence(open_engine, numbe
     evaluate(engine, 0, 0, 20)
     spoiled = np.frombuffer(exported(engine, 0, 0, 20), np.uint8).copy()
     layout = engine._context.layout
-    for (_, run), rows in zip(layout.runs(20), _rows(layout, spoiled, 20), strict=True):
+    for run, rows in layout.rows(spoiled, 20):
         if run.is_key == is_key:
-            rows[:] = number
+            rows.view("<f2")[:] = number
     engine.trim(0, 0)
     engine.import_kv(0, 0, 20, [memoryview(spoiled)], 0)
     step = [Rows(1, 0, TOKENS[:30], outputs=0)]
@@ -71,13 +70,13 @@ def test_requests_beside_one_that_spoils_a_step_are_answered_as_alone(open_engin
         rest = rig.run(idle, max_new=4, closing=())
         look, together = engine._check_numbers, []
 
-        def spoil() -> None:
+        def spoil(row: int) -> None:
             together.append(len(engine._first_outputs) == 2)
             is_second = together[-1] and sum(together) == 2
             with monkeypatch.context() as patch:
                 if is_second:
                     patch.setattr("emberkeep.engine.llamacpp.engine.isnan", lambda number: True)
-                look()
+                look(row)
 
         monkeypatch.setattr(engine, "_check_numbers", spoil)
         recorders = [rig.start(prompt, max_new=6, use_cache=False) for prompt in prompts]

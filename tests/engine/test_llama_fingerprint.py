@@ -18,8 +18,7 @@ from emberkeep.engine.llamacpp.context import LlamaSettings
 from emberkeep.engine.llamacpp.engine import WIDE_ROWS, LlamaEngine
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import LibraryFile, digest, files, library_in_use
-from emberkeep.engine.llamacpp.step_timing import measure
-from emberkeep.engine.llamacpp.tuning import Tuning
+from emberkeep.engine.llamacpp.tuning import Tuning, measure
 from emberkeep.engine.step_table import StepTable
 from emberkeep.kv.tree import Chunk, Cursor, Made, Segment, path_to
 from emberkeep.runtime.parts import stored_by

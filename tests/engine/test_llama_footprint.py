@@ -7,13 +7,13 @@ import pytest
 
 from emberkeep.config.machine import total_ram
 from emberkeep.engine.base import Footprint
-from emberkeep.engine.llamacpp import context, step_timing
+from emberkeep.engine.llamacpp import context, tuning
 from emberkeep.engine.llamacpp.context import LlamaSettings, on_gpu
 from emberkeep.engine.llamacpp.engine import LlamaEngine
 from emberkeep.engine.llamacpp.gpus import Gpu
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import Allocation, _on_log, take_buffers
-from emberkeep.engine.llamacpp.step_timing import measure
+from emberkeep.engine.llamacpp.tuning import measure
 from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import TooLarge
 from emberkeep.sched.admission import Admission, open_admission, peak
@@ -95,7 +95,7 @@ def test_what_was_only_measured_is_not_counted(open_engine, model_file, monkeypa
     for is_measured in (False, True):
         model = LlamaModel(model_file("dense"))
         if is_measured:
-            monkeypatch.setattr(step_timing, "_GRID_S", 0.02)
+            monkeypatch.setattr(tuning, "_GRID_S", 0.02)
             measure(model, [settings, replace(settings, flash=False)])
         engines.append(LlamaEngine(model, settings, "digest"))
         engines[-1].close()

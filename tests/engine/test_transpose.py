@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from emberkeep.engine.base import Outcome
 from emberkeep.engine.llamacpp.engine import LlamaEngine
-from emberkeep.engine.llamacpp.kv_forms import Layouts, counterpart
-from emberkeep.engine.llamacpp.kv_parts import Attention, cell_count
-from emberkeep.engine.llamacpp.kv_state import HEAD_BYTES, Layout
+from emberkeep.engine.llamacpp.kv_layout import HEAD_BYTES, Attention, Layout, Layouts, cell_count, counterpart
 from emberkeep.errors import EngineError
 from helpers.engines import KINDS, RANGE_KINDS, always, evaluate, exported, same
 
@@ -64,13 +63,14 @@ def carried_over(
 
 
 def numbers(layout: Layout, payload: memoryview, *, is_snapshot: bool = False) -> Iterator[np.ndarray]:
-    """Cells, keys and values of each layer, by position, and what is recurrent: each as bytes."""
+    """Cells, keys and values of each layer, by position, and what is recurrent."""
     state, offset = np.frombuffer(payload, np.uint8), HEAD_BYTES
     for part in layout.windows if is_snapshot else layout.ranges:
         cells = cell_count(state[offset:])
-        order = np.argsort(part.positions(state[offset:], cells))
-        for _, rows in part._blocks(state[offset:], cells):
-            yield np.ascontiguousarray(rows[order]).view(np.uint8)
+        table = part.cells(state[offset:], cells)
+        order = np.argsort(table[:, 0])
+        yield table[order]
+        yield from (rows[:, order] for _, rows in part.rows(state[offset:], cells))
         offset += part.size(cells)
     yield state[offset:]
 
@@ -109,13 +109,13 @@ def test_state_goes_the_other_way_and_comes_back_as_it_was(
 def test_the_bytes_are_those_of_rearranging(open_engine: Open, kind: str, source_flash: bool) -> None:
     ranges, snapshot, other = carried_over(open_engine, kind, source_flash)
     ranges_there, snapshot_there = taken_out(other)
-    layouts = other._context.layouts
+    layouts, array = other._context.layouts, partial(np.frombuffer, dtype=np.uint8)
     if other._context.unit.has_ranges:
         for there, here in zip(ranges_there, ranges, strict=True):
-            assert bytes(layouts.rearrange(np.frombuffer(here, np.uint8))) == bytes(there)
-            assert bytes(layouts.rearrange(np.frombuffer(there, np.uint8))) == bytes(there)
+            assert bytes(layouts.rearrange(array(here))) == bytes(there)
+            assert bytes(layouts.rearrange(array(there))) == bytes(there)
     if snapshot is not None and other._context.layout.windows:
-        assert bytes(layouts.rearrange_snapshot(np.frombuffer(snapshot, np.uint8))) == bytes(snapshot_there)
+        assert bytes(layouts.rearrange(array(snapshot), is_snapshot=True)) == bytes(snapshot_there)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from emberkeep.engine.base import Rows
-from emberkeep.engine.llamacpp import step_timing, tuning
+from emberkeep.engine.llamacpp import tuning
 from emberkeep.engine.llamacpp.context import LlamaSettings
 from emberkeep.engine.llamacpp.engine import LlamaEngine
 from emberkeep.engine.llamacpp.model import LlamaModel
-from emberkeep.engine.llamacpp.tuning import Measured, Subject, batch_without_flash, measure
+from emberkeep.engine.llamacpp.tuning import Measured, batch_without_flash, measure
 from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError
 from helpers.engines import KINDS, TOKENS
@@ -51,7 +51,7 @@ def open_model(model_file) -> Iterator[Callable[..., LlamaModel]]:
 def worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the tiny model were a large one, which survives everything and is measured in no time."""
     monkeypatch.setattr(tuning, "_SMALLEST", 0)
-    monkeypatch.setattr(step_timing, "_GRID_S", 0.02)
+    monkeypatch.setattr(tuning, "_GRID_S", 0.02)
     monkeypatch.setattr(tuning, "survives_without_flash", lambda *_: True)
 
 
@@ -83,23 +83,6 @@ def test_both_ways_are_measured_once_and_remembered(open_model, measurements, tm
         assert settings.flash
         assert found == tuning.Tuning("what is quicker, step by step", BOTH, wide_rows=8, has_choice=True)
     assert measurements == [[True, False]]
-
-
-def test_it_is_told_whether_both_ways_were_measured(open_model, measurements, tmp_path: Path) -> None:
-    subject = Subject("digest", 1, "f16")
-    for flash, is_measured in ((True, False), (False, True)):
-        assert not subject.is_measured(tmp_path)
-        tune(open_model(), SETTINGS, "digest", flash, tmp_path)
-        assert subject.is_measured(tmp_path) == is_measured
-    assert not Subject("digest", 2, "f16").is_measured(tmp_path)
-    assert not Subject("another digest", 1, "f16").is_measured(tmp_path)
-
-
-def test_nothing_else_than_what_was_measured_is_remembered(open_model, measurements, tmp_path: Path) -> None:
-    tune(open_model(), SETTINGS, "digest", None, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
-    assert Subject("digest", 1, "f16").measured(True, tmp_path) == SLOW
-    assert Subject("digest", 1, "f16").measured(False, tmp_path) == QUICK
 
 
 def test_what_was_measured_alone_is_measured_again_beside_the_other(
@@ -135,7 +118,6 @@ def test_a_damaged_file_is_measured_again(open_model, measurements, tmp_path: Pa
     tune(model, SETTINGS, "digest", None, tmp_path)
     for file in tmp_path.iterdir():
         file.write_bytes(damage)
-    assert not Subject("digest", 1, "f16").is_measured(tmp_path)
     assert tune(model, SETTINGS, "digest", None, tmp_path)[1].tables == BOTH
     assert measurements == [[True, False]] * 2
 
@@ -201,7 +183,7 @@ def test_a_machine_on_which_nothing_can_be_measured_serves_with_it(
     def fail(*_: object) -> None:
         raise EngineError("out of memory")
 
-    monkeypatch.setattr(step_timing, "open_context", fail)
+    monkeypatch.setattr(tuning, "open_context", fail)
     settings, found = tune(open_model(), SETTINGS, "digest", None, tmp_path)
     assert settings == SETTINGS
     assert found == tuning.Tuning("what is quicker, step by step", has_choice=True)
@@ -327,5 +309,5 @@ def test_measuring_leaves_threads_and_cores_as_they_were(open_model) -> None:
 def test_outliers_are_not_believed() -> None:
     """No step takes longer than smaller ones with as many rows."""
     times = {1: 0.01, 2: 0.5, 8: 0.05, 64: 0.3, 128: 9.0}
-    table = step_timing._table({64: times})
+    table = tuning._table({64: times})
     assert np.allclose(table.milliseconds[0], [10, 20, 50, 300, 600])

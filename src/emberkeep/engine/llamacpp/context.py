@@ -1,9 +1,8 @@
 """Opening a llama.cpp context, with one unified KV cache for all sequences: what it is opened with, the
 fingerprint of its state, the batches that extend it, what it needs of memory, and what it tells of experts.
 
-With a context nearly all memory is allocated: weights, cells and buffers for the largest step. In RAM, pages
-count when they are touched: those of weights and cells when the engine is open, those of buffers in a step. On
-a GPU all of it counts at once, and only scratch of the kernels comes later.
+With a context nearly all memory is allocated: weights, cells and buffers for the largest step. In RAM, pages count
+when they are touched: those of buffers in a step. On a GPU only scratch of the kernels comes later.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ import logging
 import os
 import platform
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ from emberkeep.engine.llamacpp.c_api import (
     defaults,
 )
 from emberkeep.engine.llamacpp.gpus import Gpu, gpus
-from emberkeep.engine.llamacpp.kv_state import Layout
+from emberkeep.engine.llamacpp.kv_layout import Bytes, Layout
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import (
     Allocation,
@@ -92,7 +92,15 @@ def open_context(model: LlamaModel, settings: LlamaSettings, on_node: Any) -> Ha
     take_errors()
     context: Handle | None = llama().llama_init_from_model(model.handle, params)
     if not context:
-        raise EngineError(_cannot_open(settings, take_errors() or "out of memory"))
+        reason = take_errors() or "out of memory"
+        if "block size" in reason:
+            raise EngineError(
+                f"This model's state cannot be held as {settings.kv_type} ({reason}): use --kv-type f16."
+            )
+        raise EngineError(
+            f"llama.cpp could not make room for {settings.cells} tokens of context, {reason}: "
+            "try a smaller --ctx or --parallel."
+        )
     model.adapt(context)
     return context
 
@@ -101,15 +109,6 @@ def outputs(settings: LlamaSettings) -> int:
     """Rows with logits in one step: one of each sequence, and drafts. Each takes as many floats as there are
     tokens."""
     return min(settings.sequences + 1 + DRAFT_ROWS, max(settings.batch, settings.sequences + 1))
-
-
-def _cannot_open(settings: LlamaSettings, reason: str) -> str:
-    if "block size" in reason:
-        return f"This model's state cannot be held as {settings.kv_type} ({reason}): use --kv-type f16."
-    return (
-        f"llama.cpp could not make room for {settings.cells} tokens of context, {reason}: "
-        "try a smaller --ctx or --parallel."
-    )
 
 
 _THREADS_AT = 4
@@ -130,7 +129,7 @@ def fingerprint(
     Not the number of threads: it rounds one kind of step in another way, which the shape of a step does as well.
     `either`: flash attention is switched on and off, and `layout` is that of when it is on.
     """
-    cells = llama().llama_n_ctx_seq(context)
+    original = model.hyperparameter("rope.scaling.original_context_length") or model.train_context
     parts = [
         "llama.cpp",
         version(),
@@ -142,7 +141,7 @@ def fingerprint(
         model.metadata("general.architecture"),
         llama().llama_model_rope_type(model.handle),
         llama().llama_model_rope_freq_scale_train(model.handle),
-        settings.rope_switches and cells > _original_context(model),
+        settings.rope_switches and llama().llama_n_ctx_seq(context) > int(original),
         "either" if either else "flash" if settings.flash else "no flash",
         "unified, windows cut off",
         layout,
@@ -155,19 +154,12 @@ def fingerprint(
         model.placement,
     ]
     written = [repr(part) for part in parts]
-    before = hashlib.sha256("\0".join(written[:_THREADS_AT]).encode())
-    behind = "\0".join(written[_THREADS_AT:])
 
-    def with_threads(threads: int) -> bytes:
-        return _digest(before, f"\0{threads}\0{behind}")
+    def digest(*threads: str) -> bytes:
+        text = "\0".join((*written[:_THREADS_AT], *threads, *written[_THREADS_AT:]))
+        return hashlib.sha256(text.encode()).digest()
 
-    return known_as(_digest(before, f"\0{behind}"), with_threads, settings.stored)
-
-
-def _digest(before: hashlib._Hash, behind: str) -> bytes:
-    whole = before.copy()
-    whole.update(behind.encode())
-    return whole.digest()
+    return known_as(digest(), lambda threads: digest(str(threads)), settings.stored)
 
 
 def windows_suffice(context: Handle, layout: Layout, settings: LlamaSettings) -> bool:
@@ -179,11 +171,6 @@ def windows_suffice(context: Handle, layout: Layout, settings: LlamaSettings) ->
     """
     seen = layout.window * (settings.sequences + 1) + llama().llama_n_ubatch(context)
     return not layout.windows or bool(seen >= llama().llama_n_ctx_seq(context))
-
-
-def _original_context(model: LlamaModel) -> int:
-    given = model.hyperparameter("rope.scaling.original_context_length")
-    return int(given) if given else model.train_context
 
 
 # ── threads and memory ──
@@ -227,20 +214,55 @@ class BatchBuffer:
         if llama().llama_decode(context, self.fill([rows])[0]):
             raise EngineError(f"llama.cpp could not evaluate a token: {take_errors()}.")
 
-    def want_any(self) -> None:
-        """Let at least one row of what was filled in want logits."""
+    def want_any(self) -> int:
+        """Let at least one row of what was filled in want logits: the first that does."""
         end = self._batch.n_tokens
         if not self._wanted[:end].any():
             self._wanted[end - 1] = 1
-
-    @property
-    def wanted(self) -> int:
-        """The first row that wants logits."""
-        return int(self._wanted[: self._batch.n_tokens].argmax())
+        return int(self._wanted[:end].argmax())
 
 
 def _pointer(array: np.ndarray[tuple[int], np.dtype[np.generic]], to: type) -> object:
     return ctypes.cast(array.ctypes.data, ctypes.POINTER(to))
+
+
+# ── the state of single sequences ──
+
+WHOLE, PARTIAL = 0, 1
+"""All of a state; what cannot be taken apart by range."""
+
+
+def read_state(context: Handle, sequence: int, flags: int = WHOLE, into: Bytes | None = None) -> Bytes:
+    """A copy, in the memory of `into` if that is large enough. Raises EngineError."""
+    size = llama().llama_state_seq_get_size_ext(context, sequence, flags)
+    state = np.empty(size, np.uint8) if into is None or len(into) < size else into[:size]
+    written = llama().llama_state_seq_get_data_ext(context, _pointer(state, ctypes.c_uint8), size, sequence, flags)
+    if written != size:
+        raise EngineError(f"llama.cpp exported {written} bytes instead of {size}.")
+    return state
+
+
+def write_state(context: Handle, sequence: int, state: Bytes, flags: int = WHOLE) -> bool:
+    """Replace a sequence's state. False when there is no room: what was to be replaced is then gone.
+
+    llama.cpp trusts the bytes: they must have been checked.
+    """
+    read = llama().llama_state_seq_set_data_ext(
+        context, _pointer(state, ctypes.c_uint8), len(state), sequence, flags
+    )
+    if read == 0:
+        take_errors()
+    return bool(read)
+
+
+@contextmanager
+def share_range(memory: Handle, source: int, target: int, start: int, end: int) -> Iterator[None]:
+    """Inside of it the empty sequence `target` shares [start, end) of `source`. No bytes are copied."""
+    llama().llama_memory_seq_cp(memory, source, target, start, end)
+    try:
+        yield
+    finally:
+        llama().llama_memory_seq_rm(memory, target, -1, -1)
 
 
 # ── memory ──
@@ -274,9 +296,10 @@ def footprint_of(
     """
     if model.offloads:
         return on_gpu(model, settings, buffers, kv_bytes_per_token, gpus())
-    later = _sum(buffers, _OF_STEPS) + (score_bytes(model, settings) if has_scores else 0)
+    of_steps = sum(buffer.size for buffer in buffers if buffer.kind in _OF_STEPS)
+    later = of_steps + (score_bytes(model, settings) if has_scores else 0)
     least = int(llama().llama_model_size(model.handle)) + settings.cells * kv_bytes_per_token
-    held = max(sum(buffer.size for buffer in buffers) - _sum(buffers, _OF_STEPS), least)
+    held = max(sum(buffer.size for buffer in buffers) - of_steps, least)
     return Footprint(
         device="cpu",
         capacity=total_ram(),
@@ -334,10 +357,6 @@ def _scratch(model: LlamaModel) -> int:
 def _number(model: LlamaModel, key: str, otherwise: int) -> int:
     """The largest, where each layer has its own."""
     return max(map(int, re.findall(r"\d+", model.hyperparameter(key) or "")), default=otherwise)
-
-
-def _sum(buffers: Iterable[Allocation], kinds: Sequence[str]) -> int:
-    return sum(buffer.size for buffer in buffers if buffer.kind in kinds)
 
 
 # ── which experts of a mixture are chosen ──
@@ -405,17 +424,14 @@ class GraphExpertCounter:
         if is_question:
             return ctypes.string_at(address + _NAME, len(_CHOSEN)) == _CHOSEN
         try:
-            self._count(Tensor.from_address(address))
+            tensor = Tensor.from_address(address)
+            if len(chosen := _read_experts(tensor)):
+                layer = int(tensor.name.removeprefix(_CHOSEN))
+                seen = np.append(np.bincount(chosen.ravel(), minlength=self._experts), len(chosen))
+                self._step[layer] = self._step.get(layer, 0) + seen
         except BaseException:
             log.exception("the experts of a step were not counted")
         return True  # anything else, an exception included, would leave the rest of the graph uncomputed
-
-    def _count(self, tensor: Tensor) -> None:
-        chosen = _read_experts(tensor)
-        if len(chosen):
-            layer = int(tensor.name.removeprefix(_CHOSEN))
-            seen = np.append(np.bincount(chosen.ravel(), minlength=self._experts), len(chosen))
-            self._step[layer] = self._step.get(layer, 0) + seen
 
 
 def _read_experts(tensor: Tensor) -> npt.NDArray[np.int32]:

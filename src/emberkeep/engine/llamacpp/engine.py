@@ -26,23 +26,23 @@ from emberkeep.engine.base import (
 )
 from emberkeep.engine.facts import Facts
 from emberkeep.engine.llamacpp.context import (
+    PARTIAL,
     BatchBuffer,
     LlamaSettings,
     fingerprint,
     footprint_of,
     outputs,
     windows_suffice,
+    write_state,
 )
 from emberkeep.engine.llamacpp.gpus import gpus
-from emberkeep.engine.llamacpp.kv_forms import packs
-from emberkeep.engine.llamacpp.kv_state import PARTIAL, write_state
 from emberkeep.engine.llamacpp.learning import StateFacts
-from emberkeep.engine.llamacpp.live_context import SCRATCH, LiveContext
+from emberkeep.engine.llamacpp.live_context import SCRATCH, FlashSwitch, LiveContext
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import llama, take_buffers, take_errors
-from emberkeep.engine.llamacpp.staging import Staging, StateTransfer
+from emberkeep.engine.llamacpp.staging import Staging, StateTransfer, packs
 from emberkeep.engine.llamacpp.threads import one_core_each
-from emberkeep.engine.llamacpp.tuning import NOT_TUNED, FlashSwitch, Tuning
+from emberkeep.engine.llamacpp.tuning import NOT_TUNED, Tuning
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.types.request import Json
 
@@ -195,24 +195,24 @@ class LlamaEngine:
     def _decode(self, batch: Sequence[Rows]) -> bool:
         """False where there is no room: nothing has changed then. Raises EngineError."""
         llama_batch, self._first_outputs = self._batch.fill(batch)
-        if not self._switch.flash:
-            self._batch.want_any()
+        row = None if self._switch.flash else self._batch.want_any()
         code: int = llama().llama_decode(self._context.handle, llama_batch)
         if code > 1 or code < 0:
             raise EngineError(f"llama.cpp could not evaluate a batch: {take_errors() or f'code {code}'}.")
         if code == 1:
             take_errors()
-        elif not self._switch.flash:
-            self._check_numbers()
+        elif row is not None:
+            self._check_numbers(row)
         return code == 0
 
-    def _check_numbers(self) -> None:
-        """Raises FloatingPointError, and has forgotten every sequence then, if the step computed no numbers.
+    def _check_numbers(self, row: int) -> None:
+        """Raises FloatingPointError, and has forgotten every sequence then, if the step computed no numbers
+        for `row`.
 
         Without flash attention what is not seen is multiplied by 0. That is nothing, unless it is infinite or no
         number: one cell of that kind spoils every sequence, and goes on doing so when it is free.
         """
-        address = llama().llama_get_logits_ith(self._context.handle, self._batch.wanted)
+        address = llama().llama_get_logits_ith(self._context.handle, row)
         if isnan(ctypes.c_float.from_address(address).value):
             self._context.empty()
             raise FloatingPointError("The model computed something else than numbers: try flash_attention = on.")

@@ -9,9 +9,11 @@ state is exported, whose every skeleton byte is compared with the layout (`Llama
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import struct
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -20,10 +22,21 @@ import numpy.typing as npt
 from emberkeep.engine.base import KvUnit, Rows
 from emberkeep.engine.facts import Facts
 from emberkeep.engine.llamacpp.c_api import TYPES, Handle
-from emberkeep.engine.llamacpp.context import BatchBuffer, LlamaSettings, open_context
-from emberkeep.engine.llamacpp.kv_forms import counterpart
-from emberkeep.engine.llamacpp.kv_parts import EMPTY, UNKNOWN, VARIANTS, Attention, Bytes, LayerTensor, Recurrent
-from emberkeep.engine.llamacpp.kv_state import HEAD_BYTES, PARTIAL, PROBE, Layout, read_state
+from emberkeep.engine.llamacpp.context import PARTIAL, BatchBuffer, LlamaSettings, open_context, read_state
+from emberkeep.engine.llamacpp.kv_layout import (
+    EMPTY,
+    HEAD_BYTES,
+    PAIR,
+    RECURRENT_HEAD,
+    TENSOR,
+    TRANSPOSED,
+    Attention,
+    Bytes,
+    LayerTensor,
+    Layout,
+    Recurrent,
+    counterpart,
+)
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import buffers_that_go, llama
 from emberkeep.errors import EngineError
@@ -160,8 +173,15 @@ def _part(data: Sequence[Any]) -> Attention:
 
 # ── the layout of its state ──
 
+_UNKNOWN = "llama.cpp exported a state in a layout this version does not know."
 _FIRST = 0
 """llama.cpp's sequence."""
+_PROBE = 2
+"""Tokens of the sequence that a layout is learned from."""
+_CELL_BYTES = (12, 24)
+_NUMBER_BYTES = (2, 4)
+_VARIANTS = tuple(product((True, False), (0, 8)))
+"""Whether a part has values, and how many bytes stand between its head and its tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +197,14 @@ class Exports:
 
 
 def learn_layout(empty: Exports, probe: Exports, window: int) -> Layout:
-    """The layout of a context, from exports of a sequence without tokens and of one with `PROBE` of them.
+    """The layout of a context, from exports of a sequence without tokens and of one with `_PROBE` of them.
 
     Raises EngineError when it is none that this version knows.
     """
     attention, recurrent = _inventory(empty.whole)
     windows, partial_recurrent = _inventory(empty.partial)
     if recurrent != partial_recurrent:
-        raise EngineError(UNKNOWN)
+        raise EngineError(_UNKNOWN)
     if len(empty.whole) == len(empty.partial) and not recurrent:
         windows = 0  # what has only ranges is never partial
     has_rest = windows or recurrent
@@ -207,13 +227,13 @@ def probe_layout(context: Handle, model: LlamaModel) -> Layout | None:
     None for one that this version does not know. Raises EngineError.
     """
     memory = llama().llama_get_memory(context)
-    buffer = BatchBuffer(PROBE)
+    buffer = BatchBuffer(_PROBE)
     empty = Exports.read(context)
     probe = model.vocab.bos if model.vocab.bos is not None else 0
-    buffer.decode(context, Rows(_FIRST - 1, 0, np.full(PROBE, probe, np.int32), outputs=0))
+    buffer.decode(context, Rows(_FIRST - 1, 0, np.full(_PROBE, probe, np.int32), outputs=0))
     exports = Exports.read(context)
     # A step with logits touches what the first real one would otherwise have to wait for.
-    buffer.decode(context, Rows(_FIRST - 1, PROBE, np.full(1, probe, np.int32), outputs=1))
+    buffer.decode(context, Rows(_FIRST - 1, _PROBE, np.full(1, probe, np.int32), outputs=1))
     llama().llama_memory_clear(memory, True)
     try:
         return learn_layout(empty, exports, llama().llama_model_n_swa(model.handle))
@@ -223,32 +243,76 @@ def probe_layout(context: Handle, model: LlamaModel) -> Layout | None:
 
 def _check_layout(layout: Layout, probe: Exports) -> None:
     if not layout.ranges and not layout.unit.has_snapshots:
-        raise EngineError(UNKNOWN)
-    for payload in layout.split(probe.whole, (0, PROBE)) if layout.ranges else ():
+        raise EngineError(_UNKNOWN)
+    for payload in layout.split(probe.whole, (0, _PROBE)) if layout.ranges else ():
         layout.check_range(payload, 0)
     if layout.unit.has_snapshots:
-        layout.check_snapshot(memoryview(probe.partial), PROBE)
+        layout.check_snapshot(memoryview(probe.partial), _PROBE)
 
 
 def _inventory(empty: Bytes) -> tuple[int, Recurrent | None]:
-    """How many attention parts a state without cells has, and its recurrent part."""
+    """How many attention parts a state without cells has, and its recurrent part. Raises EngineError."""
     count, rest = 0, empty[HEAD_BYTES:]
     while bytes(rest[: len(EMPTY)]) == EMPTY:
         count, rest = count + 1, rest[len(EMPTY) :]
-    return count, Recurrent.read(rest) if len(rest) else None
+    if not len(rest):
+        return count, None
+    head, tensors = rest[: RECURRENT_HEAD.size], rest[RECURRENT_HEAD.size :]
+    if len(head) < RECURRENT_HEAD.size or len(tensors) % TENSOR.size:
+        raise EngineError(_UNKNOWN)
+    cells, transposed, layers = RECURRENT_HEAD.unpack(head)
+    if cells or transposed:
+        raise EngineError(_UNKNOWN)
+    return count, Recurrent(layers, tuple(TENSOR.iter_unpack(tensors)))
 
 
 def _read_parts(state: Bytes, count: int) -> tuple[Attention, ...]:
-    """The `count` parts that `state` consists of, from first to last byte."""
+    """The `count` parts that `state` consists of, from first to last byte. Raises EngineError."""
     if count == 0 and len(state) == 0:
         return ()
-    for has_values, extra in VARIANTS if count else ():
-        part = Attention.read(state, PROBE, has_values=has_values, extra=extra)
-        if part is not None and part.size(PROBE) <= len(state):
-            with suppress(EngineError):
-                return part, *_read_parts(state[part.size(PROBE) :], count - 1)
-    raise EngineError(UNKNOWN)
+    for has_values, extra in _VARIANTS if count else ():
+        with suppress(EngineError, struct.error, OverflowError):
+            part = _read_part(state, has_values, extra)
+            if part.size(_PROBE) <= len(state):
+                return part, *_read_parts(state[part.size(_PROBE) :], count - 1)
+    raise EngineError(_UNKNOWN)
 
+
+def _read_part(state: Bytes, has_values: bool, extra: int) -> Attention:
+    """What `state` begins with, as a part of `_PROBE` cells at positions 0 ... Raises EngineError, struct.error or
+    OverflowError where it cannot be one."""
+    positions = np.arange(_PROBE, dtype="<i4").tobytes()
+    if bytes(state[: PAIR.size]) != PAIR.pack(1, _PROBE):
+        raise EngineError(_UNKNOWN)
+    for cell_bytes in _CELL_BYTES:
+        table = state[PAIR.size :][: _PROBE * cell_bytes]
+        if len(table) == _PROBE * cell_bytes and table.reshape(_PROBE, -1)[:, :4].tobytes() == positions:
+            break
+    else:
+        raise EngineError(_UNKNOWN)
+    begin = PAIR.size + _PROBE * cell_bytes
+    transposed, layers = PAIR.unpack_from(state, begin)
+    if transposed > 1:
+        raise EngineError(_UNKNOWN)
+    begin, offset = begin + PAIR.size, begin + PAIR.size + extra
+    tensors: list[LayerTensor] = []
+    while len(tensors) < layers * (1 + has_values):
+        tensors.append(_read_tensor(state, offset, is_transposed=bool(transposed) and len(tensors) >= layers))
+        offset += tensors[-1].size(_PROBE)
+    return Attention(cell_bytes, layers, tuple(tensors), bool(transposed), bytes(state[begin : begin + extra]))
+
+
+def _read_tensor(state: Bytes, offset: int, *, is_transposed: bool) -> LayerTensor:
+    """Raises struct.error."""
+    if not is_transposed:
+        return LayerTensor(*TENSOR.unpack_from(state, offset))
+    kind, number_bytes, width = TRANSPOSED.unpack_from(state, offset)
+    if number_bytes not in _NUMBER_BYTES:
+        raise struct.error
+    return LayerTensor(kind, number_bytes * width, number_bytes)
+
+
+# ── whether it can be moved ──
 
 _CELLS = 256
 _MIXED = 64
@@ -283,7 +347,7 @@ def can_reposition(model: LlamaModel, layout: Layout, live: LlamaSettings) -> bo
     finally:
         llama().llama_free(context)
     return np.array_equal(bystander, before) and _are_close(
-        list(_keys(layout, moved)), list(_keys(layout, fresh)), _TOLERANCE[live.kv_type]
+        _keys(layout, moved), _keys(layout, fresh), _TOLERANCE[live.kv_type]
     )
 
 
@@ -311,12 +375,10 @@ def _evaluate(context: Handle, sequence: int, position: int) -> None:
     BatchBuffer(1).decode(context, Rows(sequence - 1, position, np.zeros(1, np.int32), outputs=0))
 
 
-def _keys(layout: Layout, state: Bytes) -> Iterator[Numbers]:
+def _keys(layout: Layout, state: Bytes) -> list[Numbers]:
     """The keys of each layer, in the state of a single token."""
-    for begin, run in layout.runs(1):
-        for offset in range(begin, begin + run.count * run.stride(1), run.stride(1)):
-            if run.is_key:
-                yield dequantize(state[offset : offset + run.tensor.row_bytes], run.tensor.kind)
+    runs = ((run, rows) for run, rows in layout.rows(state, 1) if run.is_key)
+    return [dequantize(row.view(np.uint8), run.tensor.kind) for run, rows in runs for row in rows[:, 0]]
 
 
 def _are_close(moved: Sequence[Numbers], fresh: Sequence[Numbers], tolerance: float) -> bool:

@@ -7,27 +7,35 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
+from functools import lru_cache
 from operator import itemgetter
 from time import perf_counter
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from emberkeep.config.machine import free_ram
-from emberkeep.engine.base import KvUnit, Logits
+from emberkeep.engine.base import KvUnit, Logits, Rows
 from emberkeep.engine.llamacpp.c_api import Handle
-from emberkeep.engine.llamacpp.context import GraphExpertCounter, LlamaSettings, open_context, score_bytes
-from emberkeep.engine.llamacpp.kv_forms import Layouts
-from emberkeep.engine.llamacpp.kv_parts import Bytes
-from emberkeep.engine.llamacpp.kv_state import WHOLE, read_state, share_range, write_state
+from emberkeep.engine.llamacpp.context import (
+    WHOLE,
+    GraphExpertCounter,
+    LlamaSettings,
+    open_context,
+    read_state,
+    score_bytes,
+    share_range,
+    write_state,
+)
+from emberkeep.engine.llamacpp.kv_layout import Bytes, Layouts
 from emberkeep.engine.llamacpp.learning import Learned
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import buffers_that_go, llama
 from emberkeep.engine.llamacpp.threads import ThreadPool, available_cores
-from emberkeep.engine.llamacpp.tuning import FlashSwitch
+from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError
 from emberkeep.values import dataclass
 
@@ -143,24 +151,13 @@ class LiveContext:
         free = free_ram()
         if free is not None:  # beside the new one there is a copy of all state
             room = min(room, (free // self.row_bytes - self.cells.used) // _GRAIN * _GRAIN)
-        return max(least, self.room + 1) <= room and self._resize(room)
+        return max(least, self.room + 1) <= room and self._move_into(room, self.switch.flash)
 
     def rest(self) -> None:
         """Go back to fewer cells where that saves half of them."""
         room = max(self.least_room, _rounded(self.cells.used))
         if 2 * room <= self.room:
-            self._resize(room)
-
-    def _resize(self, room: int) -> bool:
-        before = self.room
-
-        def reopen_with(cells: int) -> None:
-            self.room = cells
-            self._reopen()
-
-        is_moved = self._move_into(lambda: reopen_with(room), lambda: reopen_with(before))
-        self.room = room if is_moved else before
-        return is_moved
+            self._move_into(room, self.switch.flash)
 
     def seconds_to_lose(self) -> float:
         """How much time must have been lost before changing attention is worth it."""
@@ -168,7 +165,9 @@ class LiveContext:
 
     def change_attention(self) -> None:
         """Everything goes into a context with the other kind of attention, if there is room for it."""
-        if not self._has_room_to_change() or not self._move_into(self._open_other_way, self._open_back):
+        if self._has_room_to_change() and self._move_into(self.room, not self.switch.flash):
+            self.changes += 1
+        else:
             self.switch.stay()
 
     def _has_room_to_change(self) -> bool:
@@ -177,75 +176,66 @@ class LiveContext:
         scores = score_bytes(self._model, self._settings) if self.switch.flash else 0
         return free is None or self.cells.used * self.row_bytes + scores < free
 
-    def _open_other_way(self) -> None:
-        self._turn_switch()
-        self._reopen()
-        self.changes += 1
+    def _move_into(self, room: int, flash: bool) -> bool:
+        """All state goes into a context of so many cells with this kind of attention. False: it is as before.
 
-    def _turn_switch(self) -> None:
-        self.switch.change()
-        self.layout, self._other_layout = self._other_layout, self.layout
-
-    def _open_back(self) -> None:
-        """After `_open_other_way` has failed."""
-        self._turn_switch()
-        self.switch.settle()
-        self._reopen()
-
-    def _move_into(self, reopen: Callable[[], None], go_back: Callable[[], None]) -> bool:
-        """All state goes into the context that `reopen` opens in the place of this one, or that `go_back` opens
-        where that fails. False: it is as before.
-
-        Raises MemoryError, and every sequence is empty then.
+        Raises MemoryError, and every sequence is empty then; where none can be opened the engine is unusable.
         """
         cells = self.cells if self.unit is KvUnit.RANGE else self.cells.unshared()
         if cells.used > self._settings.cells or not cells.is_whole:
             return False
+        is_new, before = True, (self.room, self.switch.flash)
         try:
-            moved = [_Branch(*branch, self._take_out(*branch)) for branch in cells.branches()]
+            moved = [(*branch, self._take_out(cells, branch[0], branch[2])) for branch in cells.branches()]
         except (EngineError, MemoryError) as error:
             log.warning("the context stays as it is: %s", error)
             return False
-        is_new = True
         try:
-            reopen()
+            self._reopen_as(room, flash)
         except EngineError as error:
             log.warning("the context stays as it is: %s", error)
             is_new = False
-            self._insist(go_back)
+            try:
+                self._reopen_as(*before)
+            except EngineError as failure:
+                raise MemoryError(str(failure)) from failure
+            finally:
+                if flash != self.switch.flash:
+                    self.switch.settle()
         self._put_back(moved)
         self.cells = cells
         return is_new
 
-    def _insist(self, go_back: Callable[[], None]) -> None:
-        """Raises MemoryError, and the engine is then unusable."""
-        try:
-            go_back()
-        except EngineError as error:
-            raise MemoryError(str(error)) from error
+    def _reopen_as(self, room: int, flash: bool) -> None:
+        self.room = room
+        if flash != self.switch.flash:
+            self.switch.change()
+            self.layout, self._other_layout = self._other_layout, self.layout
+        self._reopen()
 
-    def _take_out(self, sequence: int, _: int | None, start: int) -> Bytes:
+    def _take_out(self, cells: CellMap, sequence: int, start: int) -> Bytes:
         """A copy of the state from `start` on."""
-        end = self.cells[sequence].end
+        end = cells[sequence].end
         return np.empty(0, np.uint8) if start == end else self.read(sequence, start, end)
 
-    def _put_back(self, moved: Sequence[_Branch]) -> None:
-        """Into an empty context. Raises MemoryError, and it is empty again then."""
+    def _put_back(self, moved: Sequence[tuple[int, int | None, int, Bytes]]) -> None:
+        """Into an empty context: `CellMap.branches`, each with the state that it does not share. Raises
+        MemoryError, and the context is empty again then."""
         try:
-            for branch in moved:
-                if branch.shared_with is not None:
-                    source, target = branch.shared_with + 1, branch.sequence + 1
-                    llama().llama_memory_seq_cp(self.memory, source, target, 0, branch.start)
-                if len(branch.state) and not self._write_branch(branch):
+            for sequence, other, start, state in moved:
+                if other is not None:
+                    llama().llama_memory_seq_cp(self.memory, other + 1, sequence + 1, 0, start)
+                if not len(state):
+                    has_room = True
+                elif self.unit is KvUnit.RANGE:
+                    has_room = self.append(sequence, start, -1, state)
+                else:
+                    has_room = write_state(self.handle, sequence + 1, self.layouts.rearrange(state))
+                if not has_room:
                     raise MemoryError("llama.cpp has fewer cells than before.")
         except MemoryError:
             llama().llama_memory_clear(self.memory, True)
             raise
-
-    def _write_branch(self, branch: _Branch) -> bool:
-        if self.unit is KvUnit.RANGE:
-            return self.append(branch.sequence, branch.start, -1, branch.state)
-        return write_state(self.handle, branch.sequence + 1, self.layouts.rearrange(branch.state))
 
     def _open(self) -> None:
         on_node = self.experts.callback if self.experts is not None else None
@@ -266,16 +256,6 @@ class LiveContext:
         if self._opened:
             llama().llama_free(self._opened)
             self._opened = 0
-
-
-class _Branch(NamedTuple):
-    """A sequence on its way into another context: what it does not share is in `state`."""
-
-    sequence: int
-    shared_with: int | None
-    start: int
-    """How many cells it shares with that one."""
-    state: Bytes
 
 
 def _rounded(cells: int) -> int:
@@ -360,18 +340,13 @@ class CellMap:
 
     def count_unshared(self, sequence: int, start: int, end: int) -> int:
         """How many of the cells of [start, end) no other sequence has."""
-        others = [held.cells for other, held in self._of.items() if other != sequence]
-        return _count_unlike(self._of[sequence].cells, others, start, end)
-
-
-def _count_unlike(cells: Cells, others: Iterable[Cells], start: int, end: int) -> int:
-    """How many of [start, end) are not in any of `others`."""
-    mine = np.frombuffer(cells, np.int64)[start:end]
-    is_shared: npt.NDArray[np.bool_] = np.zeros(len(mine), bool)
-    for other in others:
-        theirs = np.frombuffer(other, np.int64)[start:end]
-        is_shared[: len(theirs)] |= mine[: len(theirs)] == theirs[: len(mine)]
-    return len(mine) - int(is_shared.sum())
+        mine = np.frombuffer(self._of[sequence].cells, np.int64)[start:end]
+        is_shared: npt.NDArray[np.bool_] = np.zeros(len(mine), bool)
+        for other, held in self._of.items():
+            if other != sequence:
+                theirs = np.frombuffer(held.cells, np.int64)[start:end]
+                is_shared[: len(theirs)] |= mine[: len(theirs)] == theirs[: len(mine)]
+        return len(mine) - int(is_shared.sum())
 
 
 def _common(cells: Cells, others: Cells) -> int:
@@ -380,3 +355,94 @@ def _common(cells: Cells, others: Cells) -> int:
     length = min(len(mine), len(theirs))
     differing = np.flatnonzero(mine[:length] != theirs[:length])
     return int(differing[0]) if len(differing) else length
+
+
+# ── with flash attention or without ──
+
+_SKIPPED = 0.1
+"""What a cell of another sequence costs a row with flash attention, as a share of one of its own."""
+_NEAR = 128
+"""Tokens: steps are told apart no better, so that most are looked up."""
+_LOOKED_UP = 4096
+"""Kinds of steps that are remembered."""
+
+
+class FlashSwitch:
+    """In which way the next step is computed. Belongs to the engine's thread, but for `flash`, `table` and
+    `seconds`, which any may ask for.
+
+    With flash attention a row skips the cells of other sequences, but fewer than 64 rows are taken one by one.
+    Without, rows are taken together from 8 on, over all cells in use. So a context is opened the other way when
+    the time that was lost, step by step, exceeds some times what that costs: whatever comes, not much more is lost
+    than must be.
+    """
+
+    def __init__(self, tables: Mapping[bool, StepTable], flash: bool, *, has_choice: bool) -> None:
+        """`tables`: what steps take with flash attention and without, as far as that was measured; `flash`: how it
+        begins; `has_choice`: it may change."""
+        self.flash = flash
+        self.has_choice = has_choice
+        self._tables = tables
+        self._lost = 0.0
+        self._seconds = lru_cache(_LOOKED_UP)(self._find_seconds)
+        self._losses = lru_cache(_LOOKED_UP)(self._find_loss)
+
+    @property
+    def table(self) -> StepTable | None:
+        """What steps take now."""
+        return self._tables.get(self.flash)
+
+    def measured(self, tables: Mapping[bool, StepTable]) -> None:
+        """So long do steps take, as far as is known now."""
+        self._tables = {flash: table for flash, table in tables.items() if self.has_choice or flash == self.flash}
+        self._losses.cache_clear()
+        self._seconds.cache_clear()
+
+    def seconds(self, rows: int, depth: int, cells: int, outputs: int) -> float | None:
+        """What a step takes if the kind of attention follows it. Who plans steps goes by it: plans that know of
+        one kind only would never give a reason to change."""
+        return self._seconds(rows, depth // _NEAR, cells // _NEAR, outputs)
+
+    def _find_seconds(self, rows: int, depth: int, cells: int, outputs: int) -> float | None:
+        tables = self._tables.items()
+        return min(
+            (table.seconds(rows, _attended(flash, depth, cells), outputs) for flash, table in tables), default=None
+        )
+
+    def is_due(self, batch: Sequence[Rows], cells: int, seconds: float) -> bool:
+        """Whether to change before this step, with so many `cells` in use, where that is worth `seconds`."""
+        if not self.has_choice or len(self._tables) < 2:
+            return False
+        rows = depths = 0
+        for each in batch:
+            count = len(each.tokens)
+            rows, depths = rows + count, depths + count * each.start
+        self._lost = max(self._lost + self._losses(rows, depths // max(rows, 1) // _NEAR, cells // _NEAR), 0.0)
+        return self._lost > seconds
+
+    def _find_loss(self, rows: int, depth: int, cells: int) -> float:
+        """Seconds of a step of so many rows, at that depth on average, which it would not take the other way."""
+        ways = (self.flash, not self.flash)
+        now, then = (self._tables[flash].seconds(rows, _attended(flash, depth, cells)) for flash in ways)
+        return now - then
+
+    def change(self) -> None:
+        self.flash = not self.flash
+        self._lost = 0.0
+        self._losses.cache_clear()
+
+    def stay(self) -> None:
+        """It cannot be changed now."""
+        self._lost = 0.0
+
+    def settle(self) -> None:
+        """It cannot be changed any more, or only back."""
+        self.has_choice = False
+        self.measured(self._tables)
+
+
+def _attended(flash: bool, depth: int, cells: int) -> int:
+    """How many tokens a row looks at, of `depth` before it in its sequence and `cells` in use, both in steps of
+    `_NEAR`."""
+    own, used = _NEAR * depth, _NEAR * cells
+    return own + int(_SKIPPED * max(used - own, 0)) if flash else used

@@ -19,24 +19,24 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import cycle, pairwise
 from pathlib import Path
 from threading import get_native_id
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from emberkeep.engine.base import Exported, KvExport, KvUnit, Payload
-from emberkeep.engine.llamacpp.c_api import Handle
-from emberkeep.engine.llamacpp.kv_forms import pack_range, unpack_range
-from emberkeep.engine.llamacpp.kv_parts import Bytes
-from emberkeep.engine.llamacpp.kv_state import PARTIAL, Layout, read_state, share_range, write_state
+from emberkeep.engine.llamacpp.c_api import TYPES, Handle
+from emberkeep.engine.llamacpp.context import PARTIAL, read_state, share_range, write_state
+from emberkeep.engine.llamacpp.kv_layout import Bytes, LayerRun, Layout, Layouts
 from emberkeep.engine.llamacpp.learning import StateFacts
 from emberkeep.engine.llamacpp.live_context import SCRATCH, LiveContext
 from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.engine.llamacpp.threads import own_cores
-from emberkeep.engine.packing import is_packed
+from emberkeep.engine.packing import BITS, Floats, Group, Packed, Streams, is_packed, pack
 from emberkeep.engine.payload_memory import PayloadMemory
 from emberkeep.errors import EngineError
 from emberkeep.values import dataclass
@@ -85,7 +85,8 @@ class StateTransfer:
             with share_range(context.memory, sequence + 1, SCRATCH, start, end):
                 if layout.recurrent:
                     # Takes the recurrent state, which may be large, out of the copy.
-                    write_state(context.handle, SCRATCH, layout.empty_snapshot, PARTIAL)
+                    nothing = np.frombuffer(layout.head + layout.nothing, np.uint8)
+                    write_state(context.handle, SCRATCH, nothing, PARTIAL)
                 return read_state(context.handle, SCRATCH, into=into)
 
         if not self._is_layout_seen:
@@ -169,7 +170,60 @@ class StateTransfer:
             layout.check_snapshot(payload, position)
             return state
         layouts.of(state).check_snapshot(payload, position)
-        return layouts.rearrange_snapshot(state)
+        return layouts.rearrange(state, is_snapshot=True)
+
+
+# ── packed ranges: rows in fewer bits, and everything else as llama.cpp wrote it ──
+
+
+def packs(layout: Layout | None) -> frozenset[int]:
+    """Bits in which the rows of this layout can be packed; 16 is as they are."""
+    runs = [run for part in layout.ranges for run in part.runs] if layout is not None else []
+    if not runs or any(run.tensor.kind != TYPES["f16"] for run in runs):
+        return frozenset({16})
+    return frozenset({16, *(bits for bits in BITS if all(_stream(run).packs(bits) for run in runs))})
+
+
+def pack_range(layout: Layout, payload: Payload, cells: int, bits: int) -> Payload:
+    """`payload` was exported just now, with `cells` cells. Raises EngineError."""
+    state = np.frombuffer(payload, np.uint8)
+    groups = zip(_streams(layout), _half_rows(layout, state, cells), strict=True)
+    return pack([Group(streams, rows) for streams, rows in groups], bits, state[_beside_rows(layout, cells)])
+
+
+def unpack_range(layouts: Layouts, payload: Payload) -> Payload:
+    """As llama.cpp wrote it; only the rows' sizes have been checked. Raises EngineError."""
+    layout = layouts.own
+    packed = Packed(payload, _streams(layout))
+    beside = _beside_rows(layout, packed.tokens)
+    if len(beside) != len(packed.rest):
+        raise EngineError("A stored KV payload has another size than its cell count says.")
+    state = np.empty(layout.range_bytes(packed.tokens), np.uint8)
+    state[beside] = packed.rest
+    packed.unpack(list(_half_rows(layouts.of(state), state, packed.tokens)))
+    return memoryview(state)
+
+
+def _streams(layout: Layout) -> tuple[Streams, ...]:
+    return tuple(_stream(run) for part in layout.ranges for run in part.runs)
+
+
+def _stream(run: LayerRun) -> Streams:
+    return Streams(run.is_key, run.tensor.row_bytes // 2, run.count)
+
+
+def _half_rows(layout: Layout, state: Bytes, cells: int) -> Iterator[Floats]:
+    """Views into `state`, one for each of `_streams`."""
+    return (rows.view("<f2") for _, rows in layout.rows(state, cells))
+
+
+@lru_cache(maxsize=16)
+def _beside_rows(layout: Layout, cells: int) -> npt.NDArray[np.intp]:
+    """Where the bytes are that belong to no row."""
+    mask = np.ones(layout.range_bytes(cells), np.uint8)
+    for _, rows in layout.rows(mask, cells):
+        rows[:] = 0
+    return np.flatnonzero(mask)
 
 
 # ── long ranges, from and to a GPU ──
@@ -241,7 +295,7 @@ class Staging:
         exported: list[Future[list[Payload]]] = []
         for span in self._spans(layout, borders):
             stage = next(self._stages)
-            cuts = layout.splitting(read(span[0], span[-1], stage.free()), span, self._payloads)
+            cuts = layout.cuts(read(span[0], span[-1], stage.free()), span, self._payloads.take)
             if bits != 16:
                 sizes = (end - start for start, end in pairwise(span))
                 cuts = [partial(_pack, layout, cut, cells, bits) for cut, cells in zip(cuts, sizes, strict=True)]
