@@ -149,7 +149,7 @@ def test_of_ten_thousand_calls_in_one_answer_a_few_are_executed() -> None:
 
     many: list[Step] = [ToolCallDelta(0, i, f"c{i}", "ping", json.dumps({"number": i})) for i in range(10_000)]
     provider = ScriptedProvider(calling(many))
-    events = read_events(remote(provider, tools=box_of(ping), tool_rounds=4, context=100_000), ASK)
+    events = read_events(remote(provider, tools=box_of(ping), context=100_000), ASK)
     assert sorted(ran) == list(range(MOST_CALLS))
     assert text_of(events) == "done"
     assert [len(message.tool_calls) for message in provider.asked[1].messages] == [
@@ -173,7 +173,7 @@ def test_arguments_come_whole_out_of_very_many_pieces() -> None:
         *pieces,
         ToolCallDelta(0, 0, None, None, '"}'),
     ]
-    read_events(remote(ScriptedProvider(calling(calls)), tools=box_of(note), tool_rounds=4, context=10**6), ASK)
+    read_events(remote(ScriptedProvider(calling(calls)), tools=box_of(note), context=10**6), ASK)
     assert got == ["abcd" * 50_000]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -191,47 +191,43 @@ def _completed(endings: list[Ended]) -> Completed:
 
 # ── how tokens are drawn ──
 
+MakeSampler = Callable[[int, Prompt], Sampler]
+"""The sampler of a choice, by its index."""
 
-@dataclass(frozen=True, slots=True)
+
 class Samplers:
-    request: Request
-    settings: Sampling
-    constraint: Constraint | None
-    breakers: Breakers
-    vocab: Vocab
-
-    def of_choice(self, index: int, prompt: Prompt) -> Sampler:
-        request, settings = self.request, self.settings
-        if settings.seed is not None:
-            settings = replace(settings, seed=settings.seed + index)  # choices of one request draw differently
-        reasoning = open_reasoning(prompt.written.tail) if request.prompt is None else None
-        matcher = self.constraint.matcher(reasoning) if self.constraint else None
-        if not settings.needs_chain and not request.logprobs_as_drawn:
-            return Sampler(settings, matcher, request.top_logprobs, request.forced)
-        return ChainedSampler(
-            Chain(settings, self.vocab, prompt.tokens, self.breakers),
-            settings,
-            matcher,
-            request.top_logprobs,
-            request.forced,
-            as_drawn=request.logprobs_as_drawn,
-        )
-
-
-class SamplerSource:
-    """For one vocabulary; remembers the latest that took long to make. Safe to use from several threads."""
+    """The samplers of one vocabulary's choices; remembers the latest that took long to make. Safe to use from
+    several threads."""
 
     def __init__(self, vocab: Vocab) -> None:
         self._vocab = vocab
         self._breakers = Latest[tuple[str, ...], Breakers](_REMEMBERED)
 
-    def samplers(self, request: Request, constraint: Constraint | None) -> Samplers:
+    def of_request(self, request: Request, constraint: Constraint | None) -> MakeSampler:
         """Blocks for tens of milliseconds where a request wants what no other wanted."""
-        settings = request.sampling
-        breakers = self._find_breakers(settings.dry_sequence_breakers) if settings.uses_dry else {}
-        return Samplers(request, self._with_ids(settings), constraint, breakers, self._vocab)
+        chosen = self.with_ids(request.sampling)
+        breakers = self._find_breakers(chosen.dry_sequence_breakers) if chosen.uses_dry else {}
 
-    def _with_ids(self, settings: Sampling) -> Sampling:
+        def of_choice(index: int, prompt: Prompt) -> Sampler:
+            settings = chosen
+            if settings.seed is not None:
+                settings = replace(settings, seed=settings.seed + index)  # choices of one request draw differently
+            reasoning = open_reasoning(prompt.written.tail) if request.prompt is None else None
+            matcher = constraint.matcher(reasoning) if constraint else None
+            if not settings.needs_chain and not request.logprobs_as_drawn:
+                return Sampler(settings, matcher, request.top_logprobs, request.forced)
+            return ChainedSampler(
+                Chain(settings, self._vocab, prompt.tokens, breakers),
+                settings,
+                matcher,
+                request.top_logprobs,
+                request.forced,
+                as_drawn=request.logprobs_as_drawn,
+            )
+
+        return of_choice
+
+    def with_ids(self, settings: Sampling) -> Sampling:
         """Replace texts that are biased by their tokens."""
         if not settings.text_bias and not settings.ignore_eos:
             return settings

@@ -28,9 +28,9 @@ from emberkeep.backend.choices import (
     Choice,
     Full,
     Item,
+    MakeSampler,
     Outbox,
     Samplers,
-    SamplerSource,
     ScoredEcho,
     until_completed,
 )
@@ -92,7 +92,6 @@ class LocalSettings:
     """None: requests are not planned."""
     auto_truncate: bool = False
     """What does not fit is truncated, and not refused."""
-    tool_rounds: int = 1
     no_tools: bool = False
     """Models are told of no tools, and what they write is no call."""
     reasoning: ReasoningFormat = ReasoningFormat.SEPARATE
@@ -137,7 +136,7 @@ class LocalBackend:
             context=scheduler.engine.capabilities.context,
             wants_borders=scheduler.engine.capabilities.kv_unit.has_snapshots,
         )
-        self._samplers = SamplerSource(scheduler.engine.vocab)
+        self._samplers = Samplers(scheduler.engine.vocab)
         self._conversations = Conversations(
             sessions, self._prompts, settings.lineages.may_splice, auto_truncate=settings.auto_truncate
         )
@@ -149,7 +148,7 @@ class LocalBackend:
             auto_truncate=settings.auto_truncate,
         )
         self.host_tools = tools
-        self._server_tools = ServerTools(sessions, tools, settings.tool_rounds)
+        self._server_tools = ServerTools(sessions, tools)
         self._hygiene = settings.hygiene
         self._lookups = RecentLookups()
         self._forgotten = ForgottenUsers()
@@ -207,7 +206,7 @@ class LocalBackend:
         permit = held or self._permits.acquire(request.user, request.n)
         sequences: list[tuple[Sequence, Choice]] = []
         try:
-            conversation, samplers, arrival = await asyncio.to_thread(self._prepare, request, lineage)
+            conversation, sampler_of, arrival = await asyncio.to_thread(self._prepare, request, lineage)
             if arrival is not None:
                 conversation = await self._fitter.wait_for(arrival, conversation)
             if self._forgotten.since(asked_at, request.namespace):
@@ -215,7 +214,7 @@ class LocalBackend:
             prompt, channel = conversation.prompt, Channel[Item](self._outbox)
             for index in range(request.n):
                 choice = self._choice(request, conversation, index, channel, permit)
-                sampler = samplers.of_choice(index, prompt)
+                sampler = sampler_of(index, prompt)
                 approximation = self._lineages.approximation(request)
                 sequence = Sequence(prompt, request, sampler, choice, approximation=approximation, arrived=arrived)
                 sequences.append((sequence, choice))
@@ -273,13 +272,13 @@ class LocalBackend:
             deadline_s=request.deadline_s or self._settings.deadline_s,
         )
 
-    def _prepare(self, request: Request, lineage: Lineage) -> tuple[Conversation, Samplers, Arrival | None]:
+    def _prepare(self, request: Request, lineage: Lineage) -> tuple[Conversation, MakeSampler, Arrival | None]:
         """What the model sees of a request, as a prompt that fits into its context and into memory, how its
         answer is sampled, and what comes from other hosts for it. Blocks for milliseconds. Raises RequestError:
         ContextExceeded or TooLarge for what does not fit."""
         conversation = self._fitter.fit(request, lineage)
         arrival = self._fitter.bring_in(conversation.prompt) if request.use_cache else None
-        return conversation, self._samplers.samplers(request, self._prompts.constraint(request)), arrival
+        return conversation, self._samplers.of_request(request, self._prompts.constraint(request)), arrival
 
     def _choice(
         self, request: Request, conversation: Conversation, index: int, channel: Channel[Item], permit: Permit

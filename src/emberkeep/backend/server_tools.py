@@ -17,6 +17,7 @@ from typing import Protocol
 
 from emberkeep.backend.limits import with_deadline
 from emberkeep.backend.tool_loop import Gate, LoopTools, ToolLoop
+from emberkeep.config.settings import TOOL_TURNS
 from emberkeep.errors import InvalidField
 from emberkeep.session.recall import SEARCH
 from emberkeep.session.sessions import Sessions
@@ -124,13 +125,12 @@ class ServerTools:
         self,
         sessions: Sessions,
         tools: HostTools | None = None,
-        rounds: int = _SEARCH_ROUNDS,
         deadline_s: float | None = None,
     ) -> None:
         """`deadline_s`: for a whole answer with all its calls, unless a request says."""
         self._sessions = sessions
         self._tools = tools
-        self._rounds = rounds if tools else _SEARCH_ROUNDS
+        self._rounds = TOOL_TURNS + 1 if tools else _SEARCH_ROUNDS
         self._deadline_s = deadline_s
 
     def applies(self, request: Request) -> bool:

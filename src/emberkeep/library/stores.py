@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from emberkeep.errors import NoSuchEntry
 from emberkeep.kv.disk.chunk_files import ChunkFiles
@@ -17,8 +18,8 @@ from emberkeep.kv.remote.link import RemoteLink
 from emberkeep.kv.remote.tier import RemoteTier
 from emberkeep.kv.store import Budgets, KvStore
 from emberkeep.kv.tree import store_name
-from emberkeep.types.cache import CacheEntry, Removed
-from emberkeep.types.request import Json, Ttl
+from emberkeep.types.cache import Removed
+from emberkeep.types.request import Ttl
 from emberkeep.values import dataclass
 
 _REPLICAS = "replicas"
@@ -107,16 +108,11 @@ class ClosedStore:
             shared=partial(RemoteTier, link) if link else None,
             keeping=Keeping(ttl, expire=expire),
         )
-
-    @property
-    def model(self) -> str:
-        return self.folder.model
-
-    def entries(self) -> list[CacheEntry]:
-        return self._store.catalogue.entries()
-
-    def stats(self) -> Json:
-        return self._store.stats()
+        catalogue = self._store.catalogue
+        self.model = folder.model
+        self.entries, self.gc, self.remove_user = catalogue.entries, catalogue.gc, catalogue.forget_user
+        self.stats: Callable[[], Any] = self._store.stats
+        self.close = self._store.close
 
     def pin(self, entry_id: str, pinned: bool) -> None:
         """Raises NoSuchEntry."""
@@ -125,15 +121,6 @@ class ClosedStore:
 
     def remove(self, entry_id: str) -> Removed:
         return self._store.catalogue.remove(entry_id) or Removed()
-
-    def remove_user(self, user: str) -> Removed:
-        return self._store.catalogue.forget_user(user)
-
-    def gc(self) -> Removed:
-        return self._store.catalogue.gc()
-
-    def close(self) -> None:
-        self._store.close()
 
 
 def _has_chunks(path: Path) -> bool:

@@ -40,13 +40,12 @@ class UserMemory:
         conversation_id: str | None = None,
     ) -> list[Recollection]:
         """Archived turns and stored answers that fit `query`, the best first, of one conversation or of all."""
-        given = {"query": query, "max_results": max_results, "conversation_id": conversation_id}
-        checked = validate(_SearchArguments, {**given, "user": user, "namespace": namespace})
+        # No conversation may be called "": it is as good as none.
+        within = {} if conversation_id in (None, "") else {"conversation_id": conversation_id}
+        checked = _check(query=query, max_results=max_results, user=user, namespace=namespace, **within)
+        conversation = checked.conversation_id or None
         return self._memory.search(
-            checked.owner,
-            checked.query,
-            max_results=checked.max_results,
-            conversation=checked.conversation_id or None,
+            checked.owner, checked.query, max_results=checked.max_results, conversation=conversation
         )
 
     def set_fact(self, name: str, value: str, *, user: str = "", namespace: str = "") -> None:
@@ -79,7 +78,7 @@ class UserMemory:
     def conversation(
         self, conversation_id: str, *, user: str = "", namespace: str = ""
     ) -> SavedConversation | None:
-        checked = _check_conversation(conversation_id=conversation_id, user=user, namespace=namespace)
+        checked = _check(conversation_id=conversation_id, user=user, namespace=namespace)
         return self._memory.conversation(checked.owner, checked.conversation_id)
 
     def save_messages(
@@ -92,7 +91,7 @@ class UserMemory:
         namespace: str = "",
     ) -> None:
         """Add to a saved conversation, which begins with its first messages."""
-        checked = _check_conversation(conversation_id=conversation_id, user=user, namespace=namespace)
+        checked = _check(conversation_id=conversation_id, user=user, namespace=namespace)
         self._memory.save_messages(checked.owner, checked.conversation_id, messages, model=model)
 
     def replace_messages(
@@ -105,14 +104,14 @@ class UserMemory:
         namespace: str = "",
     ) -> None:
         """Save a conversation in place of the one with that id."""
-        checked = _check_conversation(conversation_id=conversation_id, user=user, namespace=namespace)
+        checked = _check(conversation_id=conversation_id, user=user, namespace=namespace)
         self._memory.replace_messages(checked.owner, checked.conversation_id, messages, model=model)
 
     def forget(self, *, user: str, namespace: str = "", conversation_id: str | None = None) -> Forgotten:
         """Everything of a user, facts too, or one conversation. It is nowhere in the file afterwards."""
         if conversation_id is None:
             return self._memory.forget(_owner(user, namespace))
-        checked = _check_conversation(conversation_id=conversation_id, user=user, namespace=namespace)
+        checked = _check(conversation_id=conversation_id, user=user, namespace=namespace)
         return self._memory.forget(checked.owner, checked.conversation_id)
 
     def export(self, *, user: str | None = None, namespace: str = "") -> Iterator[dict[str, Json]]:
@@ -162,29 +161,18 @@ class _Arguments(Body):
     value: Remembered = ""
     question: Remembered = ""
     answer: Remembered = ""
+    query: Question = ""
+    max_results: MaxResults = 5
     limit: MaxConversations = 50
+    conversation_id: Name = ""
 
     @property
     def owner(self) -> str:
         return private_namespace(self.user, self.namespace)
 
 
-class _SearchArguments(_Arguments):
-    query: Question
-    max_results: MaxResults
-    conversation_id: Label | None
-
-
-class _ConversationArguments(_Arguments):
-    conversation_id: Name
-
-
 def _check(**given: object) -> _Arguments:
     return validate(_Arguments, given)
-
-
-def _check_conversation(**given: object) -> _ConversationArguments:
-    return validate(_ConversationArguments, given)
 
 
 def _owner(user: str, namespace: str) -> str:

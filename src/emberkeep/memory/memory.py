@@ -122,7 +122,8 @@ class Memory:
 
     def fact(self, owner: str, name: str) -> Fact | None:
         with self._database.snapshot() as db:
-            return records.read_fact(db, owner, name)
+            facts = rows(db, f"{records.FACTS} AND f.name = ?", owner, encodable(name))
+        return Fact(*facts[0]) if facts else None
 
     def facts(self, owner: str) -> list[Fact]:
         """By name."""
@@ -132,7 +133,9 @@ class Memory:
     def delete_fact(self, owner: str, name: str) -> bool:
         """Returns whether there was one."""
         with self._database.transaction() as db:
-            return records.delete_fact(db, records.owner_id(db, owner), name)
+            sql = "DELETE FROM facts WHERE owner = (SELECT id FROM owners WHERE name = ?) AND name = ?"
+            db.execute(sql, (owner, encodable(name)))
+            return db.changes() > 0
 
     def store_answer(self, owner: str, question: str, answer: str) -> int:
         """Its id. The same question again replaces the answer."""
@@ -149,16 +152,16 @@ class Memory:
 
     def replace_messages(self, owner: str, conversation: str, messages: Sequence[Message], *, model: str) -> None:
         with self._database.transaction() as db:
-            records.replace_messages(db, owner, conversation, messages, model)
+            records.save_messages(db, owner, conversation, messages, model, anew=True)
 
     def conversations(self, owner: str, limit: int = 50) -> list[SavedConversation]:
         """The latest first, without their messages."""
         with self._database.snapshot() as db:
-            return records.latest_conversations(db, owner, limit)
+            return records.saved_conversations(db, owner, limit=limit)
 
     def conversation(self, owner: str, conversation: str) -> SavedConversation | None:
         with self._database.snapshot() as db:
-            return records.read_conversation(db, owner, conversation)
+            return next(iter(records.saved_conversations(db, owner, name=conversation)), None)
 
     # ── housekeeping ──
 

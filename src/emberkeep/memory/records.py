@@ -160,7 +160,7 @@ def put_note(db: apsw.Connection, owner: int, conversation: int | None, note: No
 
 # ── facts ──
 
-_FACTS = "SELECT f.name, value, at FROM facts AS f JOIN owners AS o ON o.id = f.owner WHERE o.name = ?"
+FACTS = "SELECT f.name, value, at FROM facts AS f JOIN owners AS o ON o.id = f.owner WHERE o.name = ?"
 
 
 def set_fact(db: apsw.Connection, owner: int, fact: Fact) -> None:
@@ -174,39 +174,25 @@ def set_fact(db: apsw.Connection, owner: int, fact: Fact) -> None:
 
 def read_facts(db: apsw.Connection, owner: str) -> list[Fact]:
     """By name."""
-    return [Fact(*values) for values in rows(db, f"{_FACTS} ORDER BY f.name", owner)]
-
-
-def read_fact(db: apsw.Connection, owner: str, name: str) -> Fact | None:
-    return next((Fact(*values) for values in rows(db, f"{_FACTS} AND f.name = ?", owner, encodable(name))), None)
-
-
-def delete_fact(db: apsw.Connection, owner: int | None, name: str) -> bool:
-    """Returns whether there was one."""
-    db.execute("DELETE FROM facts WHERE owner = ? AND name = ?", (owner, encodable(name)))
-    return db.changes() > 0
+    return [Fact(*values) for values in rows(db, f"{FACTS} ORDER BY f.name", owner)]
 
 
 # ── saved conversations: their messages, verbatim ──
 
-_FIELDS = "c.name, c.title, c.model, c.created, c.updated"
 
-_COUNT = "(SELECT count(*) FROM messages AS m WHERE m.conversation = c.id)"
-
-
-def save_messages(db: apsw.Connection, owner: str, name: str, messages: Sequence[Message], model: str) -> None:
-    """Appends them; a new conversation gets its title from the first thing the user said."""
+def save_messages(
+    db: apsw.Connection, owner: str, name: str, messages: Sequence[Message], model: str, *, anew: bool = False
+) -> None:
+    """Appends them, or with `anew` replaces all; a new conversation gets its title from the first thing the user
+    said."""
     id_ = make_conversation(db, make_owner(db, owner), name)
+    if anew:
+        remove_messages(db, id_)
     now = time.time()
     sql = """UPDATE conversations SET model = ?, updated = ?, created = iif(title IS NULL, ?, created),
              title = iif(coalesce(title, '') = '', ?, title) WHERE id = ?"""
     db.execute(sql, (encodable(model), now, now, _title(messages), id_))
     add_messages(db, id_, messages)
-
-
-def replace_messages(db: apsw.Connection, owner: str, name: str, messages: Sequence[Message], model: str) -> None:
-    remove_messages(db, make_conversation(db, make_owner(db, owner), name))
-    save_messages(db, owner, name, messages, model)
 
 
 def remove_messages(db: apsw.Connection, conversation: int) -> None:
@@ -220,29 +206,26 @@ def add_messages(db: apsw.Connection, conversation: int, messages: Sequence[Mess
     db.executemany("INSERT INTO messages (conversation, place, data) VALUES (?, ?, ?)", added)
 
 
-def read_messages(db: apsw.Connection, conversation: int | None) -> tuple[Message, ...]:
+def read_messages(db: apsw.Connection, conversation: int) -> tuple[Message, ...]:
     sql = "SELECT data FROM messages WHERE conversation = ? ORDER BY place"
     return tuple(message_from_json(json.loads(data)) for (data,) in rows(db, sql, conversation))
 
 
-def latest_conversations(db: apsw.Connection, owner: str, limit: int) -> list[SavedConversation]:
-    """Without their messages."""
-    sql = f"""SELECT {_FIELDS}, {_COUNT} FROM conversations AS c
-              WHERE c.owner = ? AND c.title IS NOT NULL ORDER BY c.updated DESC, c.id DESC LIMIT ?"""
-    return [_saved_conversation(values, ()) for values in rows(db, sql, owner_id(db, owner), limit)]
-
-
-def read_conversation(db: apsw.Connection, owner: str, name: str) -> SavedConversation | None:
-    owner_ = owner_id(db, owner)
-    id_ = conversation_id(db, owner_, name) if owner_ is not None else None
-    sql = f"SELECT {_FIELDS}, {_COUNT} FROM conversations AS c WHERE c.id = ? AND c.title IS NOT NULL"
-    found = rows(db, sql, id_)
-    return _saved_conversation(found[0], read_messages(db, id_)) if found else None
-
-
-def _saved_conversation(values: tuple[Any, ...], messages: tuple[Message, ...]) -> SavedConversation:
-    id_, title, model, created, updated, count = values
-    return SavedConversation(id_, title, model, created, updated, messages, count)
+def saved_conversations(
+    db: apsw.Connection, owner: str, *, limit: int = 1, name: str | None = None
+) -> list[SavedConversation]:
+    """The latest first, without their messages; with them the one that is called `name`."""
+    sql = """SELECT c.id, c.name, title, model, created, updated,
+                    (SELECT count(*) FROM messages AS m WHERE m.conversation = c.id)
+             FROM conversations AS c JOIN owners AS o ON o.id = c.owner
+             WHERE o.name = ?1 AND title IS NOT NULL AND (?2 IS NULL OR c.name = ?2)
+             ORDER BY updated DESC, c.id DESC LIMIT ?3"""
+    found = []
+    wanted = encodable(name) if name is not None else None
+    for id_, called, title, model, created, updated, count in rows(db, sql, owner, wanted, limit):
+        messages = read_messages(db, id_) if name is not None else ()
+        found.append(SavedConversation(called, title, model, created, updated, messages, count))
+    return found
 
 
 def _title(messages: Sequence[Message]) -> str:

@@ -14,7 +14,7 @@ from emberkeep.backend.model_pool import Report, tell_nobody
 from emberkeep.backend.precache import KeepAlive
 from emberkeep.chat.template import ChatTemplate, begin_worker
 from emberkeep.config.kinds import readable_size
-from emberkeep.config.settings import DRAIN_S, NEVER, OFF, TOOL_TURNS, Config, TooLong, placed_by_itself
+from emberkeep.config.settings import DRAIN_S, NEVER, OFF, Config, TooLong, placed_by_itself
 from emberkeep.engine.base import Engine, Footprint
 from emberkeep.engine.devices import require_hf
 from emberkeep.errors import ConfigError, EngineError, ModelBroken, Overloaded, TemplateFailed
@@ -194,7 +194,6 @@ def _local_settings(
         hygiene=parts.hygiene,
         admission=admission,
         auto_truncate=config.too_long == TooLong.TRUNCATE,
-        tool_rounds=TOOL_TURNS + 1,
         no_tools=config.tools == OFF,
         reasoning=ReasoningFormat(config.reasoning),
         deadline_s=config.deadline_s,

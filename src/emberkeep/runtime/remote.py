@@ -12,7 +12,7 @@ from time import perf_counter
 from emberkeep.backend.base import Backend, ModelCard, read_answer
 from emberkeep.backend.limits import Permits
 from emberkeep.backend.server_tools import HostTools, ToolServer
-from emberkeep.config.settings import OFF, TOOL_TURNS, Config, TooLong
+from emberkeep.config.settings import OFF, Config, TooLong
 from emberkeep.errors import EmberkeepError, ToolFailed
 from emberkeep.memory.memory import Memory
 from emberkeep.models.remotes import Remotes
@@ -71,7 +71,6 @@ def open_remote(
             retries=retries,
             max_tokens=remote.max_tokens,
             most_tokens=config.max_tokens,
-            tool_rounds=TOOL_TURNS + 1,
             deadline_s=config.deadline_s,
             reasoning=ReasoningFormat(config.reasoning),
             no_tools=config.tools == OFF,

@@ -145,7 +145,7 @@ def test_one_deadline_holds_over_all_rounds_and_their_tools() -> None:
     for settings, asked in (({}, replace(HELLO, deadline_s=0.2)), ({"deadline_s": 0.2}, HELLO)):
         provider = rounds(calling("depth", '{"pier": 1}'), [60.0])
         with pytest.raises(DeadlineExceeded):
-            read_events(remote(provider, tools=box(depth), tool_rounds=4, **settings), asked)
+            read_events(remote(provider, tools=box(depth), **settings), asked)
         assert (len(provider.asked), provider.left) == (2, 1)
 
 
@@ -340,7 +340,7 @@ def test_a_conversation_in_chinese_fits_from_the_first_answer_on(tmp_path: Path,
 
 def test_the_servers_tools_run_for_a_remote_model_too(tmp_path: Path) -> None:
     provider = rounds(calling("depth", '{"pier": 3}'), said("Seven metres."))
-    events = read_events(remote(provider, tmp_path, tools=box(depth), tool_rounds=4), HELLO)
+    events = read_events(remote(provider, tmp_path, tools=box(depth)), HELLO)
     assert outcomes_of(events) == [("7 metres", False)]
     assert text_of(events) == "Seven metres."
     assert [message.role for message in provider.asked[1].messages] == ["user", "assistant", "tool"]
@@ -363,14 +363,14 @@ def test_a_tool_that_went_is_not_taken_for_a_search(tmp_path: Path) -> None:
         functions.clear()
         return calling("depth", '{"pier": 3}')
 
-    backend = remote(ScriptedProvider(script), tmp_path, recall=Recall.TOOL, tools=tools, tool_rounds=4)
+    backend = remote(ScriptedProvider(script), tmp_path, recall=Recall.TOOL, tools=tools)
     events = read_events(backend, HELLO)
     assert "no tool 'depth'" in outcomes_of(events)[0][0]
 
 
 def test_with_notools_services_are_told_of_none() -> None:
     provider = ScriptedProvider(lambda request: said("Yes."))
-    backend = remote(provider, tools=box(depth), tool_rounds=4, no_tools=True)
+    backend = remote(provider, tools=box(depth), no_tools=True)
     allowed = ToolChoice("auto", allowed=("ferry",))
     for choice in (ToolChoice(), allowed):
         read_events(backend, replace(HELLO, tools=(Tool("ferry"),), tool_choice=choice))
@@ -394,7 +394,7 @@ def test_a_long_turn_of_calls_goes_on_when_the_context_is_full(tmp_path: Path) -
 
     calls = [calling("read_log", f'{{"page": {i}}}', f"c{i}") for i in range(8)]
     provider = honest(*calls, said("All read."))
-    events = read_events(remote(provider, tmp_path, context=600, tools=box(read_log), tool_rounds=9), HELLO)
+    events = read_events(remote(provider, tmp_path, context=600, tools=box(read_log)), HELLO)
     assert text_of(events) == "All read."
     assert len(outcomes_of(events)) == 8
     assert "left out to make room" in "".join(m.content for m in provider.asked[-1].messages)

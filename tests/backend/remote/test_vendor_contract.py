@@ -203,9 +203,7 @@ def backend_at(wire: Wire, url: str, **settings: Any) -> RemoteBackend:
     tools = HostToolBox(ToolBox([as_tool(depth)], ToolPolicy()), ToolPolicy(), asks=False)
     card = ModelCard(wire.model, 0, 100_000, remote=wire.kind)
     sessions = Sessions(None, Policy(100_000))
-    return RemoteBackend(
-        card, provider_at(wire)(url), sessions, RemoteOptions(tool_rounds=4, **settings), tools=tools
-    )
+    return RemoteBackend(card, provider_at(wire)(url), sessions, RemoteOptions(**settings), tools=tools)
 
 
 def through_backend(wire: Wire, *replies: Reply | Stream) -> tuple[list[Event], Any]:

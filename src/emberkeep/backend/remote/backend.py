@@ -65,7 +65,6 @@ class RemoteOptions:
     """Longest answer in tokens, if the request does not say."""
     most_tokens: int | None = None
     """Longest answer, whatever a request says."""
-    tool_rounds: int = 1
     deadline_s: float | None = None
     reasoning: ReasoningFormat = ReasoningFormat.SEPARATE
     no_tools: bool = False
@@ -97,7 +96,7 @@ class RemoteBackend(Extras):
         self._settings = settings
         self._permits = permits
         self.host_tools = tools
-        self._server_tools = ServerTools(sessions, tools, settings.tool_rounds, settings.deadline_s)
+        self._server_tools = ServerTools(sessions, tools, settings.deadline_s)
         self._fitter = RemoteFitter(sessions)
         self.holders = holders or Holders()
         self._loop: asyncio.AbstractEventLoop | None = None
