@@ -63,14 +63,12 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Generator[None, None, None]:
-    """Hold an exclusive lock on `path` until the block ends, against all threads and processes. It stays empty.
-
-    Blocks. Raises OSError.
-    """
+def locked(path: Path, mode: int = fcntl.LOCK_EX) -> Generator[None, None, None]:
+    """Hold a lock on `path` until the block ends, against all threads and processes; alone, unless `mode` says
+    otherwise. The file stays empty. Blocks. Raises OSError."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, mode)
         yield
     finally:
         os.close(lock)

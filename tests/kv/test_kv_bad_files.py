@@ -103,19 +103,6 @@ def test_a_read_that_fails_in_a_way_that_may_pass_is_a_miss_now_and_found_again_
     assert load(store, LONG) == 1000
 
 
-def test_what_follows_a_damaged_file_is_found_again_when_that_was_computed_again(tmp_path):
-    store = only_on_disk(tmp_path, LONG)
-    match = store.match(EXACT, LONG)
-    first = match.segments[0].chunk
-    damage(file_of(tmp_path, first.key))
-    store.release(match)
-    assert load(store, LONG) == 0
-    check_ledger(store)
-    store.insert(store.origin(EXACT), LONG[:128], exported(LONG, 0, 128), (), fork=False)
-    store.flush()
-    assert load(store, LONG) == 1000
-
-
 def test_a_damaged_file_that_cannot_be_put_away_counts_until_it_is_gone(tmp_path, monkeypatch):
     store = only_on_disk(tmp_path, LONG[:128])
     (path,) = chunk_files(tmp_path)
@@ -146,18 +133,6 @@ def test_two_damaged_files_of_one_prompt_are_both_given_up(tmp_path):
     assert reads[2].state in (FetchState.DAMAGED, FetchState.GONE)
     check_ledger(store)
     put(store, LONG)
-    again = reopened(store, tmp_path)
-    assert load(again, LONG) == 1000
-    assert again.counters.damaged_chunks == again.counters.vanished_chunks == 0
-
-
-def test_what_is_computed_again_is_written_over_files_that_were_not_read(tmp_path):
-    store = only_on_disk(tmp_path, LONG)
-    for path in chunk_files(tmp_path):
-        damage(path)
-    assert load(store, LONG) == 0  # which gives up at the first
-    put(store, LONG)
-    check_ledger(store)
     again = reopened(store, tmp_path)
     assert load(again, LONG) == 1000
     assert again.counters.damaged_chunks == again.counters.vanished_chunks == 0

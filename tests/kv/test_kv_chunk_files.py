@@ -29,6 +29,9 @@ def entry(seed: int = 0) -> tuple[Description, memoryview]:
     return description(seed), payload(description(seed))
 
 
+FOREIGN = description(fingerprint=OTHER)
+
+
 @pytest.fixture
 def tier(tmp_path: Path):
     tier = ChunkFiles(tmp_path, FINGERPRINT)
@@ -75,27 +78,17 @@ def test_nothing_but_the_owner_can_enter_the_store(tier, tmp_path):
     assert {path.stat().st_mode & 0o077 for path in folders} == {0}
 
 
-def test_nothing_is_left_behind_in_the_workplace(tier):
-    tier.write([entry()])
-    assert [path.name for path in tier._tmp.iterdir()] == ["owner"]
-
-
-def test_two_tiers_on_one_folder_see_each_others_chunks(tier, tmp_path):
+def test_two_tiers_on_one_folder_see_each_others_chunks_and_may_write_the_same(tier, tmp_path):
     other = ChunkFiles(tmp_path, FINGERPRINT)
     other.open_rows()
     tier.write([entry(0)])
     assert [row.key for row in other.index.new_rows()] == [description(0).key]
     assert other.index.new_rows() == []
-    assert other.read(description(0)) == payload(description(0))
-    other.close()
-
-
-def test_two_tiers_may_write_the_same_chunk(tier, tmp_path):
-    other = ChunkFiles(tmp_path, FINGERPRINT)
-    tier.write([entry()])
-    other.write([entry()])
-    assert tier.read(description()) == payload(description())
-    assert len(keys_of(tier)) == 1
+    other.write([entry(0)])
+    assert other.read(description(0)) == tier.read(description(0)) == payload(description(0))
+    assert keys_of(tier) == {description(0).key}
+    other.write([entry(1)])  # its workplace is there after another opening
+    assert tier.read(description(1)) == payload(description(1))
     other.close()
 
 
@@ -120,37 +113,12 @@ def test_many_tiers_open_one_new_folder_at_once(tmp_path):
     assert len(chunk_files(tmp_path)) == 8
 
 
-def test_a_file_without_a_row_is_adopted(tier):
-    lost = description(5)
-    path = tier._path(lost.key)
-    path.parent.mkdir()
-    write(path, lost, payload(lost))
-    assert keys_of(tier) == {lost.key}
-
-
 def test_a_row_without_a_file_is_dropped(tier):
     tier.write([entry()])
     tier._path(description().key).unlink()
     assert keys_of(tier) == set()
     with pytest.raises(FileNotFoundError):
         tier.read(description())
-
-
-def test_a_damaged_file_without_a_row_is_quarantined_and_counted(tier):
-    path = tier._path(description().key)
-    path.parent.mkdir()
-    path.write_bytes(b"half a chu")
-    assert tier.open_rows() == ([], 1)
-    assert not path.exists()
-    assert len(list((tier.folder / "quarantine").iterdir())) == 1
-
-
-def test_files_under_each_others_names_are_not_adopted(tier):
-    one, other = description(1), description(2)
-    for name, content in ((one, other), (other, one)):
-        tier._path(name.key).parent.mkdir(exist_ok=True)
-        write(tier._path(name.key), content, payload(content))
-    assert tier.open_rows() == ([], 2)
 
 
 def test_swapped_files_are_noticed_when_they_are_read(tier):
@@ -165,12 +133,25 @@ def test_swapped_files_are_noticed_when_they_are_read(tier):
             tier.read(description(seed))
 
 
-def test_a_file_of_another_fingerprint_is_not_adopted(tier):
-    foreign = description(fingerprint=OTHER)
-    path = tier._path(foreign.key)
-    path.parent.mkdir()
-    write(path, foreign, payload(foreign))
-    assert tier.open_rows() == ([], 1)
+@pytest.mark.parametrize(
+    "content",
+    [entry(1), (FOREIGN, payload(FOREIGN)), None],
+    ids=["of another chunk", "of another fingerprint", "half a file"],
+)
+def test_a_file_without_a_row_is_adopted_unless_it_is_not_what_its_name_says(tier, content):
+    for own, written in (
+        (description(5), entry(5)),
+        (FOREIGN if content and content[0] is FOREIGN else description(), content),
+    ):
+        path = tier._path(own.key)
+        path.parent.mkdir(exist_ok=True)
+        if written:
+            write(path, *written)
+        else:
+            path.write_bytes(b"half a chu")
+    rows, damaged = tier.open_rows()
+    assert ([row.key for row in rows], damaged) == ([description(5).key], 1)
+    assert len(list((tier.folder / "quarantine").iterdir())) == 1
 
 
 def test_things_that_do_not_belong_there_are_left_alone(tier):
@@ -190,14 +171,6 @@ def test_a_dead_owners_workplace_is_swept(tier):
     (dead / description().key.hex()).write_bytes(b"half a chunk")
     tier.open_rows()
     assert not dead.exists()
-
-
-def test_a_living_owners_workplace_stays(tier, tmp_path):
-    other = ChunkFiles(tmp_path, FINGERPRINT)
-    tier.open_rows()
-    other.write([entry()])
-    assert tier.read(description()) == payload(description())
-    other.close()
 
 
 def test_there_is_one_evictor_at_a_time(tier, tmp_path):

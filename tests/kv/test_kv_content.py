@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberkeep.kv.content import WINDOW, ContentIndex, Moved, to_pieces
+from emberkeep.kv.content import WINDOW, Moved, to_pieces
 from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import Chunk, Segment
 from emberkeep.types.lineage import EXACT, SHARED, Approximation, Lineage, Repair
 from helpers.kv_building import (
     LONG,
-    PLENTY,
     chunks_of,
     ids,
     lineage_of,
@@ -24,7 +23,6 @@ from helpers.kv_building import (
     path_tokens,
     prompt,
     put,
-    reopened,
 )
 
 MOVE_ALL = Approximation(Repair.NONE)
@@ -134,28 +132,12 @@ def test_chunks_that_come_and_go_are_known(store):
     assert 200 < left[1] < 309
 
 
-def test_nothing_is_left_of_chunks_that_are_gone():
-    index = ContentIndex([])
-    chunk = Chunk(key=b"k", parent=None, take=0, tokens=PASSAGE)
-    index.add([chunk])
-    assert index.find("", PASSAGE, 0, 0)
-    index.remove(chunk)
-    assert index.find("", PASSAGE, 0, 0) == []
-
-
 def test_a_phrase_that_is_everywhere_is_remembered_at_a_few_places_only():
     store = new_store(None)
     for number in range(30):
         put(store, np.concatenate([prompt(10, seed=number), PASSAGE]))
     matches = store.transact(lambda ledger: ledger.content.find("", np.concatenate([lead(9), PASSAGE]), 0, 0))
     assert 8 <= len(matches) < 15
-
-
-def test_what_is_on_disk_is_found_after_a_restart(tmp_path):
-    store = new_store(tmp_path)
-    put(store, np.concatenate([lead(40), PASSAGE]))
-    store = reopened(store, tmp_path, warm=PLENTY)
-    assert found(store, np.concatenate([lead(9), PASSAGE])) == [(9, 309)]
 
 
 def test_what_is_found_is_pinned_until_it_is_released(store):
@@ -207,10 +189,6 @@ def test_overlap_says_how_many_of_the_tokens_that_both_know_are_evaluated():
     assert spans([match(0, 100, 5), match(80, 200, 900)], overlap=8) == [(0, 80), (88, 200)]
     assert spans([match(0, 100, 5), match(80, 200, 900)], overlap=64) == [(0, 80), (100, 200)]
     assert spans([match(0, 150, 5), match(120, 200, 900)], overlap=8) == [(0, 142), (150, 200)]
-
-
-def test_matches_that_only_touch_have_nothing_in_common():
-    assert spans([match(0, 100, 5), match(100, 200, 900)], overlap=8) == [(0, 100), (100, 200)]
 
 
 approximations = st.builds(

@@ -218,14 +218,6 @@ def test_unreachable_and_unreadable_files_go_before_anything_that_is_of_use(tmp_
     assert load(store, prompt(128, seed=9)) == 128
 
 
-def test_what_was_not_worth_writing_is_forgotten_with_its_state(tmp_path):
-    store = new_store(tmp_path, warm=4000, cold=100)
-    for seed in range(30):
-        put(store, prompt(60, seed=seed))
-        store.flush()
-    assert store.stats()["cold"]["unwritten_chunks"] <= len(chunks_of(store)) < 10
-
-
 def test_a_removal_that_fails_counts_and_is_tried_again(tmp_path, monkeypatch):
     store = new_store(tmp_path)
     entry = store.turn_ended(label(0), put(store, LONG))
@@ -371,37 +363,6 @@ def test_refused_chunks_are_written_when_the_disk_is_well_again(tmp_path, monkey
     put(store, LONG)
     again = reopened(store, tmp_path)
     assert load(again, LONG) == 1000
-
-
-def test_a_broken_disk_does_not_make_the_queue_grow(tmp_path, monkeypatch):
-    monkeypatch.setattr("emberkeep.kv.disk.chunkfile.write", no_space)
-    store = new_store(tmp_path, warm=4 * CHUNK_BYTES)
-    for seed in range(20):
-        put(store, prompt(300, seed=seed))
-    store.flush()
-    store._disk.writer._paused_until = 0.0
-    put(store, prompt(20, seed=99))
-    store.flush()
-    assert store.stats()["cold"]["pending_chunks"] <= store.stats()["warm"]["chunks"]
-
-
-def test_an_index_that_cannot_be_written_does_not_stop_the_writer(tmp_path, monkeypatch):
-    store = new_store(tmp_path)
-    put(store, LONG[:50])
-    store.flush()
-
-    def refuse(keys):
-        if list(keys):
-            raise OSError(5, "Input/output error")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(store._disk.files, "remove", refuse)
-        put(store, LONG[:128])  # wants to remove the tail it supersedes
-        store.flush()
-    put(store, LONG)
-    store.flush()
-    assert load(store, LONG) == 1000
-    assert len(chunks_of(store)) == 8
 
 
 def test_a_write_that_loses_its_race_with_eviction_leaves_no_file(tmp_path, monkeypatch):

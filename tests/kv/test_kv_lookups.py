@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from emberkeep.engine.fake import FakeVocab
-from emberkeep.kv.policy import CHUNK_TOKENS
 from emberkeep.kv.tree import Made
 from emberkeep.types.lineage import EXACT
 from helpers.kv_building import LONG, PIECES, exported, ids, new_store, put, replayed
@@ -31,11 +30,6 @@ def test_a_replay_follows_an_answer_over_chunk_borders(store):
         cursor = store.insert(cursor, whole[begin:end], exported(whole, begin, end), span, fork=False)
     at = store.advance(store.origin(EXACT), LONG[:100])
     assert replayed(store, at, b"a long answer " * 30, PIECES) == tuple(answer)
-
-
-def test_text_that_was_not_sampled_is_not_replayed(store):
-    put(store, np.array([ord(c) for c in "the"], np.int32))
-    assert replayed(store, store.origin(EXACT), b"the", PIECES) == ()
 
 
 def test_stored_tokens_outside_the_vocabulary_are_passed_over(store):
@@ -121,14 +115,6 @@ def test_what_was_tokenized_once_is_not_tokenised_again() -> None:
     tokenized = VOCAB.tokenize(text)
     put(store, ids(*tokenized, END, *b"\n"))
     assert stretch(store, text) == tuple(tokenized)
-
-
-def test_a_border_may_be_where_a_chunk_ends() -> None:
-    store = new_store(None)
-    tokenized = VOCAB.tokenize("the" * 64)
-    assert len(tokenized) == CHUNK_TOKENS
-    put(store, ids(*tokenized, END))
-    assert stretch(store, "the" * 64) == tuple(tokenized)
 
 
 def test_the_beginning_of_a_longer_text_may_have_other_ids() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from emberkeep.kv.disk.tier import evict
 from emberkeep.kv.ledger import Ledger
-from emberkeep.kv.policy import CostModel, RamTier, Rate, Rhythm, StoreClock, Tally, worth, worth_writing
+from emberkeep.kv.policy import CostModel, RamTier, Rate, Rhythm, StoreClock, worth, worth_writing
 from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, Segment, new_root
 from helpers.kv_building import ids
 
@@ -43,12 +43,6 @@ def test_alone_the_latest_counts_and_in_a_crowd_the_proven():
     latest, proven = a_chunk(used=100), a_chunk(used=90, hits=3)
     assert worth(latest, 100, 1) > worth(proven, 100, 1)
     assert worth(latest, 100, 50) < worth(proven, 100, 50)
-
-
-def test_having_come_back_counts_as_asked_for():
-    back = a_chunk()
-    back.came_back = True
-    assert worth(back, 10, 8) == worth(a_chunk(hits=1), 10, 8)
 
 
 def test_a_snapshot_is_worth_the_tokens_that_lead_to_it():
@@ -222,33 +216,12 @@ def filled(budget: int, *chunks: Chunk) -> RamTier:
     return ram
 
 
-def test_what_is_put_is_counted_until_it_is_freed_once_or_twice():
-    (chunk,) = below_each_other("a", on_disk=True)
-    ram = filled(100, chunk)
-    assert ram.tally == Tally(chunks=1, tokens=2, bytes=10)
-    ram.free(chunk)
-    ram.free(chunk)
-    assert ram.tally == Tally() and chunk.payload is None
-
-
 def test_what_is_also_on_disk_goes_before_what_is_worth_less_and_exists_nowhere_else():
     (stored,), (only_here,) = below_each_other("s", on_disk=True), below_each_other("o", on_disk=False)
     ram = filled(15, only_here, stored)
     dropped: list[Chunk] = []
     assert ram.shrink(lambda chunk: float(chunk is stored), dropped.append) == 1
     assert dropped == [] and stored.payload is None and only_here.payload is not None
-
-
-def test_of_what_exists_nowhere_else_only_leaves_are_dropped():
-    above, below = below_each_other("a", "b", on_disk=False)
-    ram = filled(15, above, below)
-
-    def drop(chunk: Chunk) -> None:
-        chunk.detach()
-        ram.free(chunk)
-
-    assert ram.shrink(lambda chunk: 0.0, drop) == 1
-    assert below.payload is None and above.payload is not None
 
 
 def test_a_parent_that_becomes_a_leaf_is_weighed_with_the_rest():
@@ -265,26 +238,3 @@ def test_a_parent_that_becomes_a_leaf_is_weighed_with_the_rest():
     assert ram.shrink(lambda chunk: float(chunk in (new_above, new_below)), drop) == 2
     assert old_above.payload is None and old_below.payload is None
     assert new_above.payload is not None and new_below.payload is not None
-
-
-def test_what_a_lookup_uses_or_a_person_pinned_stays():
-    used, pinned = *below_each_other("u", on_disk=True), *below_each_other("p", on_disk=False)
-    used.pins, pinned.is_pinned = 1, True
-    ram = filled(0, used, pinned)
-    assert ram.shrink(lambda chunk: 0.0, ram.free) == 0
-    assert ram.tally.chunks == 2
-
-
-def test_a_branch_is_freed_up_to_the_first_chunk_that_was_used_since():
-    first, second, third = below_each_other("1", "2", "3", on_disk=True)
-    first.last_used = 9
-    ram = filled(100, first, second, third)
-    assert ram.free_branch(third, tick=5) == 2
-    assert first.payload is not None
-
-
-def test_what_has_expired_is_freed_if_it_is_on_disk():
-    (stored,), (only_here,) = below_each_other("s", on_disk=True), below_each_other("o", on_disk=False)
-    ram = filled(100, stored, only_here)
-    assert ram.free_expired(now=1.0) == 1
-    assert only_here.payload is not None

@@ -17,7 +17,6 @@ from helpers.kv_building import (
     chunks_of,
     exported,
     fetched,
-    file_of,
     load,
     new_store,
     no_space,
@@ -49,30 +48,20 @@ def test_an_edited_prompt_shares_what_comes_before_and_keeps_what_comes_after(st
     assert len(chunks_of(store)) - before == 7  # (1000 - 200) / 128
 
 
-def test_what_follows_a_place_explains_a_divergence(store):
+@pytest.mark.parametrize(("place", "end"), [(200, 256), (128, 256), (256, 256)], ids=["inside", "border", "end"])
+def test_what_follows_a_place_explains_a_divergence(store, place, end):
     put(store, LONG[:256])
-    inside = store.advance(store.origin(EXACT), LONG[:200])
-    assert np.array_equal(store.stored_after(inside), LONG[200:256])
-    border = store.advance(store.origin(EXACT), LONG[:128])
-    assert np.array_equal(store.stored_after(border), LONG[128:256])
-    end = store.advance(store.origin(EXACT), LONG[:256])
-    assert len(store.stored_after(end)) == 0
+    here = store.advance(store.origin(EXACT), LONG[:place])
+    assert store.stored_after(here).tolist() == LONG[place:end].tolist()
 
 
-def test_equal_prefixes_are_stored_once(store):
-    put(store, LONG)
-    before = store.counters.inserted_chunks
-    put(store, LONG)
-    put(store, LONG[:700])
-    assert store.counters.inserted_chunks == before
-
-
-def test_inserting_what_is_known_queues_no_second_write(store):
-    for _ in range(3):
+def test_equal_prefixes_are_stored_once_and_written_once(store):
+    for tokens in (LONG, LONG, LONG[:700]):
+        put(store, tokens)
+    for _ in range(2):
         store.insert(store.origin(EXACT), LONG[:128], exported(LONG, 0, 128), (), fork=False)
     store.flush()
-    assert store.stats()["cold"]["written_chunks"] == 1
-    assert store.stats()["cold"]["refused_chunks"] == 0
+    assert store.counters.inserted_chunks == store.stats()["cold"]["written_chunks"] == 8
 
 
 def test_a_place_that_was_evicted_leads_back_to_the_beginning(store):
@@ -110,18 +99,6 @@ def test_a_fork_is_not_superseded_by_one_of_its_branches(store):
     put(store, np.concatenate([LONG[:50], prompt(100, seed=9)]))
     store.flush()
     assert sorted(chunk.start for chunk in chunks_of(store)) == [0, 50, 50, 178]
-
-
-def test_a_tail_that_others_build_on_is_not_superseded(store):
-    put(store, LONG[:50])
-    cursor = store.advance(store.origin(EXACT), LONG[:50])
-    part = prompt(20, seed=3)
-    whole = np.concatenate([LONG[:50], part])
-    store.insert(cursor, part, exported(whole, 50, 70), (), fork=False)
-    put(store, LONG[:128])
-    store.flush()
-    assert load(store, whole) == 70
-    assert load(store, LONG[:128]) == 128
 
 
 def test_a_pinned_tail_stays_until_it_is_released(store):
@@ -238,13 +215,6 @@ def test_chunks_evicted_by_another_process_are_a_miss(store, tmp_path):
     assert load(again, LONG) == 1000
 
 
-def test_opening_reads_no_payload(tmp_path):
-    store = only_on_disk(tmp_path, LONG)
-    assert all(chunk.payload is None for chunk in chunks_of(store))
-    assert store.match(EXACT, LONG).tokens == 1000
-    assert store.counters.read_chunks == 0
-
-
 def test_waiters_of_one_read_are_all_told(tmp_path):
     store = only_on_disk(tmp_path, LONG)
     match = store.match(EXACT, LONG)
@@ -255,8 +225,9 @@ def test_waiters_of_one_read_are_all_told(tmp_path):
     store.release(match)
 
 
-def test_readahead_brings_a_prompts_chunks_into_ram(tmp_path):
+def test_opening_reads_no_payload_and_readahead_brings_a_prompts_chunks_into_ram(tmp_path):
     store = only_on_disk(tmp_path, LONG, prompt(500, seed=5))
+    assert store.counters.read_chunks == 0
     text = b"".join(PIECES[token] for token in LONG)
     started = store.readahead(EXACT, text, PIECES)
     match = store.match(EXACT, LONG)
@@ -272,15 +243,13 @@ ALICE = private_namespace("alice")
 BOB = private_namespace("bob")
 
 
-def test_namespaces_do_not_see_each_other(store):
+def test_namespaces_do_not_see_each_other(tmp_path):
+    store = new_store(tmp_path)
     put(store, LONG, namespace=ALICE)
-    assert load(store, LONG, namespace=BOB) == 0
-    assert load(store, LONG) == 0
-
-
-def test_readahead_stays_in_its_namespace(tmp_path):
-    store = only_on_disk(tmp_path, LONG)
-    assert store.readahead(Lineage(ALICE), b"".join(PIECES[t] for t in LONG), PIECES) == set()
+    store = reopened(store, tmp_path)
+    for namespace in (BOB, ""):
+        assert load(store, LONG, namespace=namespace) == 0
+        assert store.readahead(Lineage(namespace), b"".join(PIECES[t] for t in LONG), PIECES) == set()
 
 
 def test_the_path_of_a_chunk_is_made_of_hex_digits_only(store, tmp_path):
@@ -290,29 +259,6 @@ def test_the_path_of_a_chunk_is_made_of_hex_digits_only(store, tmp_path):
     (path,) = chunk_files(tmp_path)
     assert path.name == f"{chunks_of(store)[0].key.hex()}.kv"
     assert np.array_equal(path_tokens(chunks_of(store)[0]), LONG[:128])
-
-
-def test_forgetting_a_namespace_removes_its_files_and_no_others(store, tmp_path):
-    put(store, LONG, namespace=ALICE)
-    put(store, LONG[:300], namespace=BOB)
-    store.flush()
-    store.catalogue.forget_user("alice")
-    assert load(store, LONG, namespace=ALICE) == 0
-    assert load(store, LONG, namespace=BOB) == 300
-    assert len(chunk_files(tmp_path)) == 3
-    again = reopened(store, tmp_path)
-    assert load(again, LONG, namespace=ALICE) == 0
-
-
-def test_forgetting_also_removes_chunks_that_lost_their_parent(store, tmp_path):
-    put(store, LONG, namespace=ALICE)
-    store.flush()
-    first = store.match(Lineage(ALICE), LONG[:128]).segments[0].chunk
-    store.close()
-    file_of(tmp_path, first.key).unlink()
-    again = new_store(tmp_path)
-    again.catalogue.forget_user("alice")
-    assert chunk_files(tmp_path) == []
 
 
 def test_a_running_sequence_goes_on_storing_after_its_namespace_was_forgotten(store):

@@ -13,7 +13,6 @@ from emberkeep.kv.tree import (
     ChunkKey,
     Cursor,
     RadixTree,
-    Segment,
     chunk_key,
     descend,
     new_root,
@@ -83,27 +82,6 @@ def test_the_path_to_a_place_has_no_gaps(places):
         assert (path[-1].end if path else 0) == place.position
 
 
-def test_a_prompt_that_differs_in_the_last_token_of_a_chunk_uses_all_before_it():
-    root = new_root("")
-    chunk = grow(Cursor(root, 0, EXACT), ids(1, 2, 3, 4))
-    assert descend(Cursor(root, 0, EXACT), ids(1, 2, 3, 9)) == Cursor(chunk, 3, EXACT)
-
-
-def test_a_branch_inside_a_chunk_uses_only_the_parents_part():
-    root = new_root("")
-    trunk = grow(Cursor(root, 0, EXACT), ids(1, 2, 3, 4))
-    branch = grow(Cursor(trunk, 2, EXACT), ids(7, 8))
-    found = descend(Cursor(root, 0, EXACT), ids(1, 2, 7, 8, 9))
-    assert path_to(found) == (Segment(trunk, 0, 2), Segment(branch, 2, 4))
-
-
-def test_two_chunks_that_begin_alike_are_both_looked_into():
-    root = new_root("")
-    grow(Cursor(root, 0, EXACT), ids(1, 2))
-    longer = grow(Cursor(root, 0, EXACT), ids(1, 2, 3))
-    assert descend(Cursor(root, 0, EXACT), ids(1, 2, 3)) == Cursor(longer, 3, EXACT)
-
-
 def test_a_detached_chunk_is_not_found_and_leaves_its_parent_a_leaf():
     root = new_root("")
     first, second = grow(Cursor(root, 0, EXACT), ids(1)), grow(Cursor(root, 0, EXACT), ids(1, 2))
@@ -130,16 +108,6 @@ def test_taking_out_a_chunk_takes_what_is_below_it_and_the_root_of_an_owner_who_
     assert tree.deepest(tree.origin(Lineage("ann")), ids(1, 3)).chunk is below
     assert tree.take_out(above) == [above, below]
     assert list(tree) == [] and tree.root("ann") is not above.parent
-
-
-def test_a_chunk_that_was_stored_anew_is_another_one():
-    tree = RadixTree()
-    before = Chunk(key=ChunkKey(b"a"), parent=tree.root(""), take=0, tokens=ids(1))
-    tree.add(before)
-    tree.take_out(before)
-    again = Chunk(key=ChunkKey(b"a"), parent=tree.root(""), take=0, tokens=ids(1))
-    tree.add(again)
-    assert again in tree and before not in tree
 
 
 def test_from_the_beginning_what_is_shared_is_found_where_it_goes_further():
@@ -183,11 +151,6 @@ def key_of(fingerprint: bytes, namespace: str, parent: bytes, take: int, tokens:
 )
 def test_keys_of_this_format_version_never_change(namespace, parent, take, tokens, expected):
     assert key_of(PRINT, namespace, parent, take, tokens).hex() == expected
-
-
-@given(fields, fields)
-def test_different_fields_have_different_keys(one, other):
-    assert (key_of(*one) == key_of(*other)) == (one == other)
 
 
 @given(fields, st.data())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from emberkeep.kv import ngram_index
 from emberkeep.kv.ngram_index import FEW, MAX_MATCH, MIN_MATCH, OCCURRENCES, NgramIndex
-from helpers.kv_building import ids, prompt
+from helpers.kv_building import prompt
 
 Segments = Sequence[Sequence[int]]
 
@@ -100,33 +100,9 @@ def test_a_token_at_a_time_finds_the_same(text, context, limit):
     assert found(one_by_one, context, limit) == found(at_once, context, limit)
 
 
-def test_the_longest_suffix_decides():
-    index = index_of([1, 2, 3, 4, 50], [9, 3, 4, 60], [8, 3, 4, 60])
-    assert found(index, [1, 2, 3, 4]) == [50]
-    assert found(index, [7, 3, 4]) == [60]
-
-
 def test_the_most_frequent_continuation_is_followed_and_the_latest_among_equals():
     assert found(index_of([1, 2, 50], [1, 2, 50], [1, 2, 60]), [1, 2]) == [50]
     assert found(index_of([1, 2, 50], [1, 2, 60]), [1, 2]) == [60]
-
-
-def test_nothing_goes_from_one_segment_into_the_next():
-    index = index_of([1, 2], [3, 4])
-    assert found(index, [1, 2]) is None
-    assert found(index, [2, 3]) is None
-    assert found(index_of([5, 1, 2, 3], [4, 4]), [1, 2]) == [3]
-
-
-def test_one_token_in_common_is_no_match():
-    assert found(index_of([1, 2, 3]), [9, 2]) is None
-    assert found(index_of([1, 2, 3]), [2]) is None
-
-
-def test_the_end_of_the_index_is_no_occurrence_of_itself():
-    index = index_of([1, 2, 3, 4, 5])
-    index.compact()
-    assert found(index, [1, 2, 3, 4, 5]) is None
 
 
 @pytest.mark.parametrize("is_sorted", [True, False])
@@ -138,11 +114,6 @@ def test_a_loop_goes_on_for_as_long_as_is_asked(is_sorted):
     assert found(index, text, 100) == ([1, 2, 3] * 34)[:100]
 
 
-def test_a_loop_at_the_end_of_another_text_ends_with_it():
-    index = index_of([5, 1, 2, 3, 1, 2, 3, 4])
-    assert found(index, [1, 2, 3, 1, 2, 3], 100) == [4]
-
-
 def test_more_places_that_agree_say_more_and_none_is_certain():
     def first_share(places: int, matched: int) -> float:
         index = index_of(*[[*range(10, 10 + matched), 7]] * places)
@@ -152,13 +123,6 @@ def test_more_places_that_agree_say_more_and_none_is_certain():
 
     assert first_share(1, 2) < first_share(2, 2) < first_share(9, 2) < 1.0
     assert first_share(1, 2) < first_share(1, 4) < first_share(1, 30) < 1.0
-
-
-def test_agreement_falls_where_places_part():
-    continuation = index_of([1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 7]).find(ids(1, 2), 4)
-    assert continuation is not None
-    assert continuation.tokens.tolist() == [3, 5]
-    assert continuation.agreement[1] < continuation.agreement[0] / 2
 
 
 def test_a_suffix_that_stands_nearly_everywhere_is_found_in_time_and_place(monkeypatch):
@@ -178,18 +142,6 @@ def test_large_token_ids_and_long_matches_are_found():
     assert continuation is not None
     assert continuation.matched == MAX_MATCH
     assert continuation.tokens.tolist() == text[502:512].tolist()
-
-
-def test_sorting_in_small_parts_merges_them():
-    index = NgramIndex()
-    text = prompt(6000)
-    for start in range(0, 6000, 50):
-        index.begin(text[start : start + 50])
-        index.compact()
-    assert index.unsorted == 0
-    assert len(index._pieces) < 8
-    assert index.nbytes < 20 * len(text)
-    assert found(index, text[110:120].tolist(), 5) == text[120:125].tolist()
 
 
 def test_sorting_on_another_thread_disturbs_no_lookup():

@@ -302,17 +302,6 @@ def test_a_deep_chain_of_branches_is_not_too_deep() -> None:
         assert tree.tokens == sum(node.own_tokens for node in tree.nodes) == 50_000
 
 
-def test_a_long_conversation_is_one_run() -> None:
-    cursor, chunks = Cursor(new_root(""), 0, EXACT), list[Chunk]()
-    for number in range(20_000):
-        chunks.append(new_chunk(FINGERPRINT, cursor, ids(number, 1), 1, 0))
-        cursor = Cursor(chunks[-1], 2, EXACT)
-    tree = outline(Runs(chunks, [(cursor, 30_001)]), [], 10)
-    assert tree is not None
-    (node,) = tree.nodes
-    assert (node.end, node.chunks, node.hot_tokens) == (40_000, 20_000, 30_001)
-
-
 # ── entries ──
 
 
@@ -350,15 +339,6 @@ def test_text_without_an_entry_can_be_named_all_the_same() -> None:
     assert (end.id, end.position, end.head) == (listed.id, 200, "")
     assert store.catalogue.remove(end.id) is not None
     assert spans(tree_of(store)) == [(0, 128)]
-
-
-def test_many_entries_that_end_in_one_place_are_counted() -> None:
-    store = in_ram()
-    cursor = put(store, prompt(200))
-    for number in range(20):
-        end_turn(store, f"c{number}", cursor)
-    (node,) = tree_of(store).nodes
-    assert (len(node.entries), node.more_entries) == (8, 12)
 
 
 # ── while the store lives ──

@@ -137,19 +137,6 @@ def test_what_a_turn_adds_while_the_text_is_being_made_is_not_lost():
     corpus.close()
 
 
-def test_text_that_has_grown_is_sorted_and_text_that_is_too_long_is_made_anew(store, monkeypatch):
-    monkeypatch.setattr(corpus_module, "_SORT_AFTER", 500)
-    monkeypatch.setattr(corpus_module, "MAX_TOKENS", 4000)
-    corpus = ready(store, ALICE)
-    index = corpus._texts[ALICE.owner].index
-    corpus.add(ALICE, prompt(600, seed=1), 0)
-    assert eventually(lambda: index.unsorted == 0)
-    for seed in range(2, 10):
-        corpus.add(ALICE, prompt(600, seed=seed), 0)
-    assert eventually(lambda: corpus._texts[ALICE.owner].index is not index)
-    assert corpus.stats()["tokens"] == 0  # the store has none of it
-
-
 def test_the_latest_used_text_is_kept_where_there_is_too_much(store, monkeypatch):
     monkeypatch.setattr(corpus_module, "MAX_TOKENS", 300)
     old, new = prompt(250, seed=1), prompt(250, seed=2)
@@ -185,15 +172,6 @@ def test_old_text_is_made_anew_of_what_is_stored_by_then(store, monkeypatch):
     ready(store, ALICE)
     assert draft(corpus, ALICE, LONG[100:140]) == LONG[140:148].tolist()
     assert draft(corpus, ALICE, prompt(300, seed=1)[100:140]) is None
-
-
-def test_stats_tell_how_much_is_held(store):
-    assert store.stats()["corpus"] == {"owners": 0, "tokens": 0, "bytes": 0}
-    put(store, LONG, namespace=ALICE)
-    ready(store, ALICE)
-    held = store.stats()["corpus"]
-    assert (held["owners"], held["tokens"]) == (2, len(LONG))
-    assert held["bytes"] > 4 * len(LONG)
 
 
 # ── what is deleted ──
@@ -275,18 +253,6 @@ def test_what_was_evicted_stays_until_its_entry_is_removed():
     assert draft(corpus, ALICE, secret[300:340]) is None
     ready(store, ALICE)
     assert draft(corpus, ALICE, secret[300:340]) is None
-
-
-def test_what_has_expired_goes_with_its_text(store, monkeypatch):
-    store.turn_ended(label("old"), put(store, LONG, namespace=ALICE))
-    corpus = ready(store, ALICE)
-    clock = store.transact(lambda ledger: ledger.clock)
-    now = clock.now()
-    monkeypatch.setattr(clock, "now", lambda: now + 10 * 365 * 86_400)
-    store.catalogue.gc()
-    assert draft(corpus, ALICE, LONG[100:140]) is None
-    ready(store, ALICE)
-    assert draft(corpus, ALICE, LONG[100:140]) is None
 
 
 def test_what_another_process_removed_is_dropped_when_that_is_noticed(tmp_path):

@@ -35,13 +35,6 @@ def test_thousands_of_keys_are_looked_up_at_once(path: Path) -> None:
     assert len(file.find(map(key, range(3000)))) == 2000
 
 
-def test_what_is_known_stays_as_it_is(path: Path) -> None:
-    file = VectorFile(path, 1 << 20)
-    file.add({key(1): b"one"})
-    file.add({key(1): b"other"})
-    assert file.find([key(1)]) == {key(1): b"one"}
-
-
 def test_the_longest_unused_go_where_there_is_no_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     day = 100_000
     clock = iter(range(day, 1000 * day, day))

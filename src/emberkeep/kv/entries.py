@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import field, replace
 from typing import Any, NamedTuple
 
@@ -52,9 +51,6 @@ class Tail:
     tick: int
 
 
-_USUAL = {EntryKind.PREFIX: Ttl.SHORT, EntryKind.CONVERSATION: Ttl.LONG}
-
-
 @dataclass(slots=True)
 class Entry:
     label: Label
@@ -73,35 +69,16 @@ class Entry:
 
     @classmethod
     def new(cls, label: Label, lineage: Lineage) -> Entry:
-        return cls(label, lineage, label.ttl or _USUAL[label.kind])
+        usual = Ttl.SHORT if label.kind == EntryKind.PREFIX else Ttl.LONG
+        return cls(label, lineage, label.ttl or usual)
 
-    def turn_ended(self, label: Label, cursor: Cursor, tick: int, now: float) -> None:
-        self.label = label
-        self.ttl = label.ttl or self.ttl
-        self.turns += 1
-        self.used_at = now
-        # A tail that this turn has extended or repeated is no branch of its own.
-        on_the_way = {segment.chunk.key for segment in path_to(cursor)}
-        kept = [t for t in self.tails if t.chunk not in on_the_way]
-        self.tails = deque([*kept, Tail(cursor.chunk.key, cursor.used, self.turns, tick)], RING)
-
-    def forget_tails(self, gone: Iterable[ChunkKey]) -> None:
-        lost = set(gone)
-        self.tails = deque((tail for tail in self.tails if tail.chunk not in lost), RING)
-
-    def move_tail(self, source: ChunkKey, target: ChunkKey) -> None:
-        """`target` begins where `source` did, with its tokens."""
-        moved = (replace(tail, chunk=target) if tail.chunk == source else tail for tail in self.tails)
-        self.tails = deque(moved, RING)
-
-    def end_before(self, gone: Mapping[ChunkKey, Chunk]) -> None:
-        moved = []
+    def tails_before(self, gone: Mapping[ChunkKey, Chunk]) -> Iterator[Tail]:
+        """Where they end when these chunks are gone."""
         for tail in self.tails:
             while (chunk := gone.get(tail.chunk)) and chunk.parent is not None:
                 tail = replace(tail, chunk=chunk.parent.key, used=chunk.take)
             if tail.chunk != ROOT:
-                moved.append(tail)
-        self.tails = deque(moved, RING)
+                yield tail
 
     def stale_tails(self, turns: int) -> list[Tail]:
         """Tails that this entry has left alone for that many of its turns."""
@@ -146,10 +123,12 @@ class Entries:
         entry = Entry.new(label, cursor.lineage)
         entry = self._entries.setdefault(entry.id, entry)
         self._entries.move_to_end(entry.id)
-        with self._changing_tails(entry):
-            ends = {tail.chunk for tail in entry.tails}
-            entry.forget_tails(key for key in ends if key not in self._tree.by_key)
-            entry.turn_ended(label, cursor, tick, now)
+        entry.label, entry.ttl, entry.used_at = label, label.ttl or entry.ttl, now
+        entry.turns += 1
+        # A tail that this turn has extended or repeated is no branch of its own.
+        on_the_way = {segment.chunk.key for segment in path_to(cursor)}
+        branches = [t for t in entry.tails if t.chunk in self._tree.by_key and t.chunk not in on_the_way]
+        self._set_tails(entry, [*branches, Tail(cursor.chunk.key, cursor.used, entry.turns, tick)])
         self._shorten()
         return entry
 
@@ -199,19 +178,17 @@ class Entries:
     def end_before(self, gone: Mapping[ChunkKey, Chunk]) -> None:
         """Entries that ended in these chunks end before them now."""
         for entry in {entry.id: entry for key in gone for entry in self.ending_in(key)}.values():
-            with self._changing_tails(entry):
-                entry.end_before(gone)
+            self._set_tails(entry, list(entry.tails_before(gone)))
 
     def inherit(self, entry: Entry, tail: Chunk, heir: Chunk | None) -> None:
         """`heir` begins with the tokens of `tail`, in which `entry` ended."""
         others = [self._tree.get(known.chunk) for known in entry.tails if known.chunk != tail.key]
-        with self._changing_tails(entry):
-            if heir is None or any(chunk and chunk.is_at_or_below(heir) for chunk in others):
-                entry.forget_tails([tail.key])  # another turn of it went on from there
-            else:
-                entry.move_tail(tail.key, heir.key)
-                heir.expires = max(heir.expires, tail.expires)
-                heir.is_pinned |= entry.is_pinned
+        kept = [known for known in entry.tails if known.chunk != tail.key]
+        if heir is not None and not any(chunk and chunk.is_at_or_below(heir) for chunk in others):
+            kept = [replace(t, chunk=heir.key) if t.chunk == tail.key else t for t in entry.tails]
+            heir.expires = max(heir.expires, tail.expires)
+            heir.is_pinned |= entry.is_pinned
+        self._set_tails(entry, kept)  # none: another turn of it went on from there
 
     def remember(self, ghost: Ghost) -> None:
         self.ghosts.add([ghost])
@@ -253,11 +230,9 @@ class Entries:
         cursor = self.tail_of(entry)
         return held_at(cursor) if cursor else iter(())
 
-    @contextmanager
-    def _changing_tails(self, entry: Entry) -> Iterator[None]:
-        """Must surround every change of an entry's tails."""
+    def _set_tails(self, entry: Entry, tails: list[Tail]) -> None:
         self._unnote_tails(entry)
-        yield
+        entry.tails = deque(tails, RING)
         self._note_tails(entry)
         self.changes.entries[entry.id] = entry
 

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 
@@ -57,19 +58,17 @@ class Expiry:
         self._erased_at = -1
         """How many deletions files have no trace of. None at first: a process that died may have left some."""
 
-    def sweep(self) -> int:
-        """Delete what has expired; returns how many chunks went. Blocks on disk. Never raises: what could not be
-        deleted is not served, and is tried again by the next sweep."""
+    def sweep(self) -> None:
+        """Delete what has expired. Blocks on disk. Never raises: what could not be deleted is not served, and is
+        tried again by the next sweep."""
         with self._lock:
             try:
-                gone = self._drop()
+                self._drop()
                 self._erase()
-                return gone
             except OSError as error:
                 log.warning("state that has expired is still on disk, and the next sweep tries again: %s", error)
-                return 0
 
-    def _drop(self) -> int:
+    def _drop(self) -> None:
         held = self._transact(_Held.copied)
         last = held.now + held.longest
         if too_long := [chunk for chunk in held.chunks if chunk.expires > last]:
@@ -79,9 +78,9 @@ class Expiry:
         pinned, theirs = self._used_elsewhere(chunks, entries)
         entries = [entry for entry in entries if entry.id not in theirs]
         self._transact(lambda ledger: _forget_expired(ledger, entries))
-        gone = sum(self._drop_some(chunks[at : at + _AT_ONCE], pinned) for at in range(0, len(chunks), _AT_ONCE))
+        for at in range(0, len(chunks), _AT_ONCE):
+            self._transact(partial(_drop_some, chunks=chunks[at : at + _AT_ONCE], pinned=pinned))
         self._transact(_drop_expired_orphans)
-        return gone
 
     def _used_elsewhere(
         self, chunks: Sequence[Chunk], entries: Sequence[Entry]
@@ -105,15 +104,6 @@ class Expiry:
 
         return self._transact(learn), {entry.id for entry in later.pinned}
 
-    def _drop_some(self, chunks: Sequence[Chunk], pinned: set[ChunkKey]) -> int:
-        def drop(ledger: Ledger) -> int:
-            gone = len(drop_expired(ledger, chunks, pinned))
-            ledger.counters.expired_evictions += gone
-            ledger.entries.forget_empty()
-            return gone
-
-        return self._transact(drop)
-
     def _erase(self) -> None:
         """Raises OSError."""
         if self._disk is None:
@@ -124,15 +114,19 @@ class Expiry:
             self._erased_at = deletions
 
 
-def _forget_expired(ledger: Ledger, entries: Iterable[Entry]) -> int:
+def _drop_some(ledger: Ledger, chunks: Sequence[Chunk], pinned: set[ChunkKey]) -> None:
+    ledger.counters.expired_evictions += len(drop_expired(ledger, chunks, pinned))
+    ledger.entries.forget_empty()
+
+
+def _forget_expired(ledger: Ledger, entries: Iterable[Entry]) -> None:
     """Forget what those of `entries` are called that have expired; what of them is wanted by others stays,
-    without their names. Returns how many."""
+    without their names."""
     gone = [entry for entry in entries if ledger.entries.get(entry.id) is entry and has_expired(ledger, entry)]
     for entry in gone:
         ledger.entries.forget(entry)
         ledger.on_delete({entry.lineage.owner})
     ledger.deletions += len(gone)
-    return len(gone)
 
 
 def _drop_expired_orphans(ledger: Ledger) -> None:

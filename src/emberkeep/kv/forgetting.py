@@ -17,15 +17,15 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from emberkeep.errors import EmberkeepError
-from emberkeep.files import private_folder, replace_file
+from emberkeep.files import locked, private_folder, replace_file
 from emberkeep.kv.disk.index import Index
 from emberkeep.kv.ledger import Transact
 from emberkeep.kv.policy import ChunkRow
@@ -132,11 +132,9 @@ class ForgottenRecord:
         """Those whose files this process could not all remove: it tries again, and until then enters nothing of
         theirs."""
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> AbstractContextManager[None]:
         """Until the block ends no process begins to forget. Several may hold it at once."""
-        with self._locked(fcntl.LOCK_SH):
-            yield
+        return self._locked(fcntl.LOCK_SH)
 
     def is_known(self) -> bool:
         """No user was forgotten since the record was last read. One system call."""
@@ -205,15 +203,9 @@ class ForgottenRecord:
         """None where there is none, or one that cannot be read: the next forgetting begins it anew."""
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return None
-        try:
-            data = os.read(descriptor, _LARGEST)
-        finally:
-            os.close(descriptor)
-        try:
-            return _unpacked(json.loads(data))
-        except (ValueError, LookupError, TypeError):
+            with os.fdopen(descriptor, "rb") as file:
+                return _unpacked(json.loads(file.read(_LARGEST)))
+        except (FileNotFoundError, ValueError, LookupError, TypeError):
             return None
 
     def _write(self, record: Record) -> None:
@@ -221,15 +213,8 @@ class ForgottenRecord:
         packed = {"id": record.id, "salt": record.salt, "last": record.last, "floor": record.floor}
         replace_file(self._path, json.dumps({**packed, "forgotten": listed}).encode())
 
-    @contextmanager
-    def _locked(self, mode: int) -> Iterator[None]:
-        folder = private_folder(self._path.parent)
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(lock, mode)
-            yield
-        finally:
-            os.close(lock)
+    def _locked(self, mode: int) -> AbstractContextManager[None]:
+        return locked(private_folder(self._path.parent) / LOCK, mode)
 
 
 def _going(record: Record | None) -> Whose:
@@ -341,10 +326,6 @@ class Holders:
         with self._changing:
             self._holders = tuple(holder for holder in self._holders if holder[1] is not member)
             self._lasting = tuple(lasting for lasting in self._lasting if lasting[0] is not member)
-
-    @property
-    def names(self) -> list[str]:
-        return [name for name, _, _ in self._holders]
 
     def drop(self, owners: Container[str]) -> list[Future[Any]]:
         """Drop what is quick, also where another process has forgotten them. Never raises: what failed is a failed

@@ -293,14 +293,9 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    entry: Entry
     run: TokenRun
     chunk: Chunk
-    position: int
-    is_latest: bool
-
-    def entry_end(self) -> EntryEnd:
-        return _entry_end(self.entry, self.position, is_latest=self.is_latest)
+    shown: EntryEnd
 
 
 def _nodes(part: _Part, chosen: set[TokenRun]) -> list[_Node]:
@@ -380,7 +375,7 @@ def _ends(runs: Runs, entries: Sequence[Entry]) -> Iterator[_End]:
         for tail in reversed(entry.tails):
             chunk = runs.by_key.get(tail.chunk)
             if chunk and 0 < tail.used <= len(chunk.tokens) and (run := runs.run_at(chunk, tail.used)):
-                yield _End(entry, run, chunk, chunk.start + tail.used, is_latest)
+                yield _End(run, chunk, _entry_end(entry, chunk.start + tail.used, is_latest=is_latest))
                 is_latest = False
 
 
@@ -389,8 +384,8 @@ def _named(node: _Node) -> tuple[tuple[EntryEnd, ...], int]:
     are named; text that no entry leads to has a name, too."""
     if node.branches:
         return (), len(node.ends)
-    ends = sorted(node.ends, key=lambda end: -end.position)
-    named, last = [end.entry_end() for end in ends[:_MOST_ENTRIES]], node.run.last
+    ends = sorted(node.ends, key=lambda end: -end.shown.position)
+    named, last = [end.shown for end in ends[:_MOST_ENTRIES]], node.run.last
     if node.run.ends_whole and not node.run.children and last not in {end.chunk for end in ends}:
         named.insert(0, _entry_end(nameless(last), last.end, is_latest=True))
     return tuple(named), max(len(ends) - _MOST_ENTRIES, 0)

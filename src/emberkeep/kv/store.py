@@ -106,7 +106,8 @@ class KvStore(StoreLookups):
             self._expiry.sweep()  # before anything is served
         folder = self._disk.files.folder if self._disk else None
         self.shared = shared(self, budgets.ram // 2, folder) if shared else SharedTier()
-        self.catalogue = Catalogue(self.transact, self._remove_files, self.shared.remove, self._forget)
+        remove_files = self._disk.remove_files if self._disk else set[ChunkKey]
+        self.catalogue = Catalogue(self.transact, remove_files, self.shared.remove, self._forget)
         self.holders.join_lasting(self, self.catalogue.forget_user)
 
     def read_into(self, allocate: Callable[[int], memoryview | None]) -> None:
@@ -265,26 +266,35 @@ class KvStore(StoreLookups):
         """
         tokens = np.array(tokens, np.int32)  # a copy: the caller's may be a view of what it goes on writing
         chunk = new_chunk(self.fingerprint, cursor, tokens, len(payload), made)
-        chunk.sampled = tuple(sampled)
+        chunk.sampled, chunk.is_fork = tuple(sampled), fork
+        entered = self._enter(cursor, chunk, payload)
+        return cursor.moved(entered, len(tokens)) if entered else self.origin(cursor.lineage)
+
+    def insert_snapshot(self, cursor: Cursor, payload: memoryview, made: Made = Made.UNKNOWN) -> Chunk | None:
+        """Add the state at exactly `cursor`; None, where there is one, or no room for it."""
+        chunk = new_chunk(self.fingerprint, cursor, _NO_TOKENS, len(payload), made)
+        return chunk if self._enter(cursor, chunk, payload) is chunk else None
+
+    def _enter(self, cursor: Cursor, chunk: Chunk, payload: memoryview) -> Chunk | None:
+        """The chunk that is at its place then, this one or another; None where there is no place or no room."""
         with self._lock:
             if not self._fits_engine or cursor.chunk not in self._tree:
-                return self._tree.origin(cursor.lineage)
+                return None
             chunk.parent = self._tree.anchor(cursor.chunk)
             if known := self._tree.get(chunk.key):
-                known.is_fork |= fork
-                return cursor.moved(known, len(tokens))
-            chunk.is_fork = fork
+                known.is_fork |= chunk.is_fork
+                return known
             self._ledger.insert(chunk, payload)
-            replaced = tail_inside(chunk)
+            replaced = None if chunk.is_snapshot else tail_inside(chunk)
             self._ledger.shrink_ram()
             if chunk not in self._tree:
-                return self._tree.origin(cursor.lineage)
+                return None
             if replaced and self._disk is None:
                 self._ledger.supersede(replaced)
         if self._disk:
             self._disk.writer.put(chunk, replaced)
         self.shared.offer([chunk])
-        return cursor.moved(chunk, len(tokens))
+        return chunk
 
     def share(
         self, cursor: Cursor, tokens: TokenArray, payload: memoryview, sampled: Iterable[Span], made: Made
@@ -297,23 +307,6 @@ class KvStore(StoreLookups):
         chunk.sampled, chunk.payload = tuple(sampled), payload
         chunk.expires = self.transact(lambda ledger: ledger.wanted_until(Ttl.LONG))
         self.shared.offer_loose(chunk)
-
-    def insert_snapshot(self, cursor: Cursor, payload: memoryview, made: Made = Made.UNKNOWN) -> Chunk | None:
-        """Add the state at exactly `cursor`; None, where there is one, or no room for it."""
-        chunk = new_chunk(self.fingerprint, cursor, _NO_TOKENS, len(payload), made)
-        with self._lock:
-            if not self._fits_engine or cursor.chunk not in self._tree or self._tree.get(chunk.key):
-                return None
-            chunk.parent = self._tree.anchor(cursor.chunk)
-            self._ledger.insert(chunk, payload)
-            self._ledger.shrink_ram()
-            is_kept = chunk in self._tree
-        if not is_kept:
-            return None
-        if self._disk:
-            self._disk.writer.put(chunk, None)
-        self.shared.offer([chunk])
-        return chunk
 
     def turn_ended(self, label: Label, cursor: Cursor) -> Entry | None:
         """A request has left its state at `cursor`. None when there is nothing there any more."""
@@ -400,9 +393,6 @@ class KvStore(StoreLookups):
             if self._disk:
                 with suppress(MemoryError):  # the next lookup that reuses it writes it
                     self._disk.writer.put(chunk, None)
-
-    def _remove_files(self) -> set[ChunkKey]:
-        return self._disk.remove_files() if self._disk else set()
 
     def forget_here(self, is_one: Callable[[str], bool]) -> None:
         """Another host has forgotten users: leave nothing of them here. Raises OSError."""

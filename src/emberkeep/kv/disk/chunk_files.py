@@ -24,11 +24,11 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 
-from emberkeep.files import private_folder, sync
+from emberkeep.files import locked, private_folder, sync
 from emberkeep.kv.disk import chunkfile
 from emberkeep.kv.disk.chunkfile import Buffers, Damaged, Description
 from emberkeep.kv.disk.folders import (
@@ -43,7 +43,6 @@ from emberkeep.kv.disk.folders import (
     hold,
     is_chunk_name,
     list_folder,
-    lock,
     remove_if_unused,
     stores_under,
     sweep_files,
@@ -74,23 +73,20 @@ class ChunkFiles:
         self.fingerprint = fingerprint
         self._chunks = self.folder / CHUNKS
         self._tmp = self.folder / TMP / uuid.uuid4().hex
-        self._locks: list[int] = []
+        self._locks = ExitStack()
         self._strays: dict[ChunkKey, int] = {}
         """Sizes of files that may be anything: reading them failed, in a way that may pass."""
         self._unfinished_bytes = self._foreign_bytes = 0
         """As of the last look: files in `tmp`, and files among the chunks that are no chunks."""
         try:
-            self._locks.append(hold(self.folder, "in-use", fcntl.LOCK_SH))
-            self._locks.append(hold(self._tmp, OWNER, fcntl.LOCK_EX))
+            self._locks.enter_context(hold(self.folder, "in-use", fcntl.LOCK_SH))
+            self._locks.enter_context(hold(self._tmp, OWNER, fcntl.LOCK_EX))
             private_folder(self._chunks)
             self._quarantine = Quarantine(self.folder / QUARANTINE)
             self.forgotten = ForgottenRecord(root)
             # SQLite answers "locked" at once when two processes turn a new database to write-ahead logging.
-            opening = lock(self.folder / "opening", fcntl.LOCK_EX)
-            try:
+            with locked(self.folder / "opening"):
                 self.index = Index(self.folder / INDEX)
-            finally:
-                os.close(opening)
         except BaseException:
             self._let_go()
             raise
@@ -193,7 +189,9 @@ class ChunkFiles:
     def clean_up(self) -> None:
         """Count what is no chunk, and remove what dead processes have left."""
         with suppress(OSError):
-            self._sweep_tmp()
+            for entry in list_folder(self._tmp.parent):
+                if entry.name != self._tmp.name:
+                    remove_if_unused(Path(entry.path), lock_name=OWNER)
         self._quarantine.trim()
         self._unfinished_bytes = bytes_below(self._tmp.parent)
 
@@ -266,15 +264,13 @@ class ChunkFiles:
     @contextmanager
     def evicting(self) -> Iterator[bool]:
         """True while this process is the only evictor; the lock of a dead process is free."""
-        try:
-            descriptor = lock(self.folder / "evict", fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            os.close(descriptor)
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(locked(self.folder / "evict", fcntl.LOCK_EX | fcntl.LOCK_NB))
+                is_alone = True
+            except BlockingIOError:
+                is_alone = False
+            yield is_alone
 
     def shrink_other_stores(self, allowed: int) -> int:
         """Delete stores of other fingerprints, least recently used first, down to `allowed` bytes in all.
@@ -302,9 +298,7 @@ class ChunkFiles:
 
     def _let_go(self) -> None:
         shutil.rmtree(self._tmp, ignore_errors=True)
-        for descriptor in self._locks:
-            os.close(descriptor)
-        self._locks = []
+        self._locks.close()
 
     def _other_stores(self) -> list[Path]:
         return [path for path in stores_under(self.root) if path != self.folder]
@@ -392,8 +386,3 @@ class ChunkFiles:
     def _note_stray(self, key: ChunkKey) -> None:
         with suppress(OSError):
             self._strays[key] = os.lstat(self._path(key)).st_size
-
-    def _sweep_tmp(self) -> None:
-        for entry in list_folder(self._tmp.parent):
-            if entry.name != self._tmp.name:
-                remove_if_unused(Path(entry.path), lock_name=OWNER)

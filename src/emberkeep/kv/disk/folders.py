@@ -8,10 +8,10 @@ import re
 import shutil
 import uuid
 from collections.abc import Container, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from emberkeep.files import private_folder
+from emberkeep.files import locked, private_folder
 from emberkeep.kv.disk.chunkfile import namespace_of
 
 INDEX = "index.db"
@@ -20,46 +20,33 @@ OWNER = "owner"
 is_chunk_name = re.compile(r"[0-9a-f]{64}\.kv").fullmatch
 
 
-def hold(folder: Path, lock_name: str, mode: int) -> int:
-    """Make `folder` and lock it; begins again when another process removed it as unused in between."""
+def hold(folder: Path, lock_name: str, mode: int) -> ExitStack:
+    """Make `folder` and lock it, until that is closed; begins again when another process removed it as unused in
+    between."""
     while True:
         private_folder(folder)
-        with suppress(FileNotFoundError):
-            descriptor = lock(folder / lock_name, mode)
+        with suppress(FileNotFoundError), ExitStack() as stack:
+            stack.enter_context(locked(folder / lock_name, mode))
             if (folder / lock_name).exists():
-                return descriptor
-            os.close(descriptor)
-
-
-def lock(path: Path, mode: int) -> int:
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, mode)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+                return stack.pop_all()
 
 
 def is_unused(path: Path) -> bool:
     """No process has the store in `path` open."""
     try:
-        os.close(lock(path / "in-use", fcntl.LOCK_EX | fcntl.LOCK_NB))
+        with locked(path / "in-use", fcntl.LOCK_EX | fcntl.LOCK_NB):
+            return True
     except OSError:
         return False
-    return True
 
 
 def remove_if_unused(path: Path, lock_name: str = "in-use") -> bool:
     try:
-        descriptor = lock(path / lock_name, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with locked(path / lock_name, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            shutil.rmtree(path, ignore_errors=True)
+            return True
     except OSError:
         return False
-    try:
-        shutil.rmtree(path, ignore_errors=True)
-    finally:
-        os.close(descriptor)
-    return True
 
 
 def stores_under(root: Path) -> list[Path]:
@@ -115,10 +102,7 @@ def bytes_below(folder: Path) -> int:
 
 # ── damaged files ──
 
-
 _MOST_QUARANTINED = 32
-
-
 _MOST_QUARANTINED_BYTES = 64 << 20
 
 
@@ -147,7 +131,14 @@ class Quarantine:
 
     def trim(self) -> None:
         """Delete the oldest until there are few enough, and count what is left."""
-        found = sorted(self._files())
+        found: list[tuple[int, Path, int]] = []
+        """When each came, its path and its bytes."""
+        with suppress(OSError):
+            for path in self.paths():
+                with suppress(OSError):
+                    status = os.lstat(path)
+                    found.append((status.st_ctime_ns, path, status.st_size))
+        found.sort()
         size = sum(bytes_ for _, _, bytes_ in found)
         excess = len(found) - _MOST_QUARANTINED
         for place, (_, path, bytes_) in enumerate(found):
@@ -167,14 +158,6 @@ class Quarantine:
     def paths(self) -> list[Path]:
         """Raises OSError."""
         return list(self._folder.iterdir())
-
-    def _files(self) -> Iterator[tuple[int, Path, int]]:
-        """Yields when it came, its path and its bytes."""
-        with suppress(OSError):
-            for path in self.paths():
-                with suppress(OSError):
-                    status = os.lstat(path)
-                    yield status.st_ctime_ns, path, status.st_size
 
 
 # ── what belongs to a user ──

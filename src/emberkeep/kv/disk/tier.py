@@ -19,7 +19,7 @@ from emberkeep.kv.disk.index import description_of
 from emberkeep.kv.disk.transfers import FetchState, Reader, Writer
 from emberkeep.kv.forgetting import Forgetter, Whose
 from emberkeep.kv.ledger import Ledger, Transact
-from emberkeep.kv.policy import LOW_WATER, ChunkRow, CostModel, StoreCounters, in_turn
+from emberkeep.kv.policy import LOW_WATER, CostModel, StoreCounters, in_turn
 from emberkeep.kv.tree import Chunk, ChunkKey
 from emberkeep.types.events import MissReason
 from emberkeep.values import dataclass
@@ -137,7 +137,14 @@ class DiskTier:
         """Tell the index what only it will know. Raises OSError."""
         with self.files.forgotten.held(), self._telling:  # no process can begin to forget meanwhile
             self._forgetter.notice()
-            self._tell_index()
+            unsaved = self._transact(Ledger.take_unsaved)
+            if unsaved is None:
+                return
+            try:
+                self.files.index.save_notes(unsaved, self._settings.about)
+            except BaseException:
+                self._transact(lambda ledger: ledger.entries.put_back(unsaved.changes))
+                raise
 
     def remove_files(self) -> set[ChunkKey]:
         """Remove the files that the ledger has let go of; returns which could not be. They count, and are tried
@@ -205,13 +212,14 @@ class DiskTier:
 
     def _is_free(self, key: ChunkKey) -> bool:
         """No old file stands in its place."""
-        if self._transact(lambda ledger: key in ledger.to_remove):
-            self.remove_files()
-        return self._transact(lambda ledger: key not in ledger.to_remove)
+        return self._transact(lambda ledger: key not in ledger.to_remove) or key not in self.remove_files()
 
     def _check_orphans(self) -> None:
         """Chunks below one that was damaged and computed again: are they any better? Parents come first."""
-        while rows := self._orphans_to_check():
+        while rows := self._transact(lambda ledger: ledger.orphans.below(ledger.tree.by_key)):
+            rows = [row for row in rows if row.key not in self._unreadable]
+            if not rows:
+                return
             for row in rows:
                 result = self.reader.check(description_of(row, self.files.fingerprint))
                 self._counters.damaged_chunks += result.state is FetchState.DAMAGED
@@ -221,10 +229,6 @@ class DiskTier:
                 else:
                     is_whole = result.state is FetchState.READY
                     self._transact(partial(Ledger.settle_orphan, row=row, is_whole=is_whole))
-
-    def _orphans_to_check(self) -> list[ChunkRow]:
-        rows = self._transact(lambda ledger: ledger.orphans.below(ledger.tree.by_key))
-        return [row for row in rows if row.key not in self._unreadable]
 
     def _try_again(self) -> None:
         """Look again at what could not be read, and for what is left of users who were forgotten."""
@@ -271,17 +275,18 @@ class DiskTier:
 
     def _evict(self, incoming: int, newcomer: Chunk | None) -> None:
         """Nothing while the budget holds; else down to its low-water mark, deepest first."""
-        stuck = self._count_to_remove()
+
+        def count_to_remove() -> int:
+            return self._transact(lambda ledger: len(ledger.to_remove))
+
+        stuck = count_to_remove()
         while not self._fits(incoming):
             going = partial(evict, room=self._room(incoming), most_files=MOST_FILES, newcomer=newcomer)
             if not self._transact(going):
                 return
             self.remove_files()
-            if self._count_to_remove() > stuck:
+            if count_to_remove() > stuck:
                 return  # a disk that gives nothing back: evicting more would only lose it
-
-    def _count_to_remove(self) -> int:
-        return self._transact(lambda ledger: len(ledger.to_remove))
 
     def _try_to_save_notes(self) -> None:
         """Never raises."""
@@ -289,16 +294,6 @@ class DiskTier:
             self.save_notes()
         except OSError as error:
             log.warning("cannot save when chunks were last used: %s", error)
-
-    def _tell_index(self) -> None:
-        unsaved = self._transact(Ledger.take_unsaved)
-        if unsaved is None:
-            return
-        try:
-            self.files.index.save_notes(unsaved, self._settings.about)
-        except BaseException:
-            self._transact(lambda ledger: ledger.entries.put_back(unsaved.changes))
-            raise
 
 
 # ── what goes when room is short: with the store's lock held ──

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import field, replace
+from dataclasses import field
 from enum import Enum
 from time import monotonic, perf_counter
 from typing import Protocol
@@ -62,7 +62,6 @@ class Fetch:
 class Fetched:
     state: FetchState
     payload: memoryview | None = None
-    seconds: float = 0.0
     is_there: bool = False
     """Its file is damaged, and could not be put out of reach."""
 
@@ -134,30 +133,30 @@ class Reader:
             log.exception("cannot read %s.kv", fetch.chunk.key.hex())
             result = Fetched(FetchState.UNREADABLE)
         try:
-            self._take_in(fetch.chunk, replace(result, seconds=perf_counter() - begin))
+            self._take_in(fetch.chunk, result, perf_counter() - begin)
         except Exception:
             log.exception("cannot take in %s.kv", fetch.chunk.key.hex())
         fetch.state = result.state
         for notify in fetch.waiting:
             notify()
 
-    def _take_in(self, chunk: Chunk, result: Fetched) -> None:
-        below = self._transact(lambda ledger: self._enter(ledger, chunk, result))
+    def _take_in(self, chunk: Chunk, result: Fetched, seconds: float) -> None:
+        below = self._transact(lambda ledger: self._enter(ledger, chunk, result, seconds))
         if result.payload is not None:
-            size, milliseconds = len(result.payload), 1e3 * result.seconds
-            log.debug("cold -> warm: %d tokens, %d bytes in %.1f ms", len(chunk.tokens), size, milliseconds)
+            size = len(result.payload)
+            log.debug("cold -> warm: %d tokens, %d bytes in %.1f ms", len(chunk.tokens), size, 1e3 * seconds)
         if below:
             missing = self._files.missing(below)
             self._transact(lambda ledger: ledger.orphans.drop(missing))
 
-    def _enter(self, ledger: Ledger, chunk: Chunk, result: Fetched) -> list[ChunkKey]:
+    def _enter(self, ledger: Ledger, chunk: Chunk, result: Fetched, seconds: float) -> list[ChunkKey]:
         """Enter what was read; where it was nothing, returns the chunks below, which are out of reach now."""
         del self._fetches[chunk.key]
         if result.payload is not None:
             self._counters.read_chunks += 1
             self._counters.read_bytes += len(result.payload)
-            self._counters.read_seconds += result.seconds
-            self._costs.read.measure(len(result.payload), result.seconds)
+            self._counters.read_seconds += seconds
+            self._costs.read.measure(len(result.payload), seconds)
             ledger.enter_payload(chunk, result.payload)
             ledger.shrink_ram()
             return []
