@@ -121,6 +121,13 @@ def run(scenario: Callable[[], Awaitable[T]]) -> T:
     return asyncio.run(bounded())
 
 
+def begun(replicas: FakeReplicas) -> tuple[Gateway, Client, asyncio.Task[None]]:
+    """A client that is asking."""
+    gateway = gateway_of(replicas)
+    client = Client(gateway)
+    return gateway, client, asyncio.create_task(client.ask())
+
+
 async def until(is_so: Callable[[], object]) -> None:
     while not is_so():
         await asyncio.sleep(0)
@@ -188,8 +195,7 @@ def test_replicas_that_are_lost_one_after_the_other_are_not_asked_for_ever() -> 
 def test_the_replica_is_told_that_the_client_has_left() -> None:
     async def scenario() -> FakeReplicas:
         replicas = FakeReplicas([(HEAD, body(b"data: 1\n\n"), HANGS)])
-        client = Client(gateway_of(replicas))
-        asking = asyncio.create_task(client.ask())
+        _, client, asking = begun(replicas)
         await until(lambda: len(client.got) == 2)
         client.leaves.set()
         await asking
@@ -201,9 +207,7 @@ def test_the_replica_is_told_that_the_client_has_left() -> None:
 def test_a_replica_that_ends_gets_its_time_and_then_its_answers_are_broken_off() -> None:
     async def scenario() -> tuple[Client, FakeReplicas]:
         replicas = FakeReplicas([(HEAD, body(b"data: 1\n\n"), HANGS)])
-        gateway = gateway_of(replicas)
-        client = Client(gateway)
-        asking = asyncio.create_task(client.ask())
+        gateway, client, asking = begun(replicas)
         await until(lambda: len(client.got) == 2)
         gateway.set_present(frozenset({"0", "1"}))
         await asyncio.wait([asking], timeout=0.05)
@@ -220,9 +224,7 @@ def test_a_replica_that_ends_gets_its_time_and_then_its_answers_are_broken_off()
 def test_a_replica_that_ends_before_it_has_answered_gives_its_request_away() -> None:
     async def scenario() -> tuple[Client, FakeReplicas]:
         replicas = FakeReplicas([(TAKEN, HANGS), WHOLE])
-        gateway = gateway_of(replicas)
-        client = Client(gateway)
-        asking = asyncio.create_task(client.ask())
+        gateway, client, asking = begun(replicas)
         while not asking.done():
             await asyncio.sleep(0.01)
             gateway.set_present(frozenset({"1"}))
@@ -237,9 +239,7 @@ def test_a_replica_that_ends_before_it_has_answered_gives_its_request_away() -> 
 def test_a_request_that_no_replica_has_yet_keeps_waiting_when_one_ends() -> None:
     async def scenario() -> FakeReplicas:
         replicas = FakeReplicas([(HANGS,), WHOLE])
-        gateway = gateway_of(replicas)
-        client = Client(gateway)
-        asking = asyncio.create_task(client.ask())
+        gateway, client, asking = begun(replicas)
         await until(lambda: replicas.asked)
         gateway.set_present(frozenset({"1"}))
         await asyncio.wait([asking], timeout=0.05)
@@ -253,9 +253,7 @@ def test_a_request_that_no_replica_has_yet_keeps_waiting_when_one_ends() -> None
 def test_an_answer_is_not_broken_off_for_the_end_of_a_replica_that_had_it_before() -> None:
     async def scenario() -> Client:
         replicas = FakeReplicas([(TAKEN, LOST), (TAKEN, HANGS)])
-        gateway = gateway_of(replicas)
-        client = Client(gateway)
-        asking = asyncio.create_task(client.ask())
+        gateway, client, asking = begun(replicas)
         await until(lambda: len(replicas.asked) == 2)
         gateway.set_present(frozenset({"1"}))
         await asyncio.wait([asking], timeout=0.05)

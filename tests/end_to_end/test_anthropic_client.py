@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,18 +55,6 @@ def test_a_streamed_message_is_the_message_in_pieces(client: anthropic.Anthropic
     assert len(pieces) > 5
     assert (message.stop_reason, whole.stop_reason) == ("max_tokens", "max_tokens")
     assert message.usage.output_tokens == whole.usage.output_tokens == 16
-
-
-def test_the_asynchronous_client_gets_the_same(server: ServerProcess, client: anthropic.Anthropic) -> None:
-    async def ask() -> str:
-        async with (
-            anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client,
-            client.messages.stream(**GREEDY) as stream,
-        ):
-            return await stream.get_final_text()
-
-    client.messages.create(**GREEDY)
-    assert asyncio.run(ask()) == text_of(client.messages.create(**GREEDY))
 
 
 def test_as_many_tokens_are_counted_as_are_used(client: anthropic.Anthropic) -> None:

@@ -1,4 +1,4 @@
-"""Prefixes that are ready before the first request, and users who do not see each other, in a real server."""
+"""Prefixes that are ready before the first request, in a real server."""
 
 from __future__ import annotations
 
@@ -73,31 +73,3 @@ def test_a_warm_prefix_is_ready_stays_ready_and_survives_a_kill(
 
 def _of(listed: list[Json], entry: Json) -> Json:
     return next(other for other in listed if other["id"] == entry["id"])
-
-
-def test_users_share_nothing_and_one_can_be_deleted(smollm2: Path, tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    text = f"{RULES} {RULES}"
-    with serve(smollm2, data) as server:
-        alice = ask(server, text, "Who waits?", user_id="alice")
-        server.wait_until_stored()
-        files = len(list(data.rglob("*.kv")))
-        bob = ask(server, text, "Who waits?", user_id="bob")
-        server.wait_until_stored()
-        assert alice.prompt_tokens == bob.prompt_tokens > 1_000
-        assert alice.cached_tokens == bob.cached_tokens == 0
-        assert bob.detail["reason"] == "new"
-        assert alice.text == bob.text
-        assert len(list(data.rglob("*.kv"))) == 2 * files
-        assert ask(server, text, "Who waits?", user_id="alice").cached_tokens == alice.prompt_tokens - 1
-        removed = server.http.delete(f"{server.url}/v1/cache", params={"user_id": "alice"}).json()
-        assert removed["removed"]["tokens"] >= alice.prompt_tokens
-        assert {entry["user"] for entry in entries(server)} == {"bob"}
-        assert len(list(data.rglob("*.kv"))) == files
-        assert ask(server, text, "Who waits?", user_id="bob").cached_tokens == bob.prompt_tokens - 1
-        assert ask(server, text, "Who waits?", user_id="alice").cached_tokens == 0
-        told = server.http.post(
-            f"{server.url}/v1/cache/explain",
-            json={"messages": [system(text), user("Who waits?")], "user_id": "carol"},
-        ).json()
-        assert told["reason"] == "other_user"

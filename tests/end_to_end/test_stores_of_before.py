@@ -1,20 +1,17 @@
 """A data folder that an earlier version has written: everything in it is found again, byte for byte.
 
-`stores/before.tar.xz` was made by running this file with the version before the one that took the code apart; it
-holds the folder, and what that version answered to the next turn of every conversation in it.
+`stores/before.tar.xz` was made by the version before the one that took the code apart, as the history of this file
+shows; it holds the folder, and what that version answered to the next turn of every conversation in it.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import sleep
 
 from emberkeep.engine.base import KvUnit
@@ -79,33 +76,6 @@ def told(answer: Answer) -> dict[str, Json]:
     return {"ids": answer.ids, "lookup": {k: v for k, v in rest.items() if not k.endswith("_ms")}}
 
 
-def write(folder: Path) -> dict[str, Json]:
-    """Fill a folder; returns what was said."""
-    said: dict[str, Json] = {}
-    for engine in ENGINES:
-        with opened(folder, engine) as harbour:
-            for name, (wanted, _) in CONVERSATIONS.items():
-                if wanted == engine:
-                    client = client_of(harbour, name)
-                    for turn in range(4):
-                        client.say(line(turn, words=20))
-                    said[name] = [asdict(message) for message in client.messages]
-            if engine != "ranges":
-                continue
-            for name in LONG:
-                client = client_of(harbour, name)
-                client.talk_until_full()
-                client.say(line(99))
-                said[name] = [asdict(message) for message in client.messages]
-            for i in range(3):
-                blended(harbour, [i])
-            blended(harbour, [2, 0, 1])
-            [pinned] = [e for e in harbour.backend.cache.entries() if e.user == "ann"][:1]
-            harbour.backend.cache.pin(pinned.id, True)
-            said["pinned"] = pinned.id
-    return said
-
-
 def read(folder: Path, said: dict[str, Json]) -> dict[str, Json]:
     """What is answered to the next turn of everything."""
     found: dict[str, Json] = {}
@@ -145,19 +115,3 @@ def test_everything_that_was_stored_is_used_again(tmp_path: Path) -> None:
     assert all(one["hot_tokens"] == 0 and one["warm_tokens"] > 100 for one in reused)
     assert found["blended"]["lookup"]["warm_tokens"] > CONTEXT // 4
     assert found["moved"]["lookup"]["moved_tokens"] > 100
-
-
-def main() -> None:
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        said = write(folder / "data")
-        shutil.copytree(folder / "data", folder / "copy")
-        found = read(folder / "copy", said)
-        (folder / "before.json").write_text(json.dumps({"said": said, "found": found}))
-        with tarfile.open(sys.argv[1], "w:xz") as archive:
-            for part in ("data", "before.json"):
-                archive.add(folder / part, part)
-
-
-if __name__ == "__main__":
-    main()

@@ -190,34 +190,25 @@ def test_garbage_fails_one_call_and_noise_is_passed_over(tmp_path):
     assert noise.text == '{"x": 1}'
 
 
-@pytest.mark.parametrize("mode", ["plain", "stubborn", "hang-at-start"])
+@pytest.mark.parametrize("mode", ["plain", "stubborn", "hang-at-start", "crash"])
 def test_nothing_survives_close(tmp_path, mode):
     pids = tmp_path / "pids"
 
     async def story():
-        server = hostile("a", mode, env={"PIDS": str(pids)}, timeout_s=1 if mode == "hang-at-start" else 60)
+        how = "plain" if mode == "crash" else mode
+        server = hostile("a", how, env={"PIDS": str(pids)}, timeout_s=1 if mode == "hang-at-start" else 60)
         async with connected(tmp_path, server) as clients:
             if mode != "hang-at-start":
                 await call(clients, "a__spawn")
                 await asyncio.gather(call(clients, "a__echo"), return_exceptions=True)
                 started = [int(pid) for pid in pids.read_text().split()]
                 assert len(alive(started)) == 2
+            if mode == "crash":
+                await call(clients, "a__crash")
 
     asyncio.run(story())
     started = [int(pid) for pid in pids.read_text().split()]
     assert started and not alive(started)
-
-
-def test_a_crash_takes_what_was_started_along(tmp_path):
-    pids = tmp_path / "pids"
-
-    async def story():
-        async with connected(tmp_path, hostile("a", env={"PIDS": str(pids)})) as clients:
-            await call(clients, "a__spawn")
-            await call(clients, "a__crash")
-
-    asyncio.run(story())
-    assert not alive([int(pid) for pid in pids.read_text().split()])
 
 
 def test_a_loop_that_is_torn_down_leaves_nothing_either(tmp_path):

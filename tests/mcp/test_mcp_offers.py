@@ -9,7 +9,6 @@ import re
 import pytest
 
 from emberkeep.mcp.client import McpClients
-from emberkeep.types.events import Caller
 from helpers.mcp_servers import call, connected, hostile
 
 
@@ -101,23 +100,6 @@ def test_a_tool_or_server_that_is_not_there_is_told_with_the_nearest(tmp_path):
     tool, server = asyncio.run(run())
     assert tool == "Error: a has no tool 'ecko': did you mean echo?"
     assert server == "Error: There is no MCP server 'b': use a."
-
-
-def test_without_servers_there_are_no_tools_about_servers(tmp_path):
-    async def run():
-        async with connected(tmp_path) as clients:
-            return clients.functions()
-
-    assert asyncio.run(run()) == []
-
-
-def test_a_server_without_resources_has_none(tmp_path):
-    async def run():
-        async with connected(tmp_path, hostile("a")) as clients:
-            found = {function.name: function for function in clients.functions()}
-            return await found["mcp_list_resources"].run({}, Caller())
-
-    assert asyncio.run(run()) == {"a": []}
 
 
 def test_it_runs_on_the_loop_of_the_server_too(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,23 +77,19 @@ def test_an_adapter_is_no_model(tmp_path: Path) -> None:
         profile(read_header(tiny_gguf.lora(tmp_path / "a.gguf")))
 
 
-def test_adapters_of_another_kind_are_refused(model: GgufHeader, tmp_path: Path) -> None:
-    assert "is no LoRA adapter" in refusal(tiny_gguf.lora(tmp_path / "a.gguf", kind="control"), model)
-
-
-def test_adapters_that_begin_in_the_middle_of_a_text_are_refused(model: GgufHeader, tmp_path: Path) -> None:
-    path = tiny_gguf.lora(tmp_path / "a.gguf", invoked_by=(5, 6))
-    assert "a.gguf is an activated LoRA" in refusal(path, model)
-
-
-def test_adapters_of_another_architecture_are_refused(model: GgufHeader, tmp_path: Path) -> None:
-    path = tiny_gguf.lora(tmp_path / "a.gguf", architecture="qwen2")
-    assert refusal(path, model) == "a.gguf is for models of the architecture qwen2, and this one is llama."
-
-
-def test_adapters_of_a_model_of_another_size_are_refused(model: GgufHeader, tmp_path: Path) -> None:
-    path = tiny_gguf.lora(tmp_path / "a.gguf", inner=128)
-    assert "a.gguf is for another model: blk.0.attn_q.weight" in refusal(path, model)
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        ({"kind": "control"}, "a.gguf is no LoRA adapter"),
+        ({"invoked_by": (5, 6)}, "a.gguf is an activated LoRA"),
+        ({"architecture": "qwen2"}, "a.gguf is for models of the architecture qwen2, and this one is llama."),
+        ({"inner": 128}, "a.gguf is for another model: blk.0.attn_q.weight"),
+    ],
+)
+def test_adapters_for_something_else_are_refused(
+    model: GgufHeader, tmp_path: Path, made: dict[str, Any], sentence: str
+) -> None:
+    assert sentence in refusal(tiny_gguf.lora(tmp_path / "a.gguf", **made), model)
 
 
 @pytest.mark.parametrize(

@@ -58,61 +58,57 @@ def test_every_head_keeps_kv_when_the_file_names_no_kv_heads(tmp_path: Path) -> 
     assert found.kv_heads == (HEADS,) * 4
 
 
-def test_head_lengths_may_differ_from_the_embedding(tmp_path: Path) -> None:
-    found = _profile(tmp_path, "gemma3", **{"attention.key_length": 256, "attention.value_length": 128})
-    assert (found.key_length, found.value_length) == (256, 128)
-    assert found.kv_bytes_per_token == 4 * 2 * (256 + 128) * 2
+LATENT = {
+    "expert_count": 64,
+    "attention.head_count_kv": 1,
+    "attention.kv_lora_rank": 512,
+    "attention.key_length": 576,
+    "attention.value_length": 512,
+    "attention.key_length_mla": 192,
+    "attention.value_length_mla": 128,
+}
 
 
-def test_a_mixture_of_experts(tmp_path: Path) -> None:
-    found = _profile(tmp_path, "qwen3moe", expert_count=8, expert_used_count=2)
-    assert (found.kind, found.expert_count) == (ModelKind.MOE, 8)
-
-
-def test_a_sliding_window_outranks_experts(tmp_path: Path) -> None:
-    found = _profile(tmp_path, "gpt-oss", expert_count=32, **{"attention.sliding_window": 128})
-    assert (found.kind, found.sliding_window, found.expert_count) == (ModelKind.SLIDING_WINDOW, 128, 32)
-
-
-def test_a_recurrent_model_keeps_no_kv(tmp_path: Path) -> None:
-    metadata = {"block_count": 4, "context_length": 512, "embedding_length": 64, "attention.head_count": 0}
-    path = tiny_model(tmp_path / "m.gguf", "mamba", metadata | {"ssm.state_size": 16, "ssm.conv_kernel": 4})
-    found = profile(read_header(path))
-    assert (found.kind, found.kv_bytes_per_token) == (ModelKind.RECURRENT, 0)
-
-
-def test_a_hybrid_with_heads_per_layer_counts_only_its_attention_layers(tmp_path: Path) -> None:
-    found = _profile(tmp_path, "jamba", **{"ssm.state_size": 16, "attention.head_count_kv": [0, 2, 0, 2]})
-    assert (found.kind, found.kv_heads) == (ModelKind.HYBRID, (0, 2, 0, 2))
-    assert found.kv_bytes_per_token == 2 * 2 * (16 + 16) * 2
-
-
-def test_a_hybrid_with_an_attention_interval_counts_every_nth_layer(tmp_path: Path) -> None:
-    found = _profile(tmp_path, "qwen3next", full_attention_interval=4, **{"ssm.state_size": 16})
-    assert (found.kind, found.kv_heads) == (ModelKind.HYBRID, (0, 0, 0, 2))
-
-
-def test_layers_that_share_kv_are_not_counted(tmp_path: Path) -> None:
-    found = _profile(tmp_path, "gemma3n", **{"attention.shared_kv_layers": 3})
-    assert found.kv_heads == (2, 0, 0, 0)
-
-
-def test_a_latent_model_stores_keys_only(tmp_path: Path) -> None:
-    latent = {
-        "attention.head_count_kv": 1,
-        "attention.kv_lora_rank": 512,
-        "attention.key_length": 576,
-        "attention.value_length": 512,
-        "attention.key_length_mla": 192,
-        "attention.value_length_mla": 128,
-    }
-    found = _profile(tmp_path, "deepseek2", expert_count=64, **latent)
-    assert (found.kind, found.kv_bytes_per_token) == (ModelKind.MLA, 4 * 576 * 2)
-
-
-def test_a_model_without_a_template_has_none(tmp_path: Path) -> None:
-    found = _profile(tmp_path, "llama", **{"tokenizer.chat_template": ""})
-    assert found.chat_template is None
+@pytest.mark.parametrize(
+    ("architecture", "metadata", "expected"),
+    [
+        (
+            "gemma3",
+            {"attention.key_length": 256, "attention.value_length": 128},
+            {"key_length": 256, "value_length": 128, "kv_bytes_per_token": 4 * 2 * (256 + 128) * 2},
+        ),
+        ("qwen3moe", {"expert_count": 8, "expert_used_count": 2}, {"kind": ModelKind.MOE, "expert_count": 8}),
+        (
+            "gpt-oss",
+            {"expert_count": 32, "attention.sliding_window": 128},
+            {"kind": ModelKind.SLIDING_WINDOW, "sliding_window": 128, "expert_count": 32},
+        ),
+        (
+            "mamba",
+            {"attention.head_count": 0, "attention.head_count_kv": 0, "ssm.state_size": 16, "ssm.conv_kernel": 4},
+            {"kind": ModelKind.RECURRENT, "kv_bytes_per_token": 0},
+        ),
+        (
+            "jamba",
+            {"ssm.state_size": 16, "attention.head_count_kv": [0, 2, 0, 2]},
+            {"kind": ModelKind.HYBRID, "kv_heads": (0, 2, 0, 2), "kv_bytes_per_token": 2 * 2 * (16 + 16) * 2},
+        ),
+        (
+            "qwen3next",
+            {"full_attention_interval": 4, "ssm.state_size": 16},
+            {"kind": ModelKind.HYBRID, "kv_heads": (0, 0, 0, 2)},
+        ),
+        ("gemma3n", {"attention.shared_kv_layers": 3}, {"kv_heads": (2, 0, 0, 0)}),
+        ("deepseek2", LATENT, {"kind": ModelKind.MLA, "kv_bytes_per_token": 4 * 576 * 2}),
+        ("llama", {"tokenizer.chat_template": ""}, {"chat_template": None}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_model_keeps_is_read_from_its_metadata(
+    tmp_path: Path, architecture: str, metadata: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    found = _profile(tmp_path, architecture, **metadata)
+    assert {name: getattr(found, name) for name in expected} == expected
 
 
 def test_a_projector_is_not_a_language_model(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from emberkeep.errors import ModelNotFound
 from emberkeep.models.spec import (
     DEFAULT_SOURCE,
     HubFile,
+    HubQuantisation,
     HubRepo,
     LocalFile,
     LocalFolder,
@@ -28,18 +29,13 @@ def test_the_default_model_comes_from_its_wheel() -> None:
         ("hf:o/r/M.Q4_0.gguf", "m.q4_0", HubFile("o/r", "M.Q4_0.gguf")),
         ("hf:o/r/sub/dir/m.gguf@v1.0", "m", HubFile("o/r", "sub/dir/m.gguf", "v1.0")),
         ("hf:o/r/m.gguf@refs/pr/7", "m", HubFile("o/r", "m.gguf", "refs/pr/7")),
+        ("hf:Owner/Tiny-1B", "tiny-1b", HubRepo("Owner/Tiny-1B")),
+        ("hf:o/r@v1.0", "r", HubRepo("o/r", "v1.0")),
+        ("hf:o/Big-GGUF:Q4_K_M", "big-q4_k_m", HubQuantisation("o/Big-GGUF", "Q4_K_M")),
+        ("hf:o/r:UD-Q4_K_XL@v1.0", "r-ud-q4_k_xl", HubQuantisation("o/r", "UD-Q4_K_XL", "v1.0")),
     ],
 )
-def test_a_hub_file(spec: str, id: str, source: HubFile) -> None:
-    assert parse(spec) == (id, source)
-    assert source.label == spec
-
-
-@pytest.mark.parametrize(
-    ("spec", "id", "source"),
-    [("hf:Owner/Tiny-1B", "tiny-1b", HubRepo("Owner/Tiny-1B")), ("hf:o/r@v1.0", "r", HubRepo("o/r", "v1.0"))],
-)
-def test_a_hub_repository(spec: str, id: str, source: HubRepo) -> None:
+def test_what_is_on_the_hub(spec: str, id: str, source: HubFile | HubRepo | HubQuantisation) -> None:
     assert parse(spec) == (id, source)
     assert source.label == spec
 

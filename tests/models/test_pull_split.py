@@ -20,7 +20,7 @@ from emberkeep.models.digest import model_digest
 from emberkeep.models.library import InstalledModel, ModelLibrary
 from emberkeep.models.profile import profile_of
 from emberkeep.models.pull import pull
-from emberkeep.models.spec import HubFile, HubQuantisation, LocalFile, UrlFile, parse
+from emberkeep.models.spec import HubFile, LocalFile, UrlFile, parse
 from helpers.gguf_builders import PARTS, split_llama, tiny_llama
 from helpers.hub_repo_server import ServedRepo, serving_repo
 from helpers.model_file_server import ServedFile, Watching, serving_folder
@@ -61,18 +61,6 @@ def test_every_part_names_the_same_source(files: list[Path], number: int) -> Non
     assert parse(f"hf:o/r/Q8_0/m-0000{number}-of-00003.gguf@v1") == ("m", source)
     assert parse(str(files[number - 1])) == ("big-q8_0", LocalFile(files[0]))
     assert parse(str(files[0].parent)) == ("big-q8_0", LocalFile(files[0]))
-
-
-@pytest.mark.parametrize(
-    ("spec", "id", "source"),
-    [
-        ("hf:o/Big-GGUF:Q4_K_M", "big-q4_k_m", HubQuantisation("o/Big-GGUF", "Q4_K_M")),
-        ("hf:o/r:UD-Q4_K_XL@v1.0", "r-ud-q4_k_xl", HubQuantisation("o/r", "UD-Q4_K_XL", "v1.0")),
-    ],
-)
-def test_a_quantisation_of_a_repository(spec: str, id: str, source: HubQuantisation) -> None:
-    assert parse(spec) == (id, source)
-    assert source.label == spec
 
 
 # ── local files ──

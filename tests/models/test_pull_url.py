@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -142,3 +143,47 @@ def test_a_continued_part_must_begin_where_it_was_asked_to(served: ServedFile, l
     served.shifts_ranges = True
     assert _pull(served, library).path.read_bytes() == served.content
     assert served.ranges == [None, "bytes=1000-", None]
+
+
+# ── single files of the hub ──
+
+COMMIT = "c" * 40
+
+
+@pytest.fixture
+def hub_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServedFile]:
+    content = tiny_llama(tmp_path / "remote.gguf").read_bytes()
+    file = ServedFile(content, etag=f'"{hashlib.sha256(content).hexdigest()}"')
+    file.extra_headers = {"X-Repo-Commit": COMMIT}
+    with serving(file):
+        monkeypatch.setenv("HF_ENDPOINT", file.url)
+        yield file
+
+
+def test_a_hub_file_is_downloaded_and_installed(hub_file: ServedFile, library: ModelLibrary) -> None:
+    watching = Watching()
+    model = pull("hf:owner/repo/sub/Tiny.gguf@main", library, reporter=watching)
+    assert model.path.read_bytes() == hub_file.content
+    assert ("Downloading", len(hub_file.content), len(hub_file.content)) in watching.seen
+    assert (model.id, model.record.source) == ("tiny", "hf:owner/repo/sub/Tiny.gguf@main")
+
+
+def test_a_file_that_is_not_what_the_hub_promised_leaves_nothing(
+    hub_file: ServedFile, library: ModelLibrary
+) -> None:
+    hub_file.etag = f'"{"0" * 64}"'
+    with pytest.raises(ModelBroken, match="SHA-256"):
+        pull("hf:owner/repo/tiny.gguf", library)
+    assert list(library.list()) == []
+
+
+def test_a_file_the_hub_does_not_have_is_reported(hub_file: ServedFile, library: ModelLibrary) -> None:
+    hub_file.statuses = [404]
+    with pytest.raises(DownloadFailed, match="answered 404 for hf:owner/repo/none"):
+        pull("hf:owner/repo/none.gguf", library)
+
+
+def test_an_unreachable_hub_is_reported(library: ModelLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(DownloadFailed, match="pull again to resume"):
+        pull("hf:owner/repo/tiny.gguf", library)

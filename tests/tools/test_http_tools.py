@@ -3,14 +3,21 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import shutil
+import ssl
+import subprocess
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from emberkeep.errors import ToolFailed
+from emberkeep.errors import ConfigError, ToolFailed
+from emberkeep.tools import http_tools
 from emberkeep.tools.function import tools_of
-from emberkeep.tools.http_tools import HttpTools
+from emberkeep.tools.http_tools import Exceptions, HttpTools, is_public
 from helpers.raw_web_server import Loopback, answer, redirect
 
 
@@ -172,3 +179,134 @@ def test_an_answer_that_is_no_http_is_one_sentence() -> None:
 def test_results_are_json() -> None:
     server = Loopback({"/": answer(b"\xff\xfe\xfa" * 3, "text/plain")})
     json.dumps(asked(server, lambda tools: tools.http_get(server.url())))
+
+
+# ── addresses ──
+
+
+@pytest.mark.parametrize(
+    "address", ["1.1.1.1", "93.184.216.34", "2606:4700::1111", "64:ff9b::5db8:d822", "100.63.1.1"]
+)
+def test_addresses_of_the_internet_are_public(address: str) -> None:
+    assert is_public(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "0.0.0.0",
+        "0.1.2.3",
+        "10.0.0.1",
+        "100.64.0.1",
+        "100.127.255.255",
+        "127.0.0.1",
+        "127.255.255.254",
+        "169.254.169.254",
+        "172.16.0.1",
+        "172.31.255.255",
+        "192.0.0.8",
+        "192.0.2.1",
+        "192.88.99.1",
+        "192.168.1.1",
+        "198.18.0.1",
+        "198.51.100.1",
+        "203.0.113.1",
+        "224.0.0.1",
+        "239.255.255.255",
+        "240.0.0.1",
+        "255.255.255.255",
+        "::",
+        "::1",
+        "::7f00:1",
+        "::ffff:127.0.0.1",
+        "::ffff:10.0.0.1",
+        "::ffff:169.254.169.254",
+        "64:ff9b::7f00:1",
+        "64:ff9b::a9fe:a9fe",
+        "64:ff9b:1::1",
+        "100::1",
+        "2001::1",
+        "2001:db8::1",
+        "2002:7f00:1::",
+        "2002:a00:1::",
+        "3fff::1",
+        "fc00::1",
+        "fd00:ec2::254",
+        "fe80::1",
+        "fe80::1%eth0",
+        "fec0::1",
+        "ff02::1",
+        "5f00::1",
+    ],
+)
+def test_all_others_are_not(address: str) -> None:
+    assert not is_public(address)
+
+
+@given(st.ip_addresses(v=4))
+def test_an_address_is_judged_alike_in_every_dress(address: object) -> None:
+    assert is_public(f"::ffff:{address}") == is_public(f"64:ff9b::{address}") == is_public(str(address))
+
+
+@given(st.ip_addresses())
+def test_what_python_calls_private_is_never_public(address: object) -> None:
+    if address.is_private or address.is_multicast or address.is_loopback or address.is_link_local:  # type: ignore[attr-defined]
+        assert not is_public(str(address))
+
+
+def test_exceptions_are_hosts_with_or_without_a_port() -> None:
+    exceptions = Exceptions.of(["nas.local", "LOCALHOST:8080", "[::1]:9000", "fd00::5"])
+    assert exceptions.have("nas.local", 80) and exceptions.have("NAS.local", 9999)
+    assert exceptions.have("localhost", 8080) and not exceptions.have("localhost", 80)
+    assert exceptions.have("::1", 9000) and not exceptions.have("::1", 80)
+    assert exceptions.have("fd00::5", 443)
+    assert not exceptions.have("evil-nas.local", 80)
+
+
+@pytest.mark.parametrize("entry", ["", ":80", "host:", "host:port", "http://host", "10.0.0.0/8"])
+def test_an_exception_that_is_no_host_is_an_error(entry: str) -> None:
+    with pytest.raises(ConfigError, match="http_private"):
+        Exceptions.of([entry])
+
+
+# ── certificates are for names: also when the connection goes to an address that was looked up before ──
+
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+
+
+@pytest.fixture
+def certified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
+    """A server's context for `named.test`, which our side trusts."""
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=named.test"
+    files = ["-addext", "subjectAltName=DNS:named.test", "-keyout", "key", "-out", "certificate"]
+    subprocess.run([*make.split(), *files], cwd=tmp_path, check=True, capture_output=True)
+    trusting = ssl.create_default_context(cafile=str(tmp_path / "certificate"))
+    monkeypatch.setattr(http_tools, "_certificates", lambda: trusting)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "certificate", tmp_path / "key")
+    return context
+
+
+async def ask_for(host: str, context: ssl.SSLContext) -> tuple[Any, list[str | None]]:
+    asked_for: list[str | None] = []
+    context.sni_callback = lambda _, name, __: asked_for.append(name)
+
+    async def resolve(host: str, port: int) -> list[str]:
+        return ["127.0.0.1"]
+
+    server = Loopback({"/": answer(b"hello")})
+    async with await asyncio.start_server(server._serve, "127.0.0.1", 0, ssl=context) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        told = await HttpTools([host], resolve).http_get(f"https://{host}:{port}/", timeout_s=5)
+    return told["body"], asked_for
+
+
+@needs_openssl
+def test_the_certificate_is_checked_for_the_name_and_the_server_is_told_it(certified: ssl.SSLContext) -> None:
+    assert asyncio.run(ask_for("named.test", certified)) == ("hello", ["named.test"])
+
+
+@needs_openssl
+def test_a_certificate_for_another_name_is_refused(certified: ssl.SSLContext) -> None:
+    with pytest.raises(ToolFailed, match="certificate"):
+        asyncio.run(ask_for("other.test", certified))
