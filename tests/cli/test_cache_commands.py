@@ -57,11 +57,6 @@ def heads(entries: Sequence[Json]) -> list[str]:
 # ── ls ──
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "pin", "unpin", "rm", "gc", "explain", "verify"])
-def test_every_help_teaches_with_an_example(command: str) -> None:
-    assert f"emberkeep cache {command}" in ok(command, "--help")
-
-
 def test_an_empty_machine_is_told_how_to_begin(data_dir: Path) -> None:
     assert "`emberkeep chat`" in ok("ls")
     assert not data_dir.exists()

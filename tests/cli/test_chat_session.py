@@ -176,13 +176,6 @@ def test_an_error_is_explained_and_the_turn_forgotten(
     assert bench.conversation.messages == []
 
 
-def test_the_error_of_a_full_context_holds_with_and_without_a_server() -> None:
-    assert str(ContextExceeded(9000, 8192)) == (
-        "This model's maximum context length is 8192 tokens and the prompt has 9000: "
-        "send less, or load the model with a larger ctx."
-    )
-
-
 def test_an_error_ends_a_chat_that_reads_from_a_pipe() -> None:
     bench = Bench([ContextExceeded(9000, 8192)], interactive=False)
     with bench.llm, pytest.raises(ContextExceeded):

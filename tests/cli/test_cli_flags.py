@@ -87,8 +87,19 @@ def leaves(command: Any, path: str) -> list[tuple[str, Any]]:
     return [leaf for name, one in inner.items() for leaf in leaves(one, f"{path} {name}")] or [(path, command)]
 
 
-def test_every_command_says_how_much_is_logged() -> None:
-    commands = [leaf for name, home in COMMANDS.items() for leaf in leaves(home.command(), f"emberkeep {name}")]
+@pytest.fixture(scope="module")
+def commands() -> list[tuple[str, Any]]:
+    return [leaf for name, home in COMMANDS.items() for leaf in leaves(home.command(), f"emberkeep {name}")]
+
+
+@pytest.mark.parametrize("group", ["api", "cache", "memory", "tools", "mcp"])
+def test_every_help_teaches_with_an_example(commands: list[tuple[str, Any]], group: str) -> None:
+    found = [(path, command) for path, command in commands if path.startswith(f"emberkeep {group} ")]
+    assert len(found) > 2
+    assert [path for path, command in found if path not in command.epilog] == []
+
+
+def test_every_command_says_how_much_is_logged(commands: list[tuple[str, Any]]) -> None:
     assert len(commands) > 40
     without = [path for path, command in commands if not {"-v", "--log-level"} <= flags_of(command)]
     assert without == []

@@ -67,25 +67,6 @@ def lines(text: str) -> list[str]:
 # ── search ──
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "search",
-        "facts",
-        "facts set",
-        "facts get",
-        "facts list",
-        "facts delete",
-        "export",
-        "import",
-        "forget",
-        "stats",
-    ],
-)
-def test_every_help_teaches_with_an_example(command: str) -> None:
-    assert f"emberkeep memory {command}" in ok(*command.split(), "--help")
-
-
 def test_who_said_what_and_when_is_found(data_dir: Path) -> None:
     archive(data_dir, BOAT, TREE, age_s=3 * DAY_S, uses=(ToolUse("look_up", "{}", "a long list"),))
     head, asked, answered, used = lines(ok("search", "the name of the boat", "-n", "1"))

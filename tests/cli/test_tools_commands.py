@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from emberkeep.cli.main import app as whole_app
 from emberkeep.cli.tools import app
 from emberkeep.errors import ConfigError, EmberkeepError
 from emberkeep.types.request import Json
@@ -43,12 +41,6 @@ def refused(*arguments: str) -> str:
 
 def listed(*arguments: str) -> dict[str, Json]:
     return {row["name"]: row for row in json.loads(ok("list", "--json", *arguments))}
-
-
-@pytest.mark.parametrize("command", ["list", "show", "run"])
-def test_every_help_teaches_with_an_example(command: str) -> None:
-    assert f"emberkeep tools {command}" in ok(command, "--help")
-    assert "emberkeep tools list" in CliRunner().invoke(whole_app, ["--help"]).output
 
 
 # ── list ──

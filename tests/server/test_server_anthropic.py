@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -170,16 +169,6 @@ def test_a_call_comes_in_pieces_and_its_result_goes_back(
         Message("tool", "15 degrees", tool_call_id="call_1", name="get_weather"),
     )
     assert backend.last.tools == (Tool("get_weather", "The weather.", {"type": "object"}),)
-
-
-def test_the_asynchronous_client_reads_the_same(server: Running, backend: ScriptedBackend) -> None:
-    async def ask() -> tuple[str, str]:
-        async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
-            message = await client.messages.create(**ASK)
-            async with client.messages.stream(**ASK) as stream:
-                return message.content[0].to_dict()["text"], await stream.get_final_text()
-
-    assert asyncio.run(ask()) == ("Hello world", "Hello world")
 
 
 # ── what is made of it ──

@@ -393,14 +393,6 @@ def test_an_error_inside_a_stream_is_its_last_event(
     assert all(data != "[DONE]" for _, data in frames)
 
 
-def test_the_official_client_raises_on_an_error_inside_a_stream(
-    backend: ScriptedBackend, client: openai.OpenAI
-) -> None:
-    backend.reset(TextDelta(0, "Hel"), DeadlineExceeded("Too late."))
-    with pytest.raises(openai.APIError, match="Too late"):
-        list(client.chat.completions.create(model="default", messages=HELLO, stream=True))
-
-
 def test_a_backend_that_forgets_its_last_event_is_an_error(backend: ScriptedBackend, http: httpx.Client) -> None:
     backend.reset(TextDelta(0, "Hel"))
     assert ask(http).status_code == 500

@@ -18,7 +18,7 @@ from emberkeep.backend.models import Models
 from emberkeep.config.settings import Config
 from emberkeep.engine.base import Footprint
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.errors import DeadlineExceeded, EngineError, Overloaded
+from emberkeep.errors import DeadlineExceeded, EngineError, Overloaded, RemoteDown
 from emberkeep.server.app import create_app
 from emberkeep.server.metrics import FIGURES
 from emberkeep.server.request_log import RequestLog
@@ -134,7 +134,7 @@ def test_a_full_queue_is_told_from_a_bad_request() -> None:
     assert samples['emberkeep_requests_refused_total{reason="invalid_request_error"}'] == 1
 
 
-@pytest.mark.parametrize("error", [EngineError("Broken."), DeadlineExceeded("Late.")])
+@pytest.mark.parametrize("error", [EngineError("Broken."), DeadlineExceeded("Late."), RemoteDown("It is down.")])
 @pytest.mark.parametrize("begun", [[], [TextDelta(0, "Hel")]])
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_breaks_has_failed(error: Exception, begun: list[Step], stream: bool) -> None:

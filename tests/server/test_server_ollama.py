@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -243,11 +242,3 @@ def test_the_sdk_sends_functions_as_tools(client: ollama.Client, backend: Script
     (tool,) = backend.last.tools
     assert isinstance(tool, Tool) and tool.name == "add"
     assert tool.parameters["properties"]["a"]["type"] == "integer"
-
-
-def test_the_async_sdk_streams(server: Running, backend: ScriptedBackend) -> None:
-    async def read() -> list[str | None]:
-        parts = await ollama.AsyncClient(server.url).chat(MODEL, [SKY], stream=True)
-        return [part.message.content async for part in parts]
-
-    assert asyncio.run(read()) == ["Hello", " world", ""]

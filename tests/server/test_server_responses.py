@@ -91,10 +91,6 @@ def test_an_answer_at_once(site: Site, client: openai.OpenAI) -> None:
     assert site.seen == [("system", "Be brief."), ("user", "Hello!")]
 
 
-def test_the_path_without_v1_answers_too(site: Site) -> None:
-    assert site.http.post("/responses", json={"input": "hi"}).json()["status"] == "completed"
-
-
 def test_an_answer_as_a_stream(site: Site, client: openai.OpenAI) -> None:
     with client.responses.stream(model=MODEL, input="Hello!") as stream:
         kinds = [event.type for event in stream]

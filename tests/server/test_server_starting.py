@@ -1,8 +1,11 @@
-"""A server answers from the first second: how far its model is, and requests when it is there."""
+"""A start: what is said and imported before it, and a server that answers though its model is not there yet."""
 
 from __future__ import annotations
 
+import asyncio
 import io
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,14 +15,18 @@ from pathlib import Path
 import pytest
 
 from emberkeep.backend.base import Backend
+from emberkeep.backend.models import Models
 from emberkeep.cli.model_setup import ProgressLine
 from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.errors import EmberkeepError, EngineError, ModelBroken
+from emberkeep.errors import ConfigError, EmberkeepError, EngineError, ModelBroken
 from emberkeep.models.spec import Reporter, Silent
 from emberkeep.runtime import served_models
 from emberkeep.runtime.parts import ModelParts
 from emberkeep.runtime.served_models import EarlyOpening, begin_models
+from emberkeep.server.app import create_app
+from emberkeep.server.http_server import warmup
+from emberkeep.server.lifecycle import banner, bind, serve
 from helpers.scripted_backend import fake_backend
 from helpers.scripted_server import ScriptedBackend
 from helpers.several_models import serving
@@ -181,3 +188,89 @@ def test_a_model_is_opened_anew_after_the_first_time() -> None:
     assert len(opened) == 1
     opening(lambda *_: None)
     assert len(opened) == 2
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+def test_the_warmup_reaches_the_route_but_not_the_backend(key: str | None) -> None:
+    sent: list[object] = []
+
+    async def listen(message: object) -> None:
+        sent.append(message)
+
+    config = Config(api_key=key)
+    backend = ScriptedBackend()
+    asyncio.run(warmup(create_app(Models(backend), config), config, listen))
+    start, body = sent
+    assert isinstance(start, dict)
+    assert isinstance(body, dict)
+    assert start["status"] == 400
+    assert b"messages" in body["body"]
+
+
+# ── what is imported before the first answer: its user waits for it ──
+
+NOT_NEEDED = {
+    *("fastapi", "httpx", "huggingface_hub", "jinja2", "jsonpath", "jsonschema", "llguidance", "mcp"),
+    *("prometheus_client", "prompt_toolkit", "ray", "rich", "torch", "transformers", "valkey"),
+    *("anthropic", "openai"),
+    *("emberkeep.bench", "emberkeep.cluster", "emberkeep.mcp", "emberkeep.tools"),
+    *("emberkeep.library.arguments", "emberkeep.library.emberkeep", "emberkeep.models.pull"),
+    *("emberkeep.chat.grammar", "emberkeep.engine.hf.engine"),
+    *("emberkeep.api.anthropic_messages", "emberkeep.api.embeddings", "emberkeep.api.llama_server"),
+    *("emberkeep.api.ollama_body", "emberkeep.api.responses_body"),
+    *("emberkeep.server.routes.cache", "emberkeep.server.metrics", "emberkeep.server.openapi"),
+}
+"""Each of these is imported when the first request, or a setting, wants it."""
+
+PROGRAM = """
+import asyncio, sys
+import emberkeep.cli.serve
+import emberkeep.server.lifecycle, emberkeep.runtime.local_model, emberkeep.engine.llamacpp.engine
+from emberkeep.backend.models import Models
+from emberkeep.config.settings import Config
+from emberkeep.server.app import create_app
+from emberkeep.server.http_server import Server, warmup
+
+class Backend:
+    card = None
+
+config = Config()
+asyncio.run(warmup(create_app(Models(Backend()), config), config))
+print(*sys.modules)
+"""
+
+
+def test_a_server_imports_only_what_it_serves() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    imported = set(done.stdout.split())
+    assert "emberkeep.api.openai_chat" in imported
+    assert NOT_NEEDED & imported == set()
+
+
+# ── before it serves ──
+
+
+def _never(config: Config, reporter: object) -> None:
+    raise AssertionError("nothing is fetched for a server that cannot start")
+
+
+def test_the_world_is_not_let_in_without_a_key() -> None:
+    with pytest.raises(ConfigError, match="--api-key"):
+        serve(Config(host="0.0.0.0"), prepare=_never, reporter=ProgressLine(io.StringIO(), is_changing=False))
+
+
+def test_a_taken_port_is_noticed_before_the_model_is_opened() -> None:
+    with bind("127.0.0.1", 0) as taken, pytest.raises(EmberkeepError, match="in use"):
+        config = Config(model="/nowhere/none.gguf", port=taken.getsockname()[1])
+        serve(config, prepare=_never, reporter=ProgressLine(io.StringIO(), is_changing=False))
+
+
+def test_the_banner_tells_where_what_and_how_to_stop() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        text = banner(Config(port=0, data_dir=Path("/data")), ScriptedBackend(), listener)
+    assert f"http://127.0.0.1:{port}/v1" in text
+    assert "org/tiny" in text
+    assert "4,096" in text
+    assert "/data" in text
+    assert "Ctrl-C" in text

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from emberkeep.errors import EngineError, InvalidField
+from emberkeep.errors import EngineError
 from emberkeep.server import stream
 from emberkeep.server.stream import ClientGone, Feed
 from emberkeep.types.events import Accepted, Event, TextDelta
@@ -107,11 +107,6 @@ def test_a_backend_that_is_silent_from_the_start_does_not_keep_the_headers_back(
         assert response.status_code == 200
         backend.release.set()
         assert "It broke." in response.read().decode()
-
-
-def test_an_error_before_the_first_event_has_its_own_status(http: httpx.Client, backend: ScriptedBackend) -> None:
-    backend.reset(InvalidField("messages", "are too many."))
-    assert http.post("/v1/chat/completions", json=ASKED).status_code == 400
 
 
 # ── the name of a request ──

@@ -357,21 +357,6 @@ def test_openais_client_raises_what_a_service_failed_with(backend: ScriptedBacke
     assert failed.value.response.headers["retry-after"] == "3"
 
 
-@pytest.mark.parametrize("error", [RemoteDown("far cannot be reached."), RemoteError("far is not there.")])
-def test_a_request_that_a_service_failed_counts_as_failed(
-    backend: ScriptedBackend, http: httpx.Client, error: RemoteError
-) -> None:
-    def failed() -> float:
-        lines = http.get("/metrics").text.splitlines()
-        name = 'emberkeep_requests_total{outcome="failed"} '
-        return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
-
-    before = failed()
-    backend.reset(error)
-    ask(http)
-    assert failed() == before + 1
-
-
 def dead() -> Any:
     raise RemoteDown("far at 127.0.0.1:9 cannot be reached: check its address and the network.")
 

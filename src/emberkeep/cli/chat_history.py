@@ -232,9 +232,9 @@ def _lasting_name(config: Config) -> str:
 
 def recap(turns: Sequence[Message]) -> str:
     """The end of a conversation, for a user who comes back to it."""
-    said = [message for message in turns if message.content and message.role != "tool"]
-    lines = [f"> {_shorten(m.content)}" if m.role == "user" else _shorten(m.content) for m in said[-_RECAPPED:]]
-    return "\n".join(["…", *lines] if len(said) > _RECAPPED else lines)
+    shown = [message for message in turns if message.content and message.role != "tool"]
+    lines = [f"> {_shorten(m.content)}" if m.role == "user" else _shorten(m.content) for m in shown[-_RECAPPED:]]
+    return "\n".join(["…", *lines] if len(shown) > _RECAPPED else lines)
 
 
 def _full_id(known: Sequence[SavedConversation], wanted: str) -> str:

@@ -146,8 +146,8 @@ class ChatSession:
 
     def _handle(self, line: str) -> None:
         if line.startswith("/"):
-            if told := run_command(self, line.rstrip()):
-                self.aside(told)
+            if reply := run_command(self, line.rstrip()):
+                self.aside(reply)
         elif line.strip():
             self.say(Message("user", line.strip()))
 
@@ -234,18 +234,18 @@ def call_line(call: ToolCall, *, whole: bool = False) -> str:
     of_an_argument, of_all = (_WHOLE, _WHOLE) if whole else (_ARGUMENT_CHARS, _CALL_CHARS)
     if not isinstance(given, dict):
         return _short(f"{call.name}({call.arguments})", of_all)
-    told = (
+    arguments = (
         f"{key}={_short(json.dumps(value, ensure_ascii=False), of_an_argument)}" for key, value in given.items()
     )
-    return _short(f"{call.name}({', '.join(told)})", of_all)
+    return _short(f"{call.name}({', '.join(arguments)})", of_all)
 
 
 def _outcome_line(outcome: ToolOutcome) -> str:
     took = f"{outcome.ms:.0f} ms" if outcome.ms < 1000 else f"{outcome.ms / 1e3:.1f} s"
     if outcome.failed:
         return f"✗ {_short(outcome.text, _RESULT_CHARS)} · {took}"
-    said = _short(outcome.remark or outcome.text, _RESULT_CHARS) or "nothing"
-    return f"✓ {said} · {took}"
+    result = _short(outcome.remark or outcome.text, _RESULT_CHARS) or "nothing"
+    return f"✓ {result} · {took}"
 
 
 def _short(text: str, chars: int) -> str:

@@ -210,20 +210,22 @@ def print_waiting(clients: McpClients, name: str) -> int:
     standings = _standings(clients, name)
     waiting = [tool for tool in clients.tools(name) if standings[tool.name] != _APPROVED]
     for tool in waiting:
-        told = tool.definition
-        parameters = json.dumps(told.parameters, indent=2, ensure_ascii=False)
+        definition = tool.definition
+        parameters = json.dumps(definition.parameters, indent=2, ensure_ascii=False)
         remarks = [standings[tool.name], _runs(clients, name, tool), _claim(tool)]
-        print(f"{told.name} ({', '.join(filter(None, remarks))})")
-        print(printable(indent(f"{told.description}\n{parameters}", "  ")), end="\n\n")
+        print(f"{definition.name} ({', '.join(filter(None, remarks))})")
+        print(printable(indent(f"{definition.description}\n{parameters}", "  ")), end="\n\n")
     return len(waiting)
 
 
 def _print_tools(clients: McpClients, name: str) -> None:
     standings = _standings(clients, name)
     rows = (
-        (told.name, standings[tool.name], _runs(clients, name, tool), _claim(tool), _line(told.description))
+        (
+            *(tool.definition.name, standings[tool.name], _runs(clients, name, tool), _claim(tool)),
+            _line(tool.definition.description),
+        )
         for tool in clients.tools(name)
-        for told in (tool.definition,)
     )
     show_table(("tool", "", "runs", "claims", ""), rows)
 

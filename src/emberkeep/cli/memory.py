@@ -292,8 +292,8 @@ def print_found(found: Sequence[Recollection]) -> None:
 
 def describe(one: Recollection) -> str:
     """The same in a few lines of a chat."""
-    said = [f"  {who}: {printable(_excerpt(what, one))}" for who, what in _sayings(one)]
-    return "\n".join([f"{ago(time.time() - one.at)}, score {one.score:.2f}", *said])
+    lines = [f"  {who}: {printable(_excerpt(what, one))}" for who, what in _sayings(one)]
+    return "\n".join([f"{ago(time.time() - one.at)}, score {one.score:.2f}", *lines])
 
 
 def forgotten_line(forgotten: Forgotten) -> str:
@@ -315,9 +315,9 @@ def _figures(stats: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
 def _sayings(one: Recollection) -> Iterator[tuple[str, str]]:
     """Who said what; a side that said nothing is left out."""
     asked, answered = ("question", "answer") if one.kind is MemoryKind.ANSWER else ("user", "assistant")
-    said = [(asked, one.user_text), (answered, one.assistant_text)]
-    said += [(use.name, use.result) for use in one.tool_uses]
-    yield from ((who, what) for who, what in said if what)
+    sayings = [(asked, one.user_text), (answered, one.assistant_text)]
+    sayings += [(use.name, use.result) for use in one.tool_uses]
+    yield from ((who, what) for who, what in sayings if what)
 
 
 def _highlighted(what: str, one: Recollection) -> Text:

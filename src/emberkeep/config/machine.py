@@ -68,8 +68,8 @@ def cpu_facts(*, instructions: bool = False) -> tuple[str, ...]:
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     except OSError:
         lines = []
-    said = {line for line in lines if line.partition(":")[0].strip() in wanted}
-    return (platform.machine(), platform.processor(), *sorted(said))
+    found = {line for line in lines if line.partition(":")[0].strip() in wanted}
+    return (platform.machine(), platform.processor(), *sorted(found))
 
 
 def _number(path: Path) -> int | None:

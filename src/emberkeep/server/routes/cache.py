@@ -248,18 +248,18 @@ def removed_json(removed: Removed) -> dict[str, Json]:
 
 
 def explained_json(explanation: Explanation, shown: ShownPrompt) -> dict[str, Json]:
-    told = {
+    answer = {
         "object": "cache.explanation",
         "explanation": explanation.sentence,
         "prompt_tokens": explanation.lookup.prompt_tokens,
         **lookup_json(explanation.lookup),
     }
     if not shown.with_prompt:
-        return told
+        return answer
     given = [Sourced(Source(part.source), part.tokens) for part in shown.sources or ()]
     is_same = bool(given) and sum(part.tokens for part in given) == len(explanation.pieces)
     parts = given if is_same else explanation.lookup.sources
-    return {**told, "as_told": is_same, "prompt": _prompt_json(explanation.pieces, parts)}
+    return {**answer, "as_told": is_same, "prompt": _prompt_json(explanation.pieces, parts)}
 
 
 def _prompt_json(pieces: Sequence[bytes], sources: Sequence[Sourced]) -> list[Json]:

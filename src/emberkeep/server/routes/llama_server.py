@@ -182,10 +182,10 @@ def _props(backend: Backend) -> dict[str, Json]:
 
 def _slots(backend: Backend) -> list[dict[str, Json]]:
     """Without texts: an operator reads it. None for a model that runs elsewhere, which has none that we know."""
-    slots = (backend.stats().get("scheduler") or {}).get("slots", [])
     context = backend.card.context
     return [
-        {"id": slot["id"], "n_ctx": context, **{k: v for k, v in slot.items() if k != "entry"}} for slot in slots
+        {"id": slot["id"], "n_ctx": context, **{key: value for key, value in slot.items() if key != "entry"}}
+        for slot in _held(backend)
     ]
 
 
@@ -286,7 +286,10 @@ def _resting(backend: Backend, slot: int) -> str:
     """The entry that rests in a slot; waits for a moment where its turn is just being stored. Raises RequestError
     where there is none."""
     for _ in range(_LOOKS):
-        held = _held(backend, slot)
+        slots = _held(backend)
+        if slot >= len(slots):
+            raise RequestError(f"There are {len(slots)} slots, from 0 on.", "id_slot")
+        held = slots[slot]
         if held["is_processing"]:
             raise RequestError(f"Slot {slot} is at work: ask again when its answer is done.", "id_slot")
         if held["entry"] is not None:
@@ -297,12 +300,9 @@ def _resting(backend: Backend, slot: int) -> str:
     raise RequestError(f"Nothing rests in slot {slot}: GET /v1/cache lists what is stored.", "id_slot")
 
 
-def _held(backend: Backend, slot: int) -> dict[str, Json]:
-    slots = (backend.stats().get("scheduler") or {}).get("slots", [])
-    if slot >= len(slots):
-        raise RequestError(f"There are {len(slots)} slots, from 0 on.", "id_slot")
-    held: dict[str, Json] = slots[slot]
-    return held
+def _held(backend: Backend) -> list[dict[str, Json]]:
+    """What each slot holds."""
+    return list((backend.stats().get("scheduler") or {}).get("slots", []))
 
 
 def _named(filename: str | None) -> str:

@@ -192,7 +192,7 @@ async def _pull(library: ModelLibrary, spec: str, threads: ThreadPoolExecutor) -
     working = asyncio.get_running_loop().run_in_executor(threads, partial(_fetch, spec, library, reporter))
     working.add_done_callback(reporter.end)
     try:
-        while (line := await reporter.told.get()) is not None:
+        while (line := await reporter.lines.get()) is not None:
             yield line
     finally:
         reporter.is_given_up = True
@@ -229,7 +229,7 @@ class _QueueReporter:
     """Passes on to the loop what a pull says in its thread."""
 
     def __init__(self, spec: str) -> None:
-        self.told: asyncio.Queue[Json] = asyncio.Queue()
+        self.lines: asyncio.Queue[Json] = asyncio.Queue()
         self.is_given_up = False
         self._loop = asyncio.get_running_loop()
         # Clients tell downloads apart by this; the digest of the file is not known before it is here.
@@ -256,10 +256,10 @@ class _QueueReporter:
         """Its error is told to a client that is still there; of one that has left nobody else would ask for it."""
         if not working.cancelled():
             working.exception()
-        self.told.put_nowait(None)
+        self.lines.put_nowait(None)
 
     def _put(self, line: Json) -> None:
-        self._loop.call_soon_threadsafe(self.told.put_nowait, line)
+        self._loop.call_soon_threadsafe(self.lines.put_nowait, line)
 
     def _go_on(self) -> None:
         """Raises DownloadFailed."""

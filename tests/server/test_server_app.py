@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from pathlib import Path
 
@@ -10,29 +11,28 @@ import httpx
 import pytest
 from starlette.exceptions import HTTPException
 
+from emberkeep.api.openai_chat import ChatBody
+from emberkeep.api.openai_completions import CompletionBody
+from emberkeep.api.responses_body import ResponseBody
 from emberkeep.backend.models import Models
 from emberkeep.config.settings import Config
+from emberkeep.models.library import ModelLibrary
 from emberkeep.server import app
 from emberkeep.server.app import SUBJECTS, Subjects, make_routes
-from emberkeep.server.routes.base import Routes, Served
+from emberkeep.server.middleware import Drain
+from emberkeep.server.request_log import RequestMetrics
+from emberkeep.server.routes.base import Routes, Served, SideWork
+from emberkeep.server.routes.cache import EntryBody, VerifyBody, WarmBody
+from emberkeep.server.routes.memory import AnswerBody, FactBody
+from emberkeep.types.events import MissReason
+from emberkeep.types.request import Sampling
 from helpers.scripted_server import ScriptedBackend
 
 
 @pytest.fixture
 def served(tmp_path: Path) -> Served:
-    from emberkeep.models.library import ModelLibrary
-    from emberkeep.server.middleware import Drain
-    from emberkeep.server.request_log import RequestMetrics
-    from emberkeep.server.routes.base import SideWork
-
-    return Served(
-        Models(ScriptedBackend()),
-        Config(),
-        ModelLibrary(tmp_path),
-        SideWork(),
-        Drain(),
-        RequestMetrics(),
-    )
+    models, library = Models(ScriptedBackend()), ModelLibrary(tmp_path)
+    return Served(models, Config(), library, SideWork(), Drain(), RequestMetrics())
 
 
 def owners(path: str) -> list[int]:
@@ -153,3 +153,26 @@ def test_a_subject_that_two_threads_ask_for_is_made_once(served: Served, monkeyp
     for thread in asking:
         thread.join(60)
     assert len(made) == 1
+
+
+# ── the pages of the API say what is so ──
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ("apis.md", "cache-api.md", "operating.md")
+TEXT = "\n".join((DOCS / page).read_text(encoding="utf-8") for page in PAGES)
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p"])
+def test_the_sampling_defaults_are_told(name: str) -> None:
+    row = next(line for line in TEXT.splitlines() if line.startswith(f"| `{name}`"))
+    assert row.endswith(f"; {getattr(Sampling(), name)} unless given |")
+
+
+def test_every_field_is_told() -> None:
+    told = set(re.findall(r"`([a-z_]+)", TEXT))
+    bodies = (ChatBody, CompletionBody, EntryBody, VerifyBody, WarmBody, FactBody, AnswerBody, ResponseBody)
+    assert {info.alias or name for body in bodies for name, info in body.model_fields.items()} <= told
+
+
+def test_every_reason_is_told() -> None:
+    assert all(f"`{reason}`" in TEXT for reason in MissReason)
