@@ -78,11 +78,10 @@ def hf_model(tmp_path_factory):
 
     @functools.cache
     def load(family: str):
-        from emberkeep.engine.hf.model_loader import HfSource, load_model
+        # Here: most tests that could have one are about other engines, and torch takes seconds to import.
         from helpers import tiny_hf
 
-        folder = tiny_hf.write(tmp_path_factory.mktemp(family), family)
-        return load_model(HfSource(folder), device="cpu", dtype="auto", attention="eager")
+        return tiny_hf.load(tiny_hf.write(tmp_path_factory.mktemp(family), family))
 
     return load
 
@@ -95,12 +94,10 @@ def open_hf(hf_model):
     def make(
         family: str = "llama", *, cells: int = 1024, sequences: int = 8, batch: int = 256, digest: str = "digest"
     ):
-        # Here: most tests that could have one are about other engines, and torch takes seconds to import.
-        from emberkeep.engine.hf.model_loader import HfSettings
         from emberkeep.engine.hf.whole_engine import open_engine as open_
+        from helpers import tiny_hf
 
-        settings = HfSettings(context=cells, cells=cells, sequences=sequences, batch=batch, threads=1)
-        engines.append(open_(hf_model(family), settings, digest))
+        engines.append(open_(hf_model(family), tiny_hf.settings(cells, cells, sequences, batch), digest))
         return engines[-1]
 
     yield make

@@ -1,4 +1,4 @@
-"""State from other places: what is evaluated again, what it costs, and what is refused."""
+"""State from other places: how keys rotate, what is evaluated again, what it costs, what is refused."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
+import torch
 
 from emberkeep.engine.base import Engine, Outcome, Payload, Piece, Rows
+from emberkeep.engine.hf.blend import Rotation, learn_rotations
+from emberkeep.engine.hf.network import Network, probe
 from emberkeep.errors import EngineError
 from helpers.engines import TOKENS, broken_payloads, close, evaluate, exported
 
@@ -85,29 +88,17 @@ def evaluate_after_import(engine: Engine) -> np.ndarray:
     return evaluate(engine, 1, 50, 60)
 
 
-@pytest.mark.parametrize(("payload_start", "source", "start", "end"), [(1, 10, 10, 20), (0, 55, 10, 20)])
-def test_a_piece_that_its_payload_does_not_hold_is_refused_and_changes_nothing(
-    engine, payload_start, source, start, end
-):
+def test_pieces_that_cannot_be_what_they_say_are_refused_and_change_nothing(engine):
+    whole, good = exported(engine, 3, 0, END), Piece(6, 20, exported(engine, 3, 0, END), 0, 3)
     evaluate(engine, 0, 0, 5)
-    piece = Piece(start, end, exported(engine, 3, 0, END), payload_start, source)
-    with pytest.raises(EngineError):
-        engine.blend(Rows(0, 5, TOKENS[5:END], True), [piece], 0.1)
-    assert close(evaluate(engine, 0, 5, 20), evaluate(engine, 1, 0, 20))
-
-
-def test_broken_payloads_are_refused_and_change_nothing(engine):
-    evaluate(engine, 0, 0, 5)
-    good = Piece(6, 20, exported(engine, 3, 0, END), 0, 3)
-    for payload in broken_payloads(exported(engine, 3, 20, END)):
+    wrong = [[Piece(10, 20, whole, 1, 10)], [Piece(10, 20, whole, 0, 55)]]  # which the payload does not hold
+    wrong += [[good, Piece(25, 50, each, 20, 25)] for each in broken_payloads(exported(engine, 3, 20, END))]
+    for pieces in wrong:
         with pytest.raises(EngineError):
-            engine.blend(Rows(0, 5, TOKENS[5:END], True), [good, Piece(25, 50, payload, 20, 25)], 0.1)
+            engine.blend(Rows(0, 5, TOKENS[5:END], True), pieces, 0.1)
+    with pytest.raises(EngineError):  # the sequence ends elsewhere
+        engine.blend(Rows(0, 6, TOKENS[6:END], True), [good], 0.0)
     assert close(evaluate(engine, 0, 5, 20), evaluate(engine, 1, 0, 20))
-
-
-def test_a_sequence_that_ends_elsewhere_is_not_extended(engine):
-    with pytest.raises(EngineError):
-        engine.blend(Rows(0, 5, TOKENS[5:END], True), [Piece(10, 20, exported(engine, 3, 0, END), 0, 10)], 0.0)
 
 
 def test_without_room_nothing_happens(open_hf):
@@ -118,3 +109,59 @@ def test_without_room_nothing_happens(open_hf):
     assert (blended.outcome, blended.repaired, blended.token_layers) == (Outcome.NO_ROOM, 0, 0)
     engine.trim(0, 0)
     assert engine.blend(Rows(1, 0, TOKENS[:END], True), [piece], 0.1).outcome is Outcome.DONE
+
+
+# ── how keys rotate ──
+
+WAYS = {
+    "llama": {(8, False, False)},
+    "phi": {(4, False, False)},  # half of the channels
+    "glm4": {(4, True, False)},  # half of them, in pairs of neighbours
+    "deepseek_v3": {(4, False, True)},  # the last ones
+    "smollm3": {(8, False, False), (0, False, False)},  # one layer in the middle does not rotate
+    "gemma3_text": {(8, False, False)},
+}
+"""Pairs of channels that rotate, whether they are neighbours, and whether they come last; in any layer."""
+
+
+def way(rotation: Rotation) -> tuple[int, bool, bool]:
+    return (0 if rotation.frequencies is None else len(rotation.frequencies), rotation.interleaved, rotation.last)
+
+
+def keys_at(network: Network, position: int) -> dict[int, torch.Tensor]:
+    return probe(network, torch.tensor([77]), torch.tensor([position])).keys
+
+
+@pytest.mark.parametrize("family", WAYS)
+@torch.no_grad()
+def test_a_key_that_is_turned_is_the_key_that_the_model_computes_there(hf_model, family):
+    """In every layer: a token that stands alone sees nothing but itself, wherever it is."""
+    network = Network(hf_model(family).network)
+    rotations = learn_rotations(network)
+    assert rotations is not None
+    assert {way(rotation) for rotation in rotations} == WAYS[family]
+    if family == "gemma3_text":
+        assert not torch.equal(rotations[0].frequencies, rotations[1].frequencies)  # near and far layers
+    for start, end in ((0, 1), (3, 200), (500, 9), (1, 1000)):
+        before, after = keys_at(network, start), keys_at(network, end)
+        for layer, rotation in enumerate(rotations):
+            turned = rotation(before[layer], torch.tensor([end - start]))
+            assert torch.allclose(turned, after[layer], atol=2e-4)
+
+
+@torch.no_grad()
+def test_positions_that_are_learned_cannot_be_turned(hf_model):
+    assert learn_rotations(Network(hf_model("gpt2").network)) is None
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+def test_turns_add_up_and_can_be_undone(interleaved, last):
+    rotation = Rotation(torch.tensor([1.0, 0.3, 0.01]), interleaved, last)
+    keys = torch.randn(5, 2, 10, generator=torch.Generator().manual_seed(1))
+    by = torch.tensor([0, 1, 7, -3, 400])
+    assert torch.allclose(rotation(rotation(keys, by), 2 * by), rotation(keys, 3 * by), atol=1e-4)
+    assert torch.allclose(rotation(rotation(keys, by), -by), keys, atol=1e-5)
+    assert torch.equal(rotation(keys, by)[0], keys[0])
+    untouched = slice(0, 4) if last else slice(6, 10)
+    assert torch.equal(rotation(keys, by)[..., untouched], keys[..., untouched])

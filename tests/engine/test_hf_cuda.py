@@ -10,7 +10,6 @@ import torch
 
 from emberkeep.engine.base import Piece, Rows
 from emberkeep.engine.hf.engine import HfEngine
-from emberkeep.engine.hf.model_loader import HfSettings, HfSource, load_model
 from emberkeep.engine.hf.network import Network
 from emberkeep.engine.hf.residency import Placing
 from emberkeep.engine.hf.whole_engine import open_engine
@@ -44,10 +43,8 @@ def opened(folders):
         facts: Path | None = None,
         is_improved: bool = True,
     ) -> HfEngine:
-        model = load_model(
-            HfSource(folders[family]), device="cuda", dtype=dtype, attention="emberkeep", placing=placing
-        )
-        settings = HfSettings(context=context, cells=4096, sequences=4, batch=batch, facts=facts)
+        model = tiny_hf.load(folders[family], device="cuda", dtype=dtype, placing=placing)
+        settings = tiny_hf.settings(context, 4096, batch=batch, facts=facts, threads=None)
         engines.append(HfEngine(model, settings, "digest"))
         assert engines[-1].stats()["recorded_steps"]["replayed"] == 0
         if is_improved:
@@ -134,23 +131,20 @@ def work(engine: HfEngine) -> list[bytes]:
     return seen
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_steps_compute_the_same_bits_before_and_after_they_are_recorded(opened, family):
-    engine = opened(family, "bfloat16", is_improved=False)
+@pytest.mark.parametrize(
+    ("family", "placing"),
+    [
+        *((family, None) for family in FAMILIES),
+        *(("llama", Placing(mode)) for mode in (Residency.STREAM, Residency.FFN)),
+    ],
+)
+def test_steps_compute_the_same_bits_before_and_after_they_are_recorded(opened, family, placing):
+    engine = opened(family, "bfloat16", placing=placing, is_improved=False)
     fingerprint, launched = engine.fingerprint, work(engine)
     assert engine.improve(lambda: False)
     assert are_all_replayed(engine)
     assert work(engine) == launched
     assert engine.fingerprint == fingerprint
-
-
-@pytest.mark.parametrize("mode", [Residency.STREAM, Residency.FFN])
-def test_weights_that_pass_compute_the_same_bits_before_and_after(opened, mode):
-    engine = opened(dtype="bfloat16", placing=Placing(mode), is_improved=False)
-    launched = work(engine)
-    assert engine.improve(lambda: False)
-    assert are_all_replayed(engine)
-    assert work(engine) == launched
 
 
 def test_while_some_sizes_are_recorded_the_bits_are_the_same(opened):
@@ -205,28 +199,17 @@ def test_recorded_steps_of_every_size_give_what_plain_attention_gives(opened):
 
 
 def test_recorded_steps_follow_sequences_of_different_lengths(opened):
+    """Answers beside each other, and beside a prompt."""
     engine = opened()
-    lengths = {0: 1, 1: 31, 2: 32, 3: 500}
+    lengths = {0: 1, 1: 31, 2: 32}
     for sequence, length in lengths.items():
         fill(engine, sequence, length)
     rows = [Rows(s, n, TOKENS[n : n + 1], outputs=1) for s, n in lengths.items()]
-    engine.evaluate(rows)
-    together = [engine.logits(index).copy() for index in range(len(rows))]
-    for (sequence, length), logits in zip(lengths.items(), together, strict=True):
+    engine.evaluate([*rows, Rows(3, 0, TOKENS[:500], outputs=1)])
+    together = [engine.logits(index).copy() for index in range(4)]
+    for (sequence, end), logits in zip(enumerate((2, 32, 33, 500)), together, strict=True):
         engine.trim(sequence, 0)
-        np.testing.assert_allclose(logits, fill(engine, sequence, length + 1), rtol=1e-3, atol=2e-2)
-
-
-def test_a_prompt_and_answers_share_a_step(opened):
-    engine = opened()
-    fill(engine, 0, 60)
-    alone = fill(engine, 1, 80, TOKENS[::-1])
-    engine.trim(1, 0)
-    engine.evaluate([Rows(0, 60, TOKENS[60:61], True), Rows(1, 0, TOKENS[::-1][:80].copy(), True)])
-    np.testing.assert_allclose(engine.logits(1), alone, rtol=1e-3, atol=2e-2)
-    first = engine.logits(0).copy()
-    engine.trim(0, 0)
-    np.testing.assert_allclose(first, fill(engine, 0, 61), rtol=1e-3, atol=2e-2)
+        np.testing.assert_allclose(logits, fill(engine, sequence, end), rtol=1e-3, atol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -304,11 +287,8 @@ def test_packed_state_is_nearly_the_same(opened, bits):
 @pytest.mark.parametrize("ratio", [0.0, 0.2, 1.0])
 def test_blending_works_as_on_a_cpu(opened, folders, ratio):
     on_gpu = opened()
-    on_cpu = open_engine(
-        load_model(HfSource(folders["llama"]), device="cpu", dtype="float32", attention="emberkeep"),
-        HfSettings(context=1024, cells=4096, sequences=4, batch=512),
-        "digest",
-    )
+    settings = tiny_hf.settings(1024, 4096, batch=512, threads=None)
+    on_cpu = open_engine(tiny_hf.load(folders["llama"]), settings, "digest")
     answers = []
     for engine in (on_gpu, on_cpu):
         fill(engine, 0, 300)

@@ -11,7 +11,6 @@ import torch
 
 from emberkeep.engine.base import Outcome, Rows
 from emberkeep.engine.hf.engine import HfEngine
-from emberkeep.engine.hf.model_loader import HfSettings, HfSource, load_model
 from emberkeep.engine.hf.pool import BLOCK
 from emberkeep.errors import EngineError
 from helpers import tiny_hf
@@ -42,35 +41,12 @@ def test_conversations_over_one_prompt_keep_it_once(open_hf):
     assert pool(engine)["copied_blocks"] == 0
 
 
-def test_a_splice_takes_blocks_of_its_own_from_where_it_begins(open_hf):
-    engine = open_hf(cells=512, sequences=4)
-    evaluate(engine, 0, 0, 4 * BLOCK)
-    engine.copy_kv(0, 1, 4 * BLOCK)
-    assert engine.splice(1, BLOCK + 1, 3 * BLOCK, OTHERS[:3]) is Outcome.DONE
-    assert pool(engine)["shared_blocks"] == 1
-    assert pool(engine)["used_blocks"] == 4 + 2
-    engine.trim(0, 0)
-    engine.trim(1, 0)
-    assert pool(engine)["used_blocks"] == 0
-
-
 def test_as_many_tokens_fit_as_there_are_cells_however_they_are_shared_out(open_hf):
     engine = open_hf(cells=256, sequences=8)
     lengths = [BLOCK + 1] * 7
     lengths.append(256 - sum(lengths))
     batch = [Rows(sequence, 0, TOKENS[:length], False) for sequence, length in enumerate(lengths)]
     assert engine.evaluate(batch) is Outcome.DONE
-
-
-def test_a_batch_without_room_for_all_of_it_extends_no_sequence(open_hf):
-    engine = open_hf(cells=2 * BLOCK, sequences=2)
-    evaluate(engine, 0, 0, 40)
-    used = pool(engine)["used_blocks"]
-    batch = [Rows(0, 40, TOKENS[40:70], True), Rows(1, 0, OTHERS[:60], True)]
-    assert engine.evaluate(batch) is Outcome.NO_ROOM
-    assert pool(engine)["used_blocks"] == used
-    with pytest.raises(EngineError):
-        engine.export_kv(0, (0, 41)).payloads()
 
 
 def test_a_closed_engine_holds_no_memory(open_hf):
@@ -85,30 +61,27 @@ def test_a_closed_engine_holds_no_memory(open_hf):
 # ── failures ──
 
 
-def test_rows_that_do_not_follow_the_state_are_refused(open_hf):
-    engine = open_hf()
-    evaluate(engine, 0, 0, 50)
-    for start in (49, 51):
-        with pytest.raises(EngineError):
-            engine.evaluate([Rows(0, start, TOKENS[50:60], True)])
-    assert np.array_equal(evaluate(engine, 0, 50, 60), evaluate_in_slices(engine))
-
-
-def evaluate_in_slices(engine: HfEngine) -> np.ndarray:
-    evaluate(engine, 1, 0, 50)
-    return evaluate(engine, 1, 50, 60)
-
-
-def test_a_step_that_fails_changes_no_sequence(open_hf):
-    """Such as a token that the model does not have."""
-    engine = open_hf()
+def test_a_step_that_cannot_be_taken_changes_no_sequence(open_hf):
+    """It goes on elsewhere than the state ends, has no room for all of it, or a token that the model lacks."""
+    engine = open_hf(cells=4 * BLOCK, sequences=2)
     evaluate(engine, 0, 0, 50)
     used = pool(engine)["used_blocks"]
-    batch = [Rows(0, 50, TOKENS[50:90], True), Rows(1, 0, np.array([100_000], np.int32), True)]
-    with pytest.raises(EngineError, match="The model failed"):
-        engine.evaluate(batch)
+    follows, unknown = Rows(0, 50, TOKENS[50:60], True), np.array([100_000], np.int32)
+    for batch, reason in (
+        ([Rows(0, 49, TOKENS[50:60], True)], "cannot go on at 49"),
+        ([Rows(0, 51, TOKENS[50:60], True)], "cannot go on at 51"),
+        ([follows, Rows(1, 0, unknown, True)], "The model failed"),
+    ):
+        with pytest.raises(EngineError, match=reason):
+            engine.evaluate(batch)
+    assert engine.evaluate([follows, Rows(1, 0, OTHERS[:180], True)]) is Outcome.NO_ROOM
     assert pool(engine)["used_blocks"] == used
-    assert np.array_equal(evaluate(engine, 0, 50, 60), evaluate_in_slices(engine))
+    with pytest.raises(EngineError):
+        engine.export_kv(0, (0, 51)).payloads()
+    after = evaluate(engine, 0, 50, 60)
+    engine.trim(0, 0)
+    evaluate(engine, 0, 0, 50)
+    assert np.array_equal(after, evaluate(engine, 0, 50, 60))
 
 
 # ── number formats, fingerprints ──
@@ -117,9 +90,8 @@ def test_a_step_that_fails_changes_no_sequence(open_hf):
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_goes_out_and_in_to_the_bit(tmp_path, dtype):
-    folder = tiny_hf.write(tmp_path / "m", "qwen3")
-    model = load_model(HfSource(folder), device="cpu", dtype=dtype, attention="eager")
-    engine = HfEngine(model, HfSettings(256, 256, 2, 256, threads=1), "digest")
+    model = tiny_hf.load(tiny_hf.write(tmp_path / "m", "qwen3"), dtype=dtype)
+    engine = HfEngine(model, tiny_hf.settings(), "digest")
     evaluate(engine, 0, 0, 90)
     payload = exported(engine, 0, 0, 90)
     assert len(payload) == 16 + 90 * engine.capabilities.kv_bytes_per_token
@@ -132,9 +104,7 @@ def test_half_precision_goes_out_and_in_to_the_bit(tmp_path, dtype):
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_the_fingerprint_knows_the_shape_and_the_number_format(hf_model, open_hf, tmp_path):
-    folder = tiny_hf.write(tmp_path / "m")
-    halved = load_model(HfSource(folder), device="cpu", dtype="bfloat16", attention="eager")
-    settings = HfSettings(context=256, cells=256, sequences=2, batch=256, threads=1)
+    halved, settings = tiny_hf.load(tiny_hf.write(tmp_path / "m"), dtype="bfloat16"), tiny_hf.settings()
     engines = [
         # First: where mkldnn cannot multiply bfloat16, torch switches it off for the rest of the process.
         HfEngine(halved, settings, "digest"),
@@ -179,9 +149,9 @@ def test_more_conversations_than_the_pool_holds_are_all_answered(open_hf, tmp_pa
 
 def test_a_model_whose_batches_would_be_wrong_is_refused(tmp_path, monkeypatch):
     """Its own code, run over one sequence alone, is what the engine must agree with."""
-    model = load_model(HfSource(tiny_hf.write(tmp_path / "m")), device="cpu", dtype="auto", attention="eager")
+    model = tiny_hf.load(tiny_hf.write(tmp_path / "m"))
     layer = model.network.model.layers[1].self_attn
     right = layer.forward
     monkeypatch.setattr(layer, "forward", lambda *a, **k: (torch.flip(right(*a, **k)[0], [1]), None))
     with pytest.raises(EngineError, match="batch of several sequences"):
-        HfEngine(model, HfSettings(256, 256, 2, 256, threads=1), "digest")
+        HfEngine(model, tiny_hf.settings(), "digest")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,8 @@ import pytest
 import torch
 
 from emberkeep.engine.base import Outcome, Piece, Rows
-from emberkeep.engine.hf.model_loader import HfSettings, HfSource, load_model
 from emberkeep.engine.hf.residency import Placing
-from emberkeep.engine.hf.whole_engine import open_engine as open_hf_engine
+from emberkeep.engine.hf.whole_engine import open_engine
 from emberkeep.errors import EngineError
 from emberkeep.types.models import LayerExperts, Residency
 from helpers import tiny_hf
@@ -21,16 +19,7 @@ pytestmark = pytest.mark.slow
 
 TOKENS = np.random.default_rng(3).integers(40, 120, 60, dtype=np.int32)
 USED = {"jamba": 1, "llama4_text": 1}
-FAMILIES = [
-    "mixtral",
-    "qwen3_moe",
-    "gpt_oss",
-    "deepseek_v3",
-    "jamba",
-    "qwen3_next",
-    "llama4_text",
-    *tiny_hf.MIXTURES,
-]
+PAGED, WHOLE = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"), ("jamba", "qwen3_next", "llama4_text")
 
 
 @pytest.fixture(scope="session")
@@ -40,9 +29,7 @@ def counted(tmp_path_factory):
 
     def make(family: str = "mixtral", placing: Placing | None = None) -> Any:
         folder = tiny_hf.write(tmp_path_factory.mktemp(family), family)
-        model = load_model(HfSource(folder), device="cpu", dtype="auto", attention="emberkeep", placing=placing)
-        settings = HfSettings(context=256, cells=512, sequences=4, batch=64, threads=1)
-        engines.append(open_hf_engine(model, settings, "digest"))
+        engines.append(open_engine(tiny_hf.load(folder, placing=placing), tiny_hf.settings(batch=64), "digest"))
         engines[-1].experts.track(True)
         return engines[-1]
 
@@ -87,7 +74,7 @@ def evaluate(engine: Any, start: int, end: int, *, sequence: int = 0) -> np.ndar
     return engine.logits(0).copy()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*PAGED, *WHOLE, *tiny_hf.MIXTURES])
 def test_counts_are_those_of_the_routers_scores(counted, family):
     engine = counted(family)
     before = engine.experts.stats()
@@ -106,25 +93,20 @@ def test_sequences_of_one_step_are_all_counted(mixture):
 
 
 def test_off_counts_nothing_keeps_what_was_counted_and_leaves_no_hook(mixture):
-    evaluate(mixture, 0, 20)
+    """Switching empties the engine, and changes no answer and no fingerprint."""
+    before, name = evaluate(mixture, 0, 20), mixture.fingerprint
     counted = mixture.experts.stats().layers
     mixture.experts.track(False)
+    assert mixture.stats()["pool"]["used_blocks"] == 0
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in mixture._network.model.modules())
-    evaluate(mixture, 0, 20)
+    np.testing.assert_array_equal(evaluate(mixture, 0, 20), before)
+    assert mixture.fingerprint == name
     assert mixture.experts.stats().layers == counted
     mixture.experts.track(True)
     evaluate(mixture, 0, 20)
     assert [layer.tokens for layer in mixture.experts.stats().layers] == [40] * len(counted)
     mixture.experts.reset()
     assert mixture.experts.stats().layers == ()
-
-
-def test_switching_empties_the_engine_and_changes_no_answer_and_no_fingerprint(mixture):
-    before, name = evaluate(mixture, 0, 20), mixture.fingerprint
-    mixture.experts.track(False)
-    assert mixture.stats()["pool"]["used_blocks"] == 0
-    np.testing.assert_array_equal(evaluate(mixture, 0, 20), before)
-    assert mixture.fingerprint == name
 
 
 def test_a_step_that_failed_is_not_counted(mixture, monkeypatch):
@@ -161,12 +143,8 @@ def test_a_dense_model_has_none(open_hf):
     assert open_hf("mamba").experts is None
 
 
-def test_what_was_counted_can_be_asked_for_after_the_end(tmp_path: Path):
-    model = load_model(
-        HfSource(tiny_hf.write(tmp_path, "olmoe")), device="cpu", dtype="auto", attention="emberkeep"
-    )
-    engine = open_hf_engine(model, HfSettings(context=256, cells=512, sequences=4, batch=64, threads=1), "digest")
-    engine.experts.track(True)
+def test_what_was_counted_can_be_asked_for_after_the_end(counted):
+    engine = counted("olmoe")
     evaluate(engine, 0, 20)
     engine.close()
     assert engine.experts.stats().layers == expected("olmoe", TOKENS[:20])

@@ -13,8 +13,9 @@ import torch
 from emberkeep.config.machine import cpu_facts
 from emberkeep.engine.base import Rows
 from emberkeep.engine.hf.engine import HfEngine
-from emberkeep.engine.hf.model_loader import HfSettings, fingerprint
+from emberkeep.engine.hf.model_loader import fingerprint
 from emberkeep.types.models import AttentionTier
+from helpers import tiny_hf
 from helpers.engines import exported
 from helpers.scheduling import PATIENCE, Rig, text
 
@@ -25,8 +26,7 @@ CAPABILITY = torch.backends.cpu.get_cpu_capability()
 
 
 def opened(model, threads: int = 1, tier: AttentionTier | None = None) -> HfEngine:
-    settings = HfSettings(context=512, cells=1024, sequences=4, batch=256, attention=tier, threads=threads)
-    return HfEngine(model, settings, "digest")
+    return HfEngine(model, tiny_hf.settings(512, 1024, attention=tier, threads=threads), "digest")
 
 
 @pytest.fixture(autouse=True)
@@ -35,13 +35,16 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-def test_attention_has_a_fingerprint_of_its_own_and_threads_have_none(hf_model):
+def test_the_fingerprint_follows_the_tier_in_use_and_not_the_threads(hf_model):
     """A product over a long row adds up in another order with more threads, as it does with more rows."""
     model = hf_model("llama")
-    flash, plain = opened(model, tier=FLASH), opened(model, tier=PLAIN)
-    assert flash.fingerprint != plain.fingerprint
-    assert opened(model, 2, FLASH).fingerprint == flash.fingerprint
-    assert opened(model, 2, PLAIN).fingerprint == plain.fingerprint
+    flash, plain = opened(model, tier=FLASH).fingerprint, opened(model, 2, PLAIN).fingerprint
+    engine = opened(model, 2)
+    assert engine.fingerprint == flash != plain
+    engine.attention.switch(PLAIN)
+    assert engine.fingerprint == plain
+    engine.attention.switch(FLASH)
+    assert engine.fingerprint == flash
 
 
 def test_a_store_of_before_is_known_by_its_number_of_threads(hf_model, monkeypatch):
@@ -53,14 +56,6 @@ def test_a_store_of_before_is_known_by_its_number_of_threads(hf_model, monkeypat
     )
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: 3)  # where the number stood
     assert digests.index(fingerprint(model, [], "digest", FLASH)) == 3
-
-
-def test_the_fingerprint_follows_the_tier_in_use(hf_model):
-    engine = opened(hf_model("llama"))
-    engine.attention.switch(PLAIN)
-    assert engine.fingerprint == opened(hf_model("llama"), tier=PLAIN).fingerprint
-    engine.attention.switch(FLASH)
-    assert engine.fingerprint == opened(hf_model("llama")).fingerprint
 
 
 @pytest.mark.parametrize("family", ["llama", "mamba"])
@@ -105,16 +100,11 @@ def test_a_gpu_is_known_by_its_name_and_capability(hf_model, monkeypatch):
     assert len({of_cpu, on("H200", (9, 0)), on("H100", (9, 0)), on("H200", (9, 1))}) == 4
 
 
-def test_recorded_steps_have_a_fingerprint_of_their_own(hf_model):
-    model = hf_model("llama")
-    plainly = fingerprint(model, [], "digest", AttentionTier.OWN)
-    fused = fingerprint(model, [], "digest", AttentionTier.OWN, layers="fused")
-    assert len({plainly, fused, fingerprint(model, [], "digest", AttentionTier.OWN, layers="plain")}) == 3
-
-
-def test_the_ways_of_a_model_of_its_own_to_compute_attention_are_known(hf_model):
-    model = hf_model("llama")
-    assert fingerprint(model, "whole", "digest", "sdpa") != fingerprint(model, "whole", "digest", "eager")
+def test_the_code_of_steps_and_of_attention_has_fingerprints_of_its_own(hf_model):
+    model, own = hf_model("llama"), AttentionTier.OWN
+    names = [fingerprint(model, [], "digest", own, layers=layers) for layers in (None, "fused", "plain")]
+    names += [fingerprint(model, "whole", "digest", attention) for attention in ("sdpa", "eager")]
+    assert len(set(names)) == 5
 
 
 def test_every_stored_byte_is_of_the_tier_that_the_store_was_opened_for(hf_model, tmp_path):

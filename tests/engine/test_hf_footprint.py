@@ -7,17 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from emberkeep.engine.base import Footprint
 from emberkeep.engine.hf import device as devices
 from emberkeep.engine.hf import footprint as footprints
 from emberkeep.engine.hf.device import kv_bytes_per_token, state_reserve
-from emberkeep.engine.hf.footprint import (
-    StepBytes,
-    affordable_batch,
-    affordable_cells,
-    estimate_step,
-    footprint,
-    measure_step,
-)
+from emberkeep.engine.hf.footprint import affordable_batch, affordable_cells, footprint, measure_step, with_step
 from emberkeep.engine.hf.model_loader import HfSettings
 from emberkeep.engine.hf.pool import LayerShape, StreamShape
 from emberkeep.engine.hf.residency import LayerBytes, plan_residency
@@ -27,14 +21,15 @@ from helpers.engines import RecordingEngine, evaluate
 
 pytestmark = pytest.mark.slow
 
+ESTIMATE = Footprint("cpu", 1 << 40, 0, per_step_token=1e3, per_context_token=64, per_pair=5, per_logits_row=800)
+
 
 @pytest.mark.parametrize("context", [100, 1344, 8192])
 def test_no_prompt_is_longer_than_the_context(monkeypatch, context):
     for name in ("reset_peak_memory_stats", "max_memory_allocated", "memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 1)
     engine = RecordingEngine(cells=1 << 14, context=context, batch=4096)
-    memory = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
-    measure_step(StepBytes(1, 1), memory, [], engine, HfSettings(context, None, 4, 4096))
+    measure_step(ESTIMATE, torch.device("cuda"), engine, 4096)
     ends = [shape[1] + shape[2] for (shape,) in engine.shapes]
     assert 0 < max(ends) <= context
 
@@ -55,12 +50,10 @@ class Slow(RecordingEngine):
 )
 def test_steps_on_a_cpu_are_measured_unless_they_take_long(seconds, steps):
     engine = Slow(seconds)
-    model, memory, layers = on_cpu()
-    estimate = estimate_step(model, memory, has_masks=True)
-    found = measure_step(estimate, memory, layers, engine, HfSettings(4096, None, 4, 512))
+    found = measure_step(ESTIMATE, torch.device("cpu"), engine, 512)
     assert [shape[2] for (shape,) in engine.shapes] == steps
-    assert found.per_step_token >= estimate.per_step_token
-    assert found.per_pair == estimate.per_pair
+    assert found["per_step_token"] >= ESTIMATE.per_step_token
+    assert found["per_pair"] == ESTIMATE.per_pair
 
 
 def test_what_a_step_takes_on_a_cpu_is_measured_where_that_is_more_than_estimated(monkeypatch):
@@ -68,11 +61,10 @@ def test_what_a_step_takes_on_a_cpu_is_measured_where_that_is_more_than_estimate
     peaks = {"now": 0}
     monkeypatch.setattr(footprints, "resident_ram", lambda: 1000 * MB)
     monkeypatch.setattr(footprints, "peak_bytes", lambda device: peaks["now"])
-    (model, memory, layers), settings, taken = on_cpu(), HfSettings(4096, None, 4, 512), []
-    estimate = estimate_step(model, memory, has_masks=True)
+    estimate = footprint(*on_cpu(), HfSettings(4096, None, 4, 512), has_masks=True)
+    taken = []
     for peaks["now"] in (1000 * MB, 1600 * MB):
-        adds = measure_step(estimate, memory, layers, Slow(0.01), settings)
-        taken.append(footprint(model, memory, layers, adds, settings))
+        taken.append(with_step(estimate, measure_step(estimate, torch.device("cpu"), Slow(0.01), 512)))
     little, much = taken
     assert little.fixed == much.fixed == 1000 * MB
     assert little.per_step_token == 4 * (8 * 64 + 4 * 128)
@@ -127,6 +119,16 @@ def test_a_model_larger_than_a_gpu_has_room_for_the_context_that_was_asked_for(m
     cells = affordable_cells(model, [LayerShape(stream, stream)] * 64, torch.bfloat16, settings)
     assert cells >= asked
     assert batch >= 512
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_integrated", "expected"),
+    [("mps", False, True), ("cuda", True, True), ("cuda", False, False), ("cpu", False, False)],
+)
+def test_which_devices_share_ram(monkeypatch, kind, is_integrated, expected):
+    found = SimpleNamespace(is_integrated=is_integrated)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert devices.shares_ram(torch.device(kind)) is expected
 
 
 @pytest.mark.parametrize(("most", "expected"), [(4096, 512), (512, 512), (256, 256)])

@@ -11,11 +11,10 @@ import pytest
 from emberkeep.engine.base import Rows
 from emberkeep.engine.hf import engine as engines
 from emberkeep.engine.hf.engine import HfEngine
-from emberkeep.engine.hf.footprint import StepBytes
-from emberkeep.engine.hf.model_loader import HfSettings
 from emberkeep.engine.hf.network import Network
 from emberkeep.engine.hf.own_steps import Reference
 from emberkeep.errors import EngineError
+from helpers import tiny_hf
 from helpers.engines import evaluate
 
 pytestmark = pytest.mark.slow
@@ -32,8 +31,7 @@ def opened(hf_model, tmp_path: Path):
     made = []
 
     def make(family: str = "llama", *, facts: Path | None = tmp_path, batch: int = 64) -> HfEngine:
-        settings = HfSettings(context=512, cells=1024, sequences=4, batch=batch, threads=1, facts=facts)
-        made.append(HfEngine(hf_model(family), settings, "digest"))
+        made.append(HfEngine(hf_model(family), tiny_hf.settings(512, 1024, batch=batch, facts=facts), "digest"))
         return made[-1]
 
     yield make
@@ -41,17 +39,10 @@ def opened(hf_model, tmp_path: Path):
         engine.close()
 
 
-def test_steps_are_measured_when_nothing_waits(opened: Open) -> None:
-    engine = opened()
-    assert engine.step_seconds(1, 0, 1) is None
-    assert engine.improve(never)
-    assert engine.step_seconds(1, 0, 1) > 0
-    assert not engine.stats()["pool"]["used_blocks"]
-
-
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
 def test_it_gives_way_after_the_step_that_runs_and_goes_on_later(opened: Open, monkeypatch, after: int) -> None:
     engine, steps = opened(), []
+    assert engine.step_seconds(1, 0, 1) is None
     take = engine.evaluate
     monkeypatch.setattr(engine, "evaluate", lambda batch: (steps.append(1), take(batch))[1])
     assert not engine.improve(lambda: len(steps) >= after)
@@ -60,14 +51,11 @@ def test_it_gives_way_after_the_step_that_runs_and_goes_on_later(opened: Open, m
     evaluate(engine, 0, 0, 40)
     engine.trim(0, 0)
     assert engine.improve(never)
-    assert engine.step_seconds(1, 0, 1) is not None
-
-
-def test_once_all_is_done_nothing_is_done_again(opened: Open, monkeypatch) -> None:
-    engine = opened()
-    assert engine.improve(never)
-    monkeypatch.setattr(engine, "evaluate", None)
-    assert engine.improve(never)
+    assert engine.step_seconds(1, 0, 1) > 0
+    taken = len(steps)
+    assert engine.improve(never)  # nothing is done again
+    assert len(steps) == taken
+    assert not engine.stats()["pool"]["used_blocks"]
 
 
 def test_the_next_start_knows_what_was_measured(opened: Open) -> None:
@@ -77,21 +65,17 @@ def test_the_next_start_knows_what_was_measured(opened: Open) -> None:
     assert second.step_seconds(8, 64, 1) == pytest.approx(first.step_seconds(8, 64, 1), abs=1e-5)
     assert second.footprint.per_step_token == first.footprint.per_step_token
     assert second.footprint.per_pair == first.footprint.per_pair
+    assert opened(batch=32).step_seconds(1, 0, 1) is None  # another size of steps is measured for itself
 
 
 def test_what_a_step_adds_is_estimated_until_it_is_measured(opened: Open, monkeypatch) -> None:
     engine = opened()
     estimate = engine.footprint
-    monkeypatch.setattr(engines, "measure_step", lambda *_: StepBytes(1e6, 7.0))
+    monkeypatch.setattr(engines, "measure_step", lambda *_: {"per_step_token": 1e6, "per_pair": 7.0})
     engine.improve(never)
     assert (engine.footprint.per_step_token, engine.footprint.per_pair) == (1e6, 7.0)
     assert engine.footprint.fixed == estimate.fixed
     assert 0 < estimate.per_step_token < 1e6
-
-
-def test_another_size_of_steps_is_measured_for_itself(opened: Open) -> None:
-    opened(batch=64).improve(never)
-    assert opened(batch=32).step_seconds(1, 0, 1) is None
 
 
 def test_a_model_is_compared_with_its_own_code_once(opened: Open, monkeypatch) -> None:

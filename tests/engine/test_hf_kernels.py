@@ -14,7 +14,7 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 pytest.importorskip("triton", reason="needs Triton")
 
-from emberkeep.engine.hf.fused_layers import agree, fuse
+from emberkeep.engine.hf.fused_layers import HeadNorms, add_norm, fuse, rms_norm, rotate_and_store, silu_gate
 from emberkeep.engine.hf.kernels import (
     PagedKv,
     TileShape,
@@ -23,9 +23,9 @@ from emberkeep.engine.hf.kernels import (
     paged_attention,
     store_rows,
 )
-from emberkeep.engine.hf.layer_kernels import HeadNorms, add_norm, rms_norm, rotate_and_store, silu_gate
 from emberkeep.engine.hf.model_loader import HfSource, load_model
-from emberkeep.engine.hf.network import AttentionOptions, Network, PoolStep, Span, attend_plain, learn
+from emberkeep.engine.hf.network import AttentionOptions, Network, Span, Step, attend_plain, learn
+from emberkeep.engine.hf.own_steps import agree
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
 from emberkeep.engine.hf.product_kernels import ProductParts, dequantise, int4_product, join, product
 from emberkeep.engine.hf.quantize import Int4Linear
@@ -201,13 +201,13 @@ def test_fused_layers_compute_what_layers_of_the_usual_make_compute(family, is_u
     network = Network(load_model(source, device=DEVICE, dtype="float32", attention="emberkeep").network)
     with torch.no_grad():
         learned = learn(network)
-        memory = KvMemory([learned.shapes[i] for i in sorted(learned.shapes)], 64, learned.dtype, network.device)
+        memory = KvMemory(learned.layers, 64, learned.dtype, network.device)
         fused = fuse(network.layers, [learned.options[i] for i in sorted(learned.options)])
         assert bool(fused) is is_usual
         if fused is None:
             return
         rows = torch.arange(count)
-        step = PoolStep(memory, [Span(0, count, BlockTable([0], count), 0)], rows, tier=AttentionTier.PLAIN)
+        step = Step(memory, [Span(0, count, BlockTable([0], count), 0)], rows, tier=AttentionTier.PLAIN)
         assert agree(network.layers, fused, lambda: network.run(step, rows, rows, rows[:1]))
         before = network.layers[0].mlp.down_proj.forward
         network.layers[0].mlp.down_proj.forward = lambda x: -before(x)

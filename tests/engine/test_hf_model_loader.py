@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from emberkeep.engine.hf.model_loader import HfModel, HfSource, load_model
 from emberkeep.errors import EngineError, ModelBroken
 from helpers import tiny_gguf, tiny_hf
 from helpers.engines import TOKENS, evaluate
@@ -22,11 +21,6 @@ def folder(tmp_path: Path) -> Path:
     return tiny_hf.write(tmp_path / "tiny")
 
 
-def load(source: Path, *, device: str = "cpu", dtype: str = "auto") -> HfModel:
-    given = HfSource(source) if source.is_dir() else HfSource(source.parent, source.name)
-    return load_model(given, device=device, dtype=dtype, attention="eager")
-
-
 def change(path: Path, edit: Callable[[dict], None]) -> None:
     content = json.loads(path.read_text())
     edit(content)
@@ -34,7 +28,7 @@ def change(path: Path, edit: Callable[[dict], None]) -> None:
 
 
 def test_a_folder_becomes_a_model_for_inference(folder: Path) -> None:
-    model = load(folder)
+    model = tiny_hf.load(folder)
     assert (model.architecture, model.device, model.dtype) == ("llama", "cpu", "float32")
     assert (model.context_length, model.chat_template) == (tiny_hf.CONTEXT, tiny_hf.TEMPLATE)
     assert model.parameters == sum(weight.numel() for weight in tiny_hf.build("llama").parameters())
@@ -47,7 +41,7 @@ def test_a_folder_becomes_a_model_for_inference(folder: Path) -> None:
 
 
 def test_a_gguf_file_computes_what_it_computes_in_llamacpp(tmp_path: Path, open_engine: Callable) -> None:
-    model = load(tiny_gguf.dense(tmp_path / "dense.gguf"))
+    model = tiny_hf.load(tiny_gguf.dense(tmp_path / "dense.gguf"))
     tokens = TOKENS[:40]
     with torch.no_grad():
         ours = model.network(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0, -1].numpy()
@@ -56,45 +50,42 @@ def test_a_gguf_file_computes_what_it_computes_in_llamacpp(tmp_path: Path, open_
 
 
 def test_numbers_are_what_was_asked_for(folder: Path) -> None:
-    model = load(folder, dtype="bfloat16")
+    model = tiny_hf.load(folder, dtype="bfloat16")
     assert (model.dtype, model.weights_bytes) == ("bfloat16", 2 * model.parameters)
     assert {weight.dtype for weight in model.network.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.skipif(torch.cuda.device_count() > 7, reason="there is such a device")
-def test_a_device_that_is_not_here_is_refused(folder: Path) -> None:
-    with pytest.raises(EngineError, match="There is no device cuda:7 here: choose --device auto"):
-        load(folder, device="cuda:7")
-
-
-def test_a_device_out_of_memory_is_explained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_not_here_or_is_out_of_memory_is_explained(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run_out(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
+    with pytest.raises(EngineError, match="There is no device cuda:77 here: choose --device auto"):
+        tiny_hf.load(folder, device="cuda:77")
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", run_out)
     with pytest.raises(EngineError, match="tiny does not fit into the memory of cpu"):
-        load(folder)
+        tiny_hf.load(folder)
 
 
 def test_endings_may_be_a_list(folder: Path) -> None:
     change(folder / "generation_config.json", lambda config: config.update(eos_token_id=[7, 9]))
-    assert load(folder).vocab.eog == {7, 9, *tiny_hf.ENDINGS}
+    assert tiny_hf.load(folder).vocab.eog == {7, 9, *tiny_hf.ENDINGS}
 
 
-def test_the_default_of_several_templates_is_taken(folder: Path) -> None:
-    templates = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
-    change(folder / "tokenizer_config.json", lambda config: config.update(chat_template=templates))
-    assert load(folder).chat_template == "yes"
-
-
-def test_a_model_without_a_template_has_none(tmp_path: Path) -> None:
-    assert load(tiny_hf.write(tmp_path / "m", template=None)).chat_template is None
+def test_the_default_of_several_templates_is_taken_and_without_one_there_is_none(folder: Path) -> None:
+    for template, expected in (
+        ([{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}], "yes"),
+        (None, None),
+    ):
+        change(folder / "tokenizer_config.json", lambda config, given=template: config.update(chat_template=given))
+        assert tiny_hf.load(folder).chat_template == expected
 
 
 def test_missing_weights_are_not_made_up(folder: Path) -> None:
     change(folder / "config.json", lambda config: config.update(num_hidden_layers=4))
     with pytest.raises(ModelBroken, match=r"tiny lacks weights \(model.layers.3"):
-        load(folder)
+        tiny_hf.load(folder)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +101,7 @@ def test_a_context_ends_where_positions_would_change(
     folder: Path, rope: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
     change(folder / "config.json", lambda config: config.update(rope_parameters={"rope_theta": 1e4, **rope}))
-    assert load(folder).context_length == 64
+    assert tiny_hf.load(folder).context_length == 64
     assert "limited to 64 tokens" in caplog.text
 
 
@@ -147,17 +138,17 @@ class Bomb:
 def test_what_cannot_be_loaded_is_one_sentence(folder: Path, spoil: Callable[[Path], None]) -> None:
     spoil(folder)
     with pytest.raises(ModelBroken, match=r"^transformers cannot load tiny: [^\n]+\.$"):
-        load(folder)
+        tiny_hf.load(folder)
 
 
 def test_a_cut_gguf_file_is_one_sentence(tmp_path: Path) -> None:
     path = tiny_gguf.dense(tmp_path / "cut.gguf")
     path.write_bytes(path.read_bytes()[:-5000])
     with pytest.raises(ModelBroken, match=r"^transformers cannot load cut.gguf: [^\n]+\.$"):
-        load(path)
+        tiny_hf.load(path)
 
 
 def test_loading_is_silent(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    load(folder)
-    load(tiny_gguf.dense(tmp_path / "dense.gguf"))
+    tiny_hf.load(folder)
+    tiny_hf.load(tiny_gguf.dense(tmp_path / "dense.gguf"))
     assert capfd.readouterr() == ("", "")

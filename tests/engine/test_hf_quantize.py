@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from emberkeep.engine.base import Outcome, Rows
 from emberkeep.engine.hf.checkpoint import Checkpoint
 from emberkeep.engine.hf.engine import HfEngine
-from emberkeep.engine.hf.model_loader import HfModel, HfSettings, HfSource, load_model
+from emberkeep.engine.hf.model_loader import HfModel
 from emberkeep.engine.hf.quantize import Int4Linear, Int8Linear, round_linear
 from emberkeep.engine.hf.residency import Placing, is_rounded, rounded_bytes
 from emberkeep.engine.hf.whole_engine import open_engine
@@ -37,15 +37,12 @@ def folder(tmp_path_factory) -> Path:
 
 
 def loaded(folder: Path, kind: Quantization = Quantization.NONE, placing: Placing | None = None) -> HfModel:
-    source = HfSource(folder)
-    return load_model(
-        source, device="cpu", dtype="auto", attention="emberkeep", placing=placing, quantization=kind
-    )
+    return tiny_hf.load(folder, placing=placing, quantization=kind)
 
 
 def evaluated(model: HfModel) -> tuple[np.ndarray, bytes]:
     """The logits after every token, and the fingerprint."""
-    engine = open_engine(model, HfSettings(context=256, cells=512, sequences=2, batch=128, threads=1), "digest")
+    engine = open_engine(model, tiny_hf.settings(), "digest")
     assert isinstance(engine, HfEngine)
     rows = []
     for at, token in enumerate(TOKENS):
@@ -99,24 +96,22 @@ def test_rows_that_kernels_would_compute_wrong_are_left_as_they_are():
     assert not is_rounded(1, 4096)
 
 
-@pytest.mark.parametrize("kind", [INT8, INT4])
-def test_answers_are_those_of_a_plain_model_with_the_rounded_weights(folder, kind):
-    rounded, plain = loaded(folder, kind), loaded(folder)
-    for name, part in rounded.network.named_modules():
-        if isinstance(part, Int8Linear | Int4Linear):
-            plain.network.get_submodule(name).weight.data = part.dequantized()
-    np.testing.assert_allclose(evaluated(rounded)[0], evaluated(plain)[0], rtol=1e-3, atol=1e-3)
-
-
-def test_eight_bits_are_closer_to_the_model_as_it_is_than_four(folder):
-    plain, eight, four = (evaluated(loaded(folder, kind))[0] for kind in (Quantization.NONE, INT8, INT4))
-    assert 1 > similarity(plain, eight) > 0.999 > similarity(plain, four) > 0.8
-
-
-def test_state_of_rounded_weights_has_fingerprints_of_its_own(folder):
-    names = [evaluated(loaded(folder, kind))[1] for kind in (Quantization.NONE, INT8, INT4)]
-    assert len(set(names)) == 3
-    assert evaluated(loaded(folder))[1] == names[0]
+def test_answers_are_those_of_the_rounded_weights_and_state_has_a_fingerprint_of_its_own(folder):
+    """The more bits, the closer to the model as it is."""
+    usual, name = evaluated(loaded(folder))
+    assert evaluated(loaded(folder))[1] == name
+    names, near = {name}, []
+    for kind in (INT8, INT4):
+        rounded, plain = loaded(folder, kind), loaded(folder)
+        for place, part in rounded.network.named_modules():
+            if isinstance(part, Int8Linear | Int4Linear):
+                plain.network.get_submodule(place).weight.data = part.dequantized()
+        logits, name = evaluated(rounded)
+        np.testing.assert_allclose(logits, evaluated(plain)[0], rtol=1e-3, atol=1e-3)
+        near.append(similarity(usual, logits))
+        names.add(name)
+    assert 1 > near[0] > 0.999 > near[1] > 0.8
+    assert len(names) == 3
 
 
 @pytest.mark.parametrize("kind", [INT8, INT4])

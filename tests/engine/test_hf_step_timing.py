@@ -10,28 +10,20 @@ from emberkeep.engine.hf.own_steps import measure_steps
 from helpers.engines import RecordingEngine
 
 
-def test_steps_of_every_size_are_measured_at_two_depths():
+def test_steps_of_every_size_are_measured_at_two_depths_and_nothing_is_left():
     engine = RecordingEngine(cells=1 << 13, context=4096, sequences=64, batch=512)
     table = measure_steps(engine)
     assert table.rows == (1, 2, 4, 8, 16, 32, 128)
     assert table.depths == (64, 2048)
     assert {shape[1] for (shape,) in engine.shapes if shape[3]} == {64, 2048}
-
-
-def test_nothing_is_left_in_the_engine():
-    engine = FakeEngine(cells=4096)
-    measure_steps(engine)
     assert not engine.stats()["pool"]["used_blocks"]
 
 
 @pytest.mark.parametrize(("context", "depths"), [(1024, (64, 512)), (300, (64,)), (100, None)])
 def test_a_small_context_is_measured_as_far_as_it_goes(context, depths):
-    table = measure_steps(FakeEngine(context=context))
+    table = measure_steps(FakeEngine(context=context, batch=8))
     assert (table.depths if table else None) == depths
-
-
-def test_no_more_rows_than_a_step_may_have():
-    assert measure_steps(FakeEngine(batch=8)).rows == (1, 2, 4, 8)
+    assert table is None or table.rows == (1, 2, 4, 8)  # no more than a step may have
 
 
 def test_a_slow_machine_is_measured_less(monkeypatch):
@@ -54,24 +46,20 @@ def timed(monkeypatch, seconds):
     return Slow(cells=1 << 13, context=4096, sequences=64, batch=512)
 
 
-def test_slow_steps_are_measured_as_far_as_drafts_go(monkeypatch):
-    """A model whose weights come over the link takes about as long for one row as for many."""
-    table = measure_steps(timed(monkeypatch, lambda rows: 0.265))
-    assert table.rows[0] == 1
-    assert table.rows[-1] >= 32
-
-
-def test_steps_that_are_far_slower_than_one_row_are_not_taken(monkeypatch):
-    """Whoever comes meanwhile waits for a step."""
-    engine = timed(monkeypatch, lambda rows: 0.04 * rows)
-    assert measure_steps(engine).rows == (1, 2, 4, 8)
-    assert max(shape[2] for (shape,) in engine.shapes) == 8
-
-
-def test_a_step_that_takes_all_the_time_is_taken_once(monkeypatch):
-    engine = timed(monkeypatch, lambda rows: 0.7)
-    assert measure_steps(engine).rows == (1, 8)
-    assert [shape[2] for (shape,) in engine.shapes if shape[3]] == [1, 1, 8]
+@pytest.mark.parametrize(
+    ("seconds", "rows", "taken"),
+    [
+        (lambda rows: 0.265, (1, 2, 8, 32), None),  # weights come over the link
+        (lambda rows: 0.04 * rows, (1, 2, 4, 8), None),  # whoever comes meanwhile waits for a step
+        (lambda rows: 0.7, (1, 8), [1, 1, 8]),
+    ],
+)
+def test_slow_steps_are_measured_as_far_as_drafts_go_and_few_times(monkeypatch, seconds, rows, taken):
+    engine = timed(monkeypatch, seconds)
+    found = measure_steps(engine).rows
+    shapes = [shape[2] for (shape,) in engine.shapes if shape[3]]
+    assert found == rows and max(shapes) == rows[-1]
+    assert taken in (None, shapes)
 
 
 def test_a_depth_is_reached_in_slices_that_are_quick(monkeypatch):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 
 from emberkeep.engine.base import Engine, Outcome, Piece, Rows
-from emberkeep.engine.hf.staging import SideStream
 from emberkeep.engine.hf.transfer import HEAD
 from emberkeep.errors import EngineError
 from helpers.chance import seed, times
@@ -57,6 +54,9 @@ def test_whatever_is_done_to_a_payload_it_is_refused_or_data(engine, bits):
     refuses(engine, memoryview(bytes(payload) + random.bytes(40)))
     refuses(engine, memoryview(random.bytes(size)))
     assert exported(engine, 1, 0, START) == before
+    if bits == 16:
+        for bit in range(8 * HEAD.size):  # every one of the head counts
+            refuses(engine, changed(payload, bit // 8, 1 << bit % 8))
     for offset in {*range(40), *range(size - 20, size), *random.integers(size, size=times(20)).tolist()}:
         with suppress(EngineError):
             engine.import_kv(1, START, END, [changed(payload, offset, int(random.integers(1, 256)))], START)
@@ -65,34 +65,20 @@ def test_whatever_is_done_to_a_payload_it_is_refused_or_data(engine, bits):
     assert engine.import_kv(1, START, END, [payload], START) is Outcome.DONE
 
 
-def test_every_bit_of_the_head_counts(engine):
-    assert engine.import_kv(1, 0, START, [exported(engine, 0, 0, START)], 0) is Outcome.DONE
-    payload = exported(engine, 0, START, END)
-    for bit in range(8 * HEAD.size):
-        refuses(engine, changed(payload, bit // 8, 1 << bit % 8))
-
-
 @pytest.mark.parametrize("family", SHAPES)
-def test_payloads_of_models_of_other_shapes_are_refused(open_hf, family):
-    engine = open_hf(family)
-    for other in {*SHAPES} - {family}:
-        source = open_hf(other)
+def test_payloads_of_models_of_other_shapes_and_of_other_engines_are_refused(open_hf, open_engine, family):
+    engine, theirs = open_hf(family), open_engine()
+    for source in (*(open_hf(other) for other in SHAPES if other != family), theirs):
         evaluate(source, 0, 0, END)
-        for bits in (16, 8, 4):
+        for bits in (16, 8):
             (payload,) = source.export_kv(0, (0, END), bits).payloads()
             with pytest.raises(EngineError):
                 engine.import_kv(0, 0, END, [payload], 0)
-    assert np.isfinite(evaluate(engine, 0, 0, 20)).all()
-
-
-def test_payloads_of_llama_cpp_are_refused_and_the_other_way_round(open_hf, open_engine):
-    ours, theirs = open_hf(), open_engine()
-    for engine, other in ((ours, theirs), (theirs, ours)):
-        evaluate(other, 0, 0, END)
-        for bits in (16, 8):
-            (payload,) = other.export_kv(0, (0, END), bits).payloads()
-            with pytest.raises(EngineError):
-                engine.import_kv(1, 0, END, [payload], 0)
+    assert np.isfinite(evaluate(engine, 0, 0, END)).all()
+    for bits in (16, 8):
+        (payload,) = engine.export_kv(0, (0, END), bits).payloads()
+        with pytest.raises(EngineError):
+            theirs.import_kv(1, 0, END, [payload], 0)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -102,16 +88,11 @@ def test_packed_state_goes_on_nearly_as_the_exact_one(open_hf, bits):
     (payload,) = source.export_kv(0, (0, 128), bits).payloads()
     assert len(payload) < {8: 0.4, 4: 0.25}[bits] * len(exported(source, 0, 0, 128))
     assert target.import_kv(0, 0, 128, [payload], 0) is Outcome.DONE
+    assert source.capabilities.packs == {16, 8, 4}
+    with pytest.raises(EngineError, match="5 bits"):
+        source.export_kv(0, (0, 20), 5)
     near, exact = evaluate(target, 0, 128, 130), evaluate(source, 1, 0, 130)
     assert 0 < np.abs(near - exact).max() < {8: 0.05, 4: 0.6}[bits] * np.abs(exact).max()
-
-
-def test_bits_that_are_not_offered_are_refused(open_hf):
-    engine = open_hf()
-    evaluate(engine, 0, 0, 20)
-    assert engine.capabilities.packs == {16, 8, 4}
-    with pytest.raises(EngineError, match="5 bits"):
-        engine.export_kv(0, (0, 20), 5).payloads()
 
 
 @pytest.mark.parametrize("gathers", [True, False], ids=["as on a GPU", "as on a CPU"])
@@ -292,80 +273,3 @@ def test_what_is_loaded_late_is_there_for_all_who_need_it(open_hf, meanwhile):
     for sequence in (0, 1):
         if end := plain._tables[sequence].length:
             assert bytes(exported(engine, sequence, 0, end)) == bytes(exported(plain, sequence, 0, end))
-
-
-def test_memory_is_held_until_it_was_copied():
-    """Also that of payloads which nothing asks for any more."""
-    stream, memory = SideStream(torch.device("cpu")), np.zeros(10, np.uint8)
-    gone = weakref.ref(memory)
-    stream._held.append((mark := LateMark(LateStream(), None), memory))
-    del memory
-    stream.run(lambda: None, held=None)
-    assert gone() is not None
-    mark.has_passed = True
-    stream.let_go()
-    assert gone() is None
-
-
-class RecordedCuda:
-    """Streams and events that write down in which order they were told what."""
-
-    def __init__(self, monkeypatch) -> None:
-        self.told: list[str] = []
-        self.is_reached = False
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: RecordedStream(self, "side"))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: RecordedStream(self, "steps"))
-        monkeypatch.setattr(torch.cuda, "stream", self._inside)
-
-    @contextmanager
-    def _inside(self, stream):
-        self.told.append(f"on {stream.name}")
-        yield
-        self.told.append("back")
-
-    def query(self) -> bool:
-        return self.is_reached
-
-    def synchronize(self) -> None:
-        self.told.append("synchronize")
-
-
-class RecordedStream:
-    def __init__(self, cuda: RecordedCuda, name: str) -> None:
-        self.name = name
-        self._cuda = cuda
-
-    def wait_stream(self, other: RecordedStream) -> None:
-        self._cuda.told.append(f"{self.name} waits for {other.name}")
-
-    def wait_event(self, event) -> None:
-        self._cuda.told.append(f"{self.name} waits for the event")
-
-    def record_event(self) -> RecordedCuda:
-        self._cuda.told.append(f"event on {self.name}")
-        return self._cuda
-
-
-def test_a_side_stream_begins_after_the_steps_so_far_and_says_when_it_is_done(monkeypatch):
-    cuda = RecordedCuda(monkeypatch)
-    stream = SideStream(torch.device("cuda"))
-    mark = stream.run(lambda: cuda.told.append("work"), held=None)
-    assert cuda.told == ["side waits for steps", "on side", "work", "back", "event on side"]
-    assert not mark.has_passed and len(stream._held) == 1
-    mark.hold_back()
-    mark.wait()
-    assert cuda.told[5:] == ["steps waits for the event", "synchronize"]
-    cuda.is_reached = True
-    stream.let_go()
-    assert mark.has_passed and not stream._held
-
-
-def test_work_that_fails_on_its_way_holds_back_the_steps(monkeypatch):
-    cuda = RecordedCuda(monkeypatch)
-    stream = SideStream(torch.device("cuda"))
-    with pytest.raises(ZeroDivisionError):
-        stream.run(lambda: 1 // 0, held=None)
-    assert cuda.told[-2:] == ["event on side", "steps waits for the event"]
-    assert len(stream._held) == 1
-    stream.close()
-    assert not stream._held and cuda.told[-1] == "synchronize"

@@ -62,6 +62,7 @@ KINDS = {
     "blanks": HfVocab(with_blanks(), len(WORDS)),
     "unigram": HfVocab(unigram(), len(WORDS) + 1),
 }
+WITH_BLANK = HfVocab(with_blanks(prepend="▁"), len(WORDS))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -69,43 +70,29 @@ KINDS = {
 @given(text=TEXTS)
 def test_the_pieces_of_a_text_are_its_bytes(kind: str, parse_special: bool, text: str) -> None:
     assert bytes_of(KINDS[kind], text, parse_special=parse_special) == text.encode()
+    whole = text.replace("<s>", "")  # a blank before text is the only thing that may be added
+    assert bytes_of(WITH_BLANK, whole, parse_special=False) == (b" " + whole.encode() if whole else b"")
 
 
-@given(text=TEXTS)
-def test_a_blank_before_text_is_the_only_thing_added(text: str) -> None:
-    vocab = HfVocab(with_blanks(prepend="▁"), len(WORDS))
-    whole = text.replace("<s>", "")
-    assert bytes_of(vocab, whole, parse_special=False) == (b" " + whole.encode() if whole else b"")
-
-
-@pytest.mark.parametrize("parse_special", [True, False])
-def test_control_tokens_are_text_where_they_are_not_parsed(parse_special: bool) -> None:
-    vocab = KINDS["byte level"]
-    ids = vocab.tokenize("a<|im_end|>", parse_special=parse_special)
-    assert (vocab.specials["<|im_end|>"] in ids) == parse_special
-    assert bytes_of(vocab, "a<|im_end|>", parse_special=parse_special) == b"a<|im_end|>"
-
-
-def test_user_defined_tokens_are_whole_and_visible() -> None:
+def test_control_tokens_are_text_where_they_are_not_parsed_and_others_are_whole() -> None:
     made = byte_level()
     made.add_tokens([AddedToken("<think>", normalized=False)])
     vocab = HfVocab(made, made.get_vocab_size())
-    thinking = vocab.specials["<think>"]
-    assert vocab.tokenize("<think>", parse_special=False) == [thinking]
-    assert thinking not in vocab.controls
+    control, thinking = vocab.specials["<|im_end|>"], vocab.specials["<think>"]
+    assert vocab.tokenize("<think><|im_end|>") == [thinking, control]
+    as_text = vocab.tokenize("<think><|im_end|>", parse_special=False)
+    assert as_text[0] == thinking and control not in as_text
+    assert b"".join(vocab.pieces[token] for token in as_text) == b"<think><|im_end|>"
     assert vocab.controls == {256, 257, 258}
 
 
-def test_ids_that_only_the_model_has_stand_for_nothing() -> None:
-    vocab = HfVocab(byte_level(), tiny_hf.VOCAB + 5)
-    assert (vocab.size, len(vocab.pieces)) == (tiny_hf.VOCAB + 5, tiny_hf.VOCAB + 5)
-    assert set(vocab.pieces[tiny_hf.VOCAB :]) == {b""}
-
-
-def test_what_the_model_cannot_say_is_not_in_the_vocabulary() -> None:
-    vocab = HfVocab(byte_level(), tiny_hf.VOCAB - 1, eos=258)
-    assert "<|im_end|>" not in vocab.specials
-    assert 258 not in vocab.eog | vocab.controls
+def test_the_vocabulary_is_as_wide_as_the_models_logits() -> None:
+    wide = HfVocab(byte_level(), tiny_hf.VOCAB + 5)
+    assert (wide.size, len(wide.pieces)) == (tiny_hf.VOCAB + 5, tiny_hf.VOCAB + 5)
+    assert set(wide.pieces[tiny_hf.VOCAB :]) == {b""}
+    narrow = HfVocab(byte_level(), tiny_hf.VOCAB - 1, eos=258)
+    assert "<|im_end|>" not in narrow.specials
+    assert 258 not in narrow.eog | narrow.controls
 
 
 def test_an_answer_ends_at_what_the_files_name_and_at_the_usual_endings() -> None:
@@ -122,15 +109,13 @@ def test_whether_bos_is_added_is_what_the_tokenizer_does() -> None:
     assert 0 not in vocab.tokenize("a")
 
 
-def test_a_tokenizer_that_cuts_or_pads_does_neither_here() -> None:
+def test_nothing_is_cut_or_padded_and_half_a_surrogate_pair_is_replaced() -> None:
     made = byte_level()
     made.enable_truncation(3)
     made.enable_padding(length=8)
-    assert bytes_of(HfVocab(made, tiny_hf.VOCAB), "a longer text") == b"a longer text"
-
-
-def test_half_a_surrogate_pair_is_replaced() -> None:
-    assert bytes_of(KINDS["byte level"], "a\ud83cb") == "a\N{REPLACEMENT CHARACTER}b".encode()
+    vocab = HfVocab(made, tiny_hf.VOCAB)
+    assert bytes_of(vocab, "a longer text") == b"a longer text"
+    assert bytes_of(vocab, "a\ud83cb") == "a\N{REPLACEMENT CHARACTER}b".encode()
 
 
 def split_by(*patterns: str) -> HfVocab:
@@ -211,55 +196,46 @@ def test_fragments_are_tokenised_alone_only_where_that_changes_nothing(
         ("gpt-2", ["a", " b", "'s", " 12345", "\n\n", "\n", "c"]),
         ("smollm", ["a", " b", "'s", " ", "1", "2", "3", "4", "5", "\n\n", "\n", "c"]),
         ("qwen2", ["a", " b", "'s", " ", "1", "2", "3", "4", "5", "\n\n\n", "c"]),
-        ("llama-bpe", ["a", " b", "'s", " ", "123", "45", "\n\n\n", "c"]),
         ("llama3", ["a", " b", "'s", " ", "123", "45", "\n\n\n", "c"]),
     ],
 )
-def test_a_gguf_file_says_how_text_is_split_first(name: str, parts: list[str]) -> None:
+def test_a_gguf_file_says_how_text_is_split_first_or_it_is_mentioned(
+    name: str, parts: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     made = byte_level()
     repair_gguf_tokenizer(made, {"model": "gpt2", "pre": name})
     text = "a b's 12345\n\n\nc"
     assert [text[begin:end] for _, (begin, end) in made.pre_tokenizer.pre_tokenize_str(text)] == parts
-
-
-def test_a_gguf_file_that_splits_in_an_unknown_way_is_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+    assert not caplog.text
     repair_gguf_tokenizer(byte_level(), {"model": "gpt2", "pre": "novel"})
     assert "'novel'" in caplog.text
 
 
-def facts(path: Path) -> dict[str, object]:
-    prefix = "tokenizer.ggml."
-    metadata = read_header(path).metadata
-    return {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+def hf_vocab(path: Path) -> HfVocab:
+    prefix, metadata = "tokenizer.ggml.", read_header(path).metadata
+    facts = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    source = HfSource(path.parent, path.name, facts)
+    return load_model(source, device="cpu", dtype="auto", attention="eager").vocab
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[HfVocab, LlamaModel]:
     path = tiny_gguf.dense(tmp_path_factory.mktemp("vocab") / "tiny.gguf")
-    model = load_model(
-        HfSource(path.parent, path.name, facts(path)), device="cpu", dtype="auto", attention="eager"
-    )
-    return model.vocab, LlamaModel(path)
+    return hf_vocab(path), LlamaModel(path)
 
 
 @given(text=TEXTS, parse_special=st.booleans())
-def test_a_gguf_file_gives_the_tokens_that_llamacpp_gives(
+def test_a_gguf_file_gives_the_tokens_and_the_vocabulary_that_llamacpp_gives(
     both: tuple[HfVocab, LlamaModel], text: str, parse_special: bool
 ) -> None:
     ours, theirs = both[0], both[1].vocab
+    for trait in ("size", "pieces", "specials", "controls", "eog", "bos", "eos", "adds_bos", "splits_at_specials"):
+        assert getattr(ours, trait) == getattr(theirs, trait), trait
     assert ours.tokenize(text, parse_special=parse_special) == theirs.tokenize(text, parse_special=parse_special)
 
 
-def test_a_gguf_file_gives_the_vocabulary_that_llamacpp_gives(both: tuple[HfVocab, LlamaModel]) -> None:
-    ours, theirs = both[0], both[1].vocab
-    for trait in ("size", "pieces", "specials", "controls", "eog", "bos", "eos", "adds_bos", "splits_at_specials"):
-        assert getattr(ours, trait) == getattr(theirs, trait), trait
-
-
 def test_the_default_model_has_the_tokens_that_llamacpp_gives_it(smollm2: Path) -> None:
-    source = HfSource(smollm2.parent, smollm2.name, facts(smollm2))
-    ours = load_model(source, device="cpu", dtype="auto", attention="eager").vocab
-    theirs = LlamaModel(smollm2).vocab
+    ours, theirs = hf_vocab(smollm2), LlamaModel(smollm2).vocab
     assert ours.pieces == theirs.pieces
     assert ours.specials == theirs.specials
     for file in (Path(__file__).parents[2] / "src").rglob("*.py"):

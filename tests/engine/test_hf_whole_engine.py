@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from emberkeep.engine.base import KvUnit, Outcome, Rows
-from emberkeep.engine.hf.engine import HfEngine
 from emberkeep.engine.hf.whole_engine import HfWholeEngine
 from emberkeep.errors import EngineError
 from helpers import tiny_hf
@@ -22,13 +21,9 @@ pytestmark = pytest.mark.slow
 
 LENGTH = 30
 OTHERS = TOKENS[::-1].copy()
-EVERY_TIME = {"mamba", "lfm2", "bloom", "llama4_text"}
-FAMILIES = [
-    pytest.param(family, marks=() if family in EVERY_TIME else pytest.mark.slow) for family in tiny_hf.WHOLE
-]
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=tiny_hf.WHOLE)
 def family(request) -> str:
     return request.param
 
@@ -114,7 +109,3 @@ def test_conversations_are_answered_as_without_a_cache(open_hf, tmp_path, family
         assert cached.lookup.reused_tokens >= len(prompt)
     with Rig(tmp_path, open_hf(family), prefill_slice=256) as rig:
         assert rig.run(turn, **more).lookup.cold_tokens >= len(prompt)
-
-
-def test_models_whose_state_is_attention_only_are_paged(open_hf):
-    assert isinstance(open_hf("llama"), HfEngine)

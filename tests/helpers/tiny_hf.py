@@ -15,6 +15,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from emberkeep.engine.hf.model_loader import HfModel, HfSettings, HfSource, load_model
+
 WINDOW = 8
 CONTEXT = 1024
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -187,6 +189,18 @@ def write(
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
     return folder
+
+
+def load(path: Path, *, device: str = "cpu", dtype: str = "auto", **how: Any) -> HfModel:
+    """A folder or a GGUF file."""
+    source = HfSource(path) if path.is_dir() else HfSource(path.parent, path.name)
+    return load_model(source, device=device, dtype=dtype, **{"attention": "eager", **how})
+
+
+def settings(
+    context: int = 256, cells: int = 512, sequences: int = 4, batch: int = 256, **more: Any
+) -> HfSettings:
+    return HfSettings(context, cells, sequences, batch, **{"threads": 1, **more})
 
 
 def tokenizer() -> Tokenizer:

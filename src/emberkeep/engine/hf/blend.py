@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 
 from emberkeep.engine.base import Blended, Outcome, Rows
-from emberkeep.engine.hf.network import Network, PoolStep, Span, probe
+from emberkeep.engine.hf.network import Network, Span, Step, probe
 from emberkeep.engine.hf.pool import BlockTable, KvMemory
 from emberkeep.types.models import AttentionTier
 from emberkeep.values import dataclass
@@ -38,7 +38,7 @@ FULL_LAYERS = 2
 
 
 @dataclass(slots=True)
-class BlendStep(PoolStep):
+class BlendStep(Step):
     """A step over one sequence that goes on with fewer rows after the first layers."""
 
     known: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -61,35 +61,12 @@ class BlendStep(PoolStep):
         deviation[~self.known] = float("inf")
         return deviation.topk(self.kept).indices.sort().values
 
-    def narrow(self) -> None:
-        """From now on only the chosen rows are there."""
-        assert self.rows is not None
-        (span,) = self.spans
-        positions = span.start + self.rows
-        self.spans = [Span(0, self.kept, span.table, int(positions[0]), positions)]
-        self.cells = self.cells[self.rows]
-        self._located.clear()
-
 
 def _distance(stored: torch.Tensor, fresh: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
     """Per row, how far what is stored is from what it should be, relative to what is usual."""
     fresh = fresh.float().flatten(1)
     difference = (stored[cells].float().flatten(1) - fresh).square().sum(1)
     return difference / fresh.square().sum(1).mean().clamp_min(1e-12)
-
-
-@contextmanager
-def narrow_layers(network: Network, step: BlendStep, count: int) -> Iterator[None]:
-    """Let the layers after the first ones see only the rows that `step` chooses; `count` rows came in."""
-    hooks = [
-        layer.register_forward_pre_hook(_Narrow(step, count, is_first=index == 0), with_kwargs=True)
-        for index, layer in enumerate(network.layers[FULL_LAYERS:])
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +79,8 @@ class _Narrow:
 
     def __call__(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if self.is_first:
-            self.step.narrow()
+            assert self.step.rows is not None
+            self.step.pick(self.step.rows)
         return self._cut(args), {name: self._cut(value) for name, value in kwargs.items()}
 
     def _cut(self, value: Any) -> Any:
@@ -111,18 +89,6 @@ class _Narrow:
         if isinstance(value, tuple):
             return tuple(self._cut(part) for part in value)
         return value
-
-
-def evaluate_some(
-    network: Network, step: PoolStep, tokens: torch.Tensor, chosen: torch.Tensor, wants_logits: bool
-) -> torch.Tensor:
-    """Run only the rows `chosen` of a step over one sequence, through all layers."""
-    (span,) = step.spans
-    positions = span.start + chosen
-    step.spans = [Span(0, len(chosen), span.table, int(positions[0]), positions)]
-    step.cells = step.cells[chosen]
-    wanted = torch.tensor([len(chosen) - 1] if wants_logits else [], dtype=torch.long, device=tokens.device)
-    return network.run(step, tokens[chosen], positions, wanted)
 
 
 def evaluate_blended(
@@ -149,26 +115,30 @@ def evaluate_blended(
         return None, Blended(Outcome.DONE)
     tokens, cells = tensor(rows.tokens.astype(np.int64)), tensor(table.cells(rows.start, table.length))
     whole, layers = [Span(0, count, table, rows.start)], len(memory.keys)
-    if repaired:
-        step = BlendStep(memory, whole, cells, tier=tier, known=tensor(known), kept=kept)
-        logits = evaluate_deviating(network, step, tokens, bool(rows.outputs))
-        token_layers = count * FULL_LAYERS + kept * (layers - FULL_LAYERS)
-    else:
-        plain = PoolStep(memory, whole, cells, tier=tier)
-        logits = evaluate_some(network, plain, tokens, tensor(fresh), bool(rows.outputs))
-        token_layers = kept * layers
-    return logits, Blended(Outcome.DONE, repaired, token_layers)
+    wanted = tensor(np.array([kept - 1] if rows.outputs else [], np.int64))
+    if not repaired:
+        step, chosen = Step(memory, whole, cells, tier), tensor(fresh)
+        positions = step.pick(chosen)
+        logits = network.run(step, tokens[chosen], positions, wanted)
+        return logits, Blended(Outcome.DONE, 0, kept * layers)
+    blend = BlendStep(memory, whole, cells, tier, known=tensor(known), kept=kept)
+    with _narrow_layers(network, blend, count):
+        logits = network.run(blend, tokens, tensor(np.arange(rows.start, rows.start + count)), wanted)
+    return logits, Blended(Outcome.DONE, repaired, count * FULL_LAYERS + kept * (layers - FULL_LAYERS))
 
 
-def evaluate_deviating(
-    network: Network, step: BlendStep, tokens: torch.Tensor, wants_logits: bool
-) -> torch.Tensor:
-    """Run all rows through the first layers and the chosen ones through the rest."""
-    (span,) = step.spans
-    positions = torch.arange(span.start, span.start + len(tokens), device=tokens.device)
-    wanted = torch.tensor([step.kept - 1] if wants_logits else [], dtype=torch.long, device=tokens.device)
-    with narrow_layers(network, step, len(tokens)):
-        return network.run(step, tokens, positions, wanted)
+@contextmanager
+def _narrow_layers(network: Network, step: BlendStep, count: int) -> Iterator[None]:
+    """Let the layers after the first ones see only the rows that `step` chooses; `count` rows came in."""
+    hooks = [
+        layer.register_forward_pre_hook(_Narrow(step, count, is_first=index == 0), with_kwargs=True)
+        for index, layer in enumerate(network.layers[FULL_LAYERS:])
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 _PROBED_AT = (0, 11)
@@ -211,18 +181,12 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: 
 
 def learn_rotations(network: Network) -> list[Rotation] | None:
     """One per layer, or None for a model whose keys cannot be moved."""
-    before, after = (
-        probe(network, torch.ones(1, dtype=torch.long, device=network.device), _position(network, at)).keys
-        for at in _PROBED_AT
-    )
+    token = torch.ones(1, dtype=torch.long, device=network.device)
+    before, after = (probe(network, token, torch.full_like(token, at)).keys for at in _PROBED_AT)
     candidates = _candidates(network)
     rotations = [_explain(candidates, before[layer], after[layer]) for layer in range(len(before))]
     found = [rotation for rotation in rotations if rotation is not None]
     return found if len(found) == len(rotations) else None
-
-
-def _position(network: Network, at: int) -> torch.Tensor:
-    return torch.tensor([at], device=network.device)
 
 
 def _candidates(network: Network) -> list[Rotation]:

@@ -41,10 +41,10 @@ _DTYPES = {
 
 def awq_format(config: Any) -> AwqFormat | None:
     """None for a model that is not quantised so. Raises ModelBroken."""
-    said = getattr(config, "quantization_config", None)
-    if said is None:
+    found = getattr(config, "quantization_config", None)
+    if found is None:
         return None
-    fields = said if isinstance(said, dict) else said.to_dict()
+    fields = found if isinstance(found, dict) else found.to_dict()
     return AwqFormat.read(fields) if fields.get("quant_method") == "awq" else None
 
 

@@ -18,9 +18,9 @@ import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -117,12 +117,7 @@ class StepBatch:
         self.layer = layer
         store_rows(keys[0], values[0], self.cells, self.memory.keys[layer], self.memory.values[layer])
 
-    def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions
-    ) -> torch.Tensor:
-        return self.attend_pool(query, options)
-
-    def attend_pool(self, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         keys, values = self.memory.keys[self.layer], self.memory.values[self.layer]
         paged = PagedKv(keys, values, self._tables, self._tiles)
         return paged_attention(query[0].transpose(0, 1), paged, options, self._shape, self._splits)
@@ -146,9 +141,11 @@ class StepGraphs:
         self._largest, self._group = largest, group
         self.layers = "plain" if stream else "fused" if fused else "compiled"
         """What computes them."""
-        self._swaps = (
-            [] if stream else use_fused(network.layers, fused) if fused else compile_parts(network.layers)
-        )
+        self._swaps: list[Swap] = []
+        if fused and not stream:
+            self._swaps = [_replace(layer, own) for layer, own in zip(network.layers, fused, strict=True)]
+        elif not stream:
+            self._swaps = compile_parts(network.layers)
         self._steps: dict[int, _SizedStep] = {}
         """By their rows."""
         self._sizes = _sizes(largest.rows)
@@ -226,7 +223,9 @@ class StepGraphs:
     def _compute(self, batch: StepBatch) -> None:
         """Launch the kernels of a step, or record them."""
         batch.normed = None  # a step that failed may have left something
-        with swapped(self._swaps):
+        with ExitStack() as swapped:
+            for swap in self._swaps:
+                swapped.enter_context(swap())
             logits = self._network.run(batch, batch.tokens, batch.positions, batch.wanted)
         if self._logits is None:
             shape = (self._largest.outputs, logits.shape[-1])
@@ -322,35 +321,20 @@ _ROTATE = "apply_rotary_pos_emb"
 """What transformers calls the function in each of its model files that rotates queries and keys."""
 
 
-class Swap(Protocol):
-    """Other code for a part of a model."""
-
-    def use(self) -> None: ...
-
-    def take_back(self) -> None: ...
+Swap = Callable[[], AbstractContextManager[None]]
+"""Other code for a part of a model, for as long as it is entered."""
 
 
-@contextmanager
-def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
-    try:
-        for swap in swaps:
-            swap.use()
-        yield
-    finally:
-        for swap in swaps:
-            swap.take_back()
+def _replace(module: torch.nn.Module, forward: Callable[..., Any]) -> Swap:
+    @contextmanager
+    def swap() -> Iterator[None]:
+        module.forward = forward
+        try:
+            yield
+        finally:
+            vars(module).pop("forward", None)
 
-
-@dataclass(frozen=True, slots=True)
-class _Forward:
-    module: torch.nn.Module
-    forward: Callable[..., Any]
-
-    def use(self) -> None:
-        self.module.forward = self.forward
-
-    def take_back(self) -> None:
-        vars(self.module).pop("forward", None)
+    return swap
 
 
 @dataclass(slots=True)
@@ -366,16 +350,13 @@ class _Rotation:
         is_used = getattr(self._thread, "is_used", False)
         return (self.compiled if is_used else self.plain)(*given, **named)
 
-    def use(self) -> None:
+    @contextmanager
+    def swap(self) -> Iterator[None]:
         self._thread.is_used = True
-
-    def take_back(self) -> None:
-        self._thread.is_used = False
-
-
-def use_fused(layers: Sequence[torch.nn.Module], fused: Sequence[FusedLayer]) -> list[Swap]:
-    """`fused` compute what the layers would."""
-    return [_Forward(layer, own) for layer, own in zip(layers, fused, strict=True)]
+        try:
+            yield
+        finally:
+            self._thread.is_used = False
 
 
 def compile_parts(layers: Sequence[torch.nn.Module]) -> list[Swap]:
@@ -386,8 +367,8 @@ def compile_parts(layers: Sequence[torch.nn.Module]) -> list[Swap]:
     parts = [part for layer in layers for part in layer.children() if not hasattr(part, "layer_idx")]
     parts = [part for part in parts if not hasattr(part, "experts")]
     homes = {sys.modules[type(part).__module__] for layer in layers for part in layer.children()}
-    rotations = [_rotation(home) for home in homes if hasattr(home, _ROTATE)]
-    return [*(_Forward(part, _compile(part.forward)) for part in parts), *rotations]
+    rotations = [_rotation(home).swap for home in homes if hasattr(home, _ROTATE)]
+    return [*(_replace(part, _compile(part.forward)) for part in parts), *rotations]
 
 
 def _rotation(home: Any) -> _Rotation:

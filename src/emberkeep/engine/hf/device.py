@@ -59,7 +59,7 @@ def synchronize(device: torch.device) -> None:
 
 
 RESERVE, FOR_STATE = 1 << 30, 0.08
-"""Of a GPU's free memory, which weights leave: bytes for libraries' workspaces, recorded steps and other users of
+"""What weights leave of a GPU's free memory: bytes for libraries' workspaces, recorded steps and other users of
 the device, and a share for state and for what a step has in hand."""
 
 
@@ -78,13 +78,9 @@ def weights_budget(device: torch.device, limit: int | None) -> int:
 
 def shares_ram(device: torch.device) -> bool:
     """Whether it is a GPU that computes from RAM, so that there is nothing that weights would have to pass to."""
-    is_integrated = device.type == "cuda" and bool(torch.cuda.get_device_properties(device).is_integrated)
-    return is_unified(device.type, is_integrated=is_integrated)
-
-
-def is_unified(kind: str, *, is_integrated: bool) -> bool:
-    """Whether a device of torch computes from RAM. Pure."""
-    return kind == "mps" or (kind == "cuda" and is_integrated)
+    if device.type == "cuda":
+        return bool(torch.cuda.get_device_properties(device).is_integrated)
+    return device.type == "mps"
 
 
 class DeviceLimits:
@@ -132,7 +128,7 @@ class DeviceLimits:
 
 
 STATE_SHARE = 0.9
-"""Of what a GPU has free beside the reserve: its allocator cannot use every byte."""
+"""The share that is used of what a GPU has free beside the reserve: its allocator cannot use every byte."""
 STEP_PART = 4
 """What a step has in hand takes at most one part of it of so many; the rest is for state."""
 

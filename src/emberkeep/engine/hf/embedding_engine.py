@@ -16,13 +16,20 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     PreTrainedTokenizerFast,
 )
 
 from emberkeep.engine.embedding import EmbeddingCapabilities, Framing, TokenInput, Vectors
 from emberkeep.engine.hf.device import choose_device, choose_dtype
-from emberkeep.engine.hf.model_loader import HfSource, local_files, own_dtype, quiet, translate_errors
+from emberkeep.engine.hf.model_loader import (
+    HfSource,
+    load_network,
+    load_tokenizer,
+    local_files,
+    own_dtype,
+    quiet,
+    translate_errors,
+)
 from emberkeep.engine.hf.vocab import WordVocab
 from emberkeep.errors import EngineError, ModelBroken
 from emberkeep.types.request import Json, Pooling
@@ -60,17 +67,18 @@ class HfEmbeddingEngine:
         with translate_errors(source, self._device), quiet():
             self._network = _load_network(source, self._device, settings.dtype, ranks=ranks)
             self._dense = [_load_dense(place, self._network) for place in settings.dense]
-            tokenizer = AutoTokenizer.from_pretrained(folder, **local_files(source))
-        if not isinstance(tokenizer, PreTrainedTokenizerFast):
-            raise ModelBroken(f"{source.name} has no tokenizer.json: choose a model with a fast tokenizer.")
+            tokenizer = load_tokenizer(source)
         self._padding = tokenizer.pad_token_id or 0
         self._tells_kinds = _KINDS in tokenizer.model_input_names
         if ranks and self._network.config.pad_token_id is None:
             self._network.config.pad_token_id = self._padding  # a decoder's head looks for the token before it
         self.vocab = WordVocab(tokenizer.backend_tokenizer, self._network.get_input_embeddings().num_embeddings)
         self.framing = framing_of(tokenizer.backend_tokenizer)
+        dimension = (
+            self._dense[-1][0].out_features if self._dense else self._network.config.get_text_config().hidden_size
+        )
         self.capabilities = EmbeddingCapabilities(
-            dimension=1 if ranks else self._dimension(),
+            dimension=1 if ranks else int(dimension),
             context=_context(self._network, tokenizer, settings.context),
             pooling=settings.pooling,
             batch=settings.batch,
@@ -88,11 +96,6 @@ class HfEmbeddingEngine:
             "dtype": str(network.dtype).removeprefix("torch."),
             "device": str(self._device),
         }
-
-    def _dimension(self) -> int:
-        return int(
-            self._dense[-1][0].out_features if self._dense else self._network.config.get_text_config().hidden_size
-        )
 
     @torch.inference_mode()
     def embed(self, inputs: Sequence[TokenInput]) -> Vectors:
@@ -159,22 +162,10 @@ def _load_network(source: HfSource, device: torch.device, dtype: str, *, ranks: 
         raise ModelBroken(
             f"{source.name} sorts texts into {config.num_labels} classes: choose a model that ranks documents."
         )
-    kind = AutoModelForSequenceClassification if ranks else AutoModel
-    network, report = kind.from_pretrained(
-        source.folder,
-        config=config,
-        dtype=choose_dtype(dtype, device, own_dtype(source, config)),
-        device_map=None if device.type == "cpu" else {"": device},
-        use_safetensors=True,
-        output_loading_info=True,
-        **local_files(source),
+    kind, ignored = (AutoModelForSequenceClassification, ()) if ranks else (AutoModel, _IGNORED)
+    return load_network(
+        kind, source, config, device, ignored, dtype=choose_dtype(dtype, device, own_dtype(source, config))
     )
-    missing = [name for name in report["missing_keys"] if ranks or not name.startswith(_IGNORED)]
-    if missing:
-        raise ModelBroken(f"{source.name} lacks weights ({min(missing)}): pull a complete model.")
-    network.eval()
-    network.requires_grad_(False)
-    return network
 
 
 def _load_dense(folder: Path, network: Any) -> tuple[torch.nn.Linear, torch.nn.Module]:
@@ -199,8 +190,8 @@ def _context(network: Any, tokenizer: PreTrainedTokenizerFast, asked: int | None
     padding = getattr(table, "padding_idx", None)
     if padding is not None:
         positions -= padding + 1  # as RoBERTa counts them
-    said = tokenizer.model_max_length if tokenizer.model_max_length < _NO_LENGTH else positions
-    return int(min(positions, asked or said))
+    usual = tokenizer.model_max_length if tokenizer.model_max_length < _NO_LENGTH else positions
+    return int(min(positions, asked or usual))
 
 
 def _fingerprint(network: Any, weights_digest: str, settings: HfEmbeddingSettings) -> bytes:

@@ -6,7 +6,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,16 +30,9 @@ from emberkeep.engine.base import (
 from emberkeep.engine.facts import Facts
 from emberkeep.engine.hf.blend import FULL_LAYERS, evaluate_blended, learn_rotations
 from emberkeep.engine.hf.expert_counter import HookExpertCounter
-from emberkeep.engine.hf.footprint import (
-    StepBytes,
-    affordable_cells,
-    estimate_step,
-    footprint,
-    measure_step,
-    peak_bytes,
-)
+from emberkeep.engine.hf.footprint import affordable_cells, footprint, measure_step, peak_bytes, with_step
 from emberkeep.engine.hf.model_loader import HfModel, HfSettings, fingerprint
-from emberkeep.engine.hf.network import Network, PoolStep, Span, Tiers, learn
+from emberkeep.engine.hf.network import Network, Span, Step, Tiers, learn
 from emberkeep.engine.hf.own_steps import OwnSteps
 from emberkeep.engine.hf.pool import BLOCK, BlockPool, BlockTable, KvMemory
 from emberkeep.engine.hf.staging import DeviceExport, HostLogits, Mark, translate_errors
@@ -71,7 +63,7 @@ class HfEngine:
         self.vocab = model.vocab
         self.attention = Tiers(self._network.device, settings.attention)
         learned = learn(self._network)
-        layers = [learned.shapes[index] for index in range(len(learned.shapes))]
+        layers = learned.layers
         self._rotations = learn_rotations(self._network)
         self.experts = HookExpertCounter.of(
             model.network, self._network.device, lambda: learn(self._network), self._record_anew
@@ -113,9 +105,9 @@ class HfEngine:
         graphs = self._steps.graphs
         computed = graphs.layers if graphs else None
         self._fingerprints = {tier: self._identify(tier, layers=computed) for tier in self.attention.available}
-        self._estimate = estimate_step(model, self._memory, has_masks=graphs is None)
-        adds = self._facts.read_json(_MEMORY, StepBytes.from_json) or self._estimate
-        self.footprint: Footprint | None = footprint(model, self._memory, layers, adds, settings)
+        self._estimate = footprint(model, self._memory, layers, settings, has_masks=graphs is None)
+        known = self._facts.read_json(_MEMORY, partial(with_step, self._estimate))
+        self.footprint: Footprint | None = known or self._estimate
 
     # ── evaluating ──
 
@@ -153,7 +145,7 @@ class HfEngine:
         positions = np.concatenate([np.arange(r.start, r.start + len(r.tokens)) for r in batch])
         tokens = np.concatenate([r.tokens for r in batch]).astype(np.int64)
         wanted = [np.arange(end - rows.outputs, end) for end, rows in zip(ends, batch, strict=True)]
-        step = PoolStep(self._memory, spans, self._tensor(cells), tier=self.attention.tier)
+        step = Step(self._memory, spans, self._tensor(cells), self.attention.tier)
         last = self._tensor(np.concatenate(wanted).astype(np.int64))
         return self._network.run(step, self._tensor(tokens), self._tensor(positions), last)
 
@@ -281,7 +273,8 @@ class HfEngine:
         check_splice(self.capabilities, table.length, start, end, insert)
         self._settle(sequence)
         with translate_errors():
-            followers = self._followers(table, end, by=stop - end)
+            rows = self._transfer.read(table, end, table.length) if end < table.length else []
+            followers = self._rotate(rows, stop - end) if rows else []
         self._transfer.before_overwriting(table.blocks[start // BLOCK :])
         copies = self._pool.regrow(table, start, table.length + stop - end)
         if copies is None:
@@ -298,10 +291,6 @@ class HfEngine:
             self.trim(sequence, 0)
             raise
         return Outcome.DONE
-
-    def _followers(self, table: BlockTable, start: int, *, by: int) -> list[torch.Tensor]:
-        """Copies of the rows from `start` on, as they would be so many positions further on; none at the end."""
-        return self._rotate(self._transfer.read(table, start, table.length), by) if start < table.length else []
 
     def _insert(self, rows: Rows, table: BlockTable) -> None:
         """Evaluate `rows` as if they were the last of the table, which has room for them."""
@@ -431,12 +420,10 @@ class HfEngine:
             return self._steps.improve(is_wanted)
 
     def _measure_memory(self, steps: IdleSteps) -> None:
-        layers = [self._learned.shapes[index] for index in range(len(self._learned.shapes))]
-        adds = measure_step(self._estimate, self._memory, layers, steps, self._settings)
-        assert self.footprint is not None
         # What is always there was counted before anything was stored.
-        self.footprint = replace(self.footprint, per_step_token=adds.per_step_token, per_pair=adds.per_pair)
-        self._facts.remember_json(_MEMORY, adds.json())
+        step = measure_step(self._estimate, self._network.device, steps, self._settings.batch)
+        self.footprint = with_step(self._estimate, step)
+        self._facts.remember_json(_MEMORY, step)
 
     def _prepare(self, _: IdleSteps) -> None:
         self._transfer.prepare()

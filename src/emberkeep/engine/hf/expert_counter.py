@@ -153,7 +153,8 @@ class HookExpertCounter:
         counts, none = self._step[at], self._experts
 
         def count(chosen: torch.Tensor) -> None:
-            rows, live = len(chosen), _live_rows()
+            # A recorded step may have room for more rows than are tokens.
+            rows, live = len(chosen), getattr(running_step(), "live", None)
             if live is None:
                 tokens = torch.ones(rows, dtype=torch.int64, device=chosen.device)
             else:
@@ -203,9 +204,3 @@ def _call(seen: Seen, chosen: torch.Tensor | None) -> None:
     """A hook that gave something back would replace what it has seen."""
     if chosen is not None:
         seen(chosen)
-
-
-def _live_rows() -> torch.Tensor | None:
-    """How many of the step's rows are tokens, where a recorded one has room for more."""
-    step = running_step()
-    return None if step is None else step.live

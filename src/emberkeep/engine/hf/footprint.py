@@ -8,7 +8,7 @@ the larger of both numbers counts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
@@ -22,7 +22,6 @@ from emberkeep.engine.hf.model_loader import HfModel, HfSettings
 from emberkeep.engine.hf.pool import KvMemory, LayerShape
 from emberkeep.engine.step_table import Stepper
 from emberkeep.types.request import Json
-from emberkeep.values import dataclass
 
 _SMALLEST_BATCH = 512
 _PROBES = (512, 2048)
@@ -33,25 +32,6 @@ _FEWEST_ROWS = 32
 """Fewer say nothing: a count of pages is off by some MiB."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepBytes:
-    """What a step adds: see `Footprint`."""
-
-    per_step_token: float
-    per_pair: float
-
-    def json(self) -> dict[str, Json]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> StepBytes:
-        """Raises ValueError, KeyError or TypeError for anything else than what `json` gave."""
-        found = cls(float(data["per_step_token"]), float(data["per_pair"]))
-        if not all(isfinite(each) and each >= 0 for each in (found.per_step_token, found.per_pair)):
-            raise ValueError("This is not what a step adds.")
-        return found
-
-
 def affordable_cells(
     model: HfModel, layers: Sequence[LayerShape], dtype: torch.dtype, settings: HfSettings
 ) -> int:
@@ -60,7 +40,7 @@ def affordable_cells(
     sequences, context = settings.sequences, settings.context
     if device.type != "cuda":
         return context
-    per_token = sum(layer.keys.channels + layer.values.channels for layer in layers) * dtype.itemsize
+    per_token = sum(_channels(layer) for layer in layers) * dtype.itemsize
     steps = settings.batch * _per_step_token(model, dtype) + sequences * _per_logits_row(model, dtype)
     free = (free_bytes(device, settings.gpu_memory) - RESERVE - steps) * STATE_SHARE
     return max(min(sequences * context, int(free / per_token)), 128)
@@ -86,9 +66,10 @@ def cells_of_share(model: HfModel, share: float) -> int:
 
 
 def footprint(
-    model: HfModel, memory: KvMemory, layers: Sequence[LayerShape], adds: StepBytes, settings: HfSettings
+    model: HfModel, memory: KvMemory, layers: Sequence[LayerShape], settings: HfSettings, *, has_masks: bool
 ) -> Footprint:
-    """What an engine needs that was just opened."""
+    """What an engine needs that was just opened; what a step adds is an estimate. `has_masks`: attention is told
+    what each token sees by a mask, as it is written and as the kernel wants it."""
     device = memory.device
     if device.type == "cuda":
         capacity = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
@@ -99,33 +80,34 @@ def footprint(
         device=str(device) if device.type == "cuda" else device.type,
         capacity=capacity,
         fixed=fixed,
-        per_step_token=adds.per_step_token,
+        per_step_token=_per_step_token(model, memory.dtype),
         # Read together where a sequence's blocks lie apart.
-        per_context_token=_row_bytes(memory, layers),
-        per_pair=adds.per_pair,
+        per_context_token=max(_channels(layer) for layer in layers) * memory.dtype.itemsize,
+        per_pair=1 + memory.dtype.itemsize if has_masks else 0,
         per_logits_row=_per_logits_row(model, memory.dtype),
     )
 
 
-def estimate_step(model: HfModel, memory: KvMemory, *, has_masks: bool) -> StepBytes:
-    """`has_masks`: attention is told what each token sees by a mask, as it is written and as the kernel wants
-    it."""
-    per_pair = 1 + memory.dtype.itemsize if has_masks else 0
-    return StepBytes(float(_per_step_token(model, memory.dtype)), float(per_pair))
+def with_step(base: Footprint, step: Any) -> Footprint:
+    """With what `measure_step` gave once. Raises ValueError, KeyError or TypeError for anything else."""
+    found = replace(base, per_step_token=float(step["per_step_token"]), per_pair=float(step["per_pair"]))
+    if not all(isfinite(each) and each >= 0 for each in (found.per_step_token, found.per_pair)):
+        raise ValueError("This is not what a step adds.")
+    return found
 
 
-def measure_step(
-    estimate: StepBytes, memory: KvMemory, layers: Sequence[LayerShape], engine: Stepper, settings: HfSettings
-) -> StepBytes:
-    """`engine` is idle, and evaluates a few prompts; on a CPU none that would take long by its `step_seconds`.
-    Raises what it raises."""
-    if memory.device.type == "cuda":
-        return _measure(memory, engine, settings)
-    return _measure_ram(estimate, memory, _row_bytes(memory, layers), engine, settings)
+def measure_step(estimate: Footprint, device: torch.device, engine: Stepper, batch: int) -> dict[str, Json]:
+    """What a step adds. `engine` is idle, and evaluates a few prompts; on a CPU none that would take long by its
+    `step_seconds`. Raises what it raises."""
+    if device.type == "cuda":
+        per_step_token, per_pair = _measure(device, engine, batch)
+    else:
+        per_step_token, per_pair = _measure_ram(estimate, device, engine, batch), estimate.per_pair
+    return {"per_step_token": per_step_token, "per_pair": per_pair}
 
 
-def _row_bytes(memory: KvMemory, layers: Sequence[LayerShape]) -> int:
-    return max(layer.keys.channels + layer.values.channels for layer in layers) * memory.dtype.itemsize
+def _channels(layer: LayerShape) -> int:
+    return layer.keys.channels + layer.values.channels
 
 
 def peak_bytes(device: torch.device) -> int | None:
@@ -136,29 +118,26 @@ def peak_bytes(device: torch.device) -> int | None:
     return peak_ram()
 
 
-def _measure(memory: KvMemory, engine: Stepper, settings: HfSettings) -> StepBytes:
-    device = memory.device
-    most = min(settings.batch, engine.capabilities.context // 2)  # both of them are in one sequence, too
+def _measure(device: torch.device, engine: Stepper, batch: int) -> tuple[float, float]:
+    most = min(batch, engine.capabilities.context // 2)  # both of them are in one sequence, too
     small, large = (min(tokens, most) for tokens in _PROBES)
     _peak_of(engine, device, small, 0)  # libraries allocate their workspaces once
     base = torch.cuda.memory_allocated(device)
     peaks = [_peak_of(engine, device, tokens, 0) - base for tokens in (small, large)]
     behind = _peak_of(engine, device, small, large) - base
     each = max((peaks[1] - peaks[0]) / max(large - small, 1), peaks[1] / large)
-    return StepBytes(each, max(behind - peaks[0], 0) / (small * (small + large)))
+    return each, max(behind - peaks[0], 0) / (small * (small + large))
 
 
-def _measure_ram(
-    estimate: StepBytes, memory: KvMemory, row: int, engine: Stepper, settings: HfSettings
-) -> StepBytes:
-    tokens = _quick_rows(engine, min(settings.batch, engine.capabilities.context))
+def _measure_ram(estimate: Footprint, device: torch.device, engine: Stepper, batch: int) -> float:
+    tokens = _quick_rows(engine, min(batch, engine.capabilities.context))
     if tokens < _FEWEST_ROWS:
-        return estimate
-    _peak_of(engine, memory.device, tokens, 0)  # libraries and threads allocate their workspaces once
+        return estimate.per_step_token
+    _peak_of(engine, device, tokens, 0)  # libraries and threads allocate their workspaces once
     base = resident_ram() or 0
-    beyond = _peak_of(engine, memory.device, tokens, 0) - base
-    each = beyond / tokens - row - tokens * estimate.per_pair
-    return StepBytes(max(estimate.per_step_token, each), estimate.per_pair)
+    beyond = _peak_of(engine, device, tokens, 0) - base
+    each = beyond / tokens - estimate.per_context_token - tokens * estimate.per_pair
+    return max(estimate.per_step_token, each)
 
 
 def _quick_rows(engine: Stepper, most: int) -> int:

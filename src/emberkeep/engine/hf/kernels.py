@@ -25,7 +25,7 @@ _MOST_SPLITS = 64
 FEW_TOKENS = 32
 """Up to so many, each may be of another sequence."""
 _LEAST_ROWS = 16
-"""Of a matrix product."""
+"""A matrix product has no fewer."""
 _OVER = 1.2
 """Programs per processor that are not too many: a second round takes as long as the first."""
 _LOG2_E = 1.4426950408889634
@@ -308,7 +308,7 @@ class TileShape:
     tokens: int
     """The most that one tile has."""
     rows: int
-    """Of the matrix products: at least the tokens of a tile times the query heads that share a KV head."""
+    """A matrix product has so many: at least the tokens of a tile times the query heads that share a KV head."""
     keys: int
     warps: int
     stages: int

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from emberkeep.engine.hf.network import AttentionOptions, has_choice
+from emberkeep.engine.hf.network import KNOWN, AttentionOptions, has_choice
 from emberkeep.errors import EngineError
 from emberkeep.values import dataclass
 
@@ -31,16 +31,7 @@ _MASKS = {"sdpa": sdpa_mask, "eager": eager_mask}
 """What can be stood in for, each with what makes its masks."""
 _LAYOUT = "_emberkeep_layout"
 _WIDEST = 256
-_HARMLESS = {
-    "scaling",
-    "dropout",
-    "sliding_window",
-    "softcap",
-    "s_aux",
-    "is_causal",
-    "position_ids",
-    "cache_position",
-}
+_HARMLESS = KNOWN | {"is_causal"}
 """Arguments that are known here, or change nothing."""
 
 _installed: WeakKeyDictionary[PreTrainedModel, list[tuple[Any, str]]] = WeakKeyDictionary()
@@ -161,7 +152,7 @@ for _kind in _MASKS:
 def _is_known(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: dict[str, Any]) -> bool:
     """Whether nothing is asked for that the attention here does not compute."""
     learns = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
-    unknown = (name for name, said in given.items() if name not in _HARMLESS and isinstance(said, torch.Tensor))
+    unknown = (name for name, each in given.items() if name not in _HARMLESS and isinstance(each, torch.Tensor))
     asked = given.get("dropout") or given.get("output_attentions") or given.get("cache") is not None
     is_plain = query.dtype == key.dtype == value.dtype and query.shape[0] == key.shape[0]
     return is_plain and not (learns or asked or next(unknown, None) or torch.compiler.is_compiling())
@@ -175,8 +166,8 @@ def _original(kind: str, module: torch.nn.Module) -> Any:
 
 
 def _is_causal(module: torch.nn.Module, given: dict[str, Any]) -> bool:
-    said = given.get("is_causal")
-    return bool(getattr(module, "is_causal", True) if said is None else said)
+    asked = given.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if asked is None else asked)
 
 
 def _attend_flash(

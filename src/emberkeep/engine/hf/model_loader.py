@@ -129,7 +129,7 @@ def load_model(
         config = AutoConfig.from_pretrained(source.folder, **local_files(source))
         form = _LoadedForm(choose_dtype(dtype, target, own_dtype(source, config)), attention, quantization)
         network, stream = _placed_network(source, config, target, form, (placing or Placing()).settled())
-        tokenizer = _tokenizer(source)
+        tokenizer = load_tokenizer(source)
         vocab = _vocab(source, tokenizer, network)
         text = network.config.get_text_config(decoder=True)
     return HfModel(
@@ -212,33 +212,37 @@ def _rounded_network(
 
 
 def _network(source: HfSource, config: Any, device: torch.device, form: _LoadedForm) -> Any:
+    def load(attention: str) -> Any:
+        return load_network(
+            AutoModelForCausalLM, source, config, device, dtype=form.dtype, attn_implementation=attention
+        )
+
     try:
-        return _with_weights(source, config, device, form.dtype, form.attention)
+        return load(form.attention)
     except KeyError as unknown:
         if unknown.args != (form.attention,):
             raise
-        # A model that knows only its own ways to compute attention.
-        return _with_weights(source, config, device, form.dtype, "eager")
+        return load("eager")  # a model that knows only its own ways to compute attention
 
 
-def _with_weights(source: HfSource, config: Any, device: torch.device, dtype: torch.dtype, attention: str) -> Any:
-    network, report = AutoModelForCausalLM.from_pretrained(
+def load_network(
+    kind: Any, source: HfSource, config: Any, device: torch.device, ignored: tuple[str, ...] = (), **more: Any
+) -> Any:
+    """A network for inference, by an auto class of transformers. `ignored`: what names of weights begin with that
+    may be missing. Raises ModelBroken where others are: transformers would go on with random numbers."""
+    network, report = kind.from_pretrained(
         source.folder,
         config=config,
-        dtype=dtype,
         # Straight to where they are used: the weights are never in RAM as a whole.
         device_map=None if device.type == "cpu" else {"": device},
-        attn_implementation=attention,
         use_safetensors=True,
         output_loading_info=True,
         **local_files(source),
+        **more,
     )
-    if report["missing_keys"]:
-        # transformers would go on with random numbers in their place.
-        raise ModelBroken(f"{source.name} lacks weights ({min(report['missing_keys'])}): pull a complete model.")
-    network.eval()
-    network.requires_grad_(False)
-    return network
+    if missing := [name for name in report["missing_keys"] if not name.startswith(ignored)]:
+        raise ModelBroken(f"{source.name} lacks weights ({min(missing)}): pull a complete model.")
+    return network.eval().requires_grad_(False)
 
 
 def own_dtype(source: HfSource, config: Any) -> torch.dtype:
@@ -248,7 +252,7 @@ def own_dtype(source: HfSource, config: Any) -> torch.dtype:
     return own if isinstance(own, torch.dtype) else torch.bfloat16
 
 
-def _tokenizer(source: HfSource) -> PreTrainedTokenizerFast:
+def load_tokenizer(source: HfSource) -> PreTrainedTokenizerFast:
     if source.gguf:
         # Not by AutoTokenizer, which reads the whole file again for a config that it does not need.
         return PreTrainedTokenizerFast.from_pretrained(source.folder, **local_files(source))
@@ -285,30 +289,18 @@ def _template(tokenizer: PreTrainedTokenizerFast) -> str | None:
 
 
 def _context_length(config: Any) -> int:
-    trained = getattr(config, "max_position_embeddings", None) or _CONTEXT_IF_UNKNOWN
-    fixed = min((_fixed_rope_length(rope, trained) for rope in _ropes(config)), default=trained)
+    """The longest in which no frequency of RoPE depends on how long the context is: state that was computed in a
+    shorter one would be wrong in a longer one."""
+    trained = int(getattr(config, "max_position_embeddings", None) or _CONTEXT_IF_UNKNOWN)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, Mapping)]
+    changing = [each for each in kinds if each.get("rope_type") in ("dynamic", "longrope")]
+    fixed = min(
+        [int(each.get("original_max_position_embeddings") or trained) for each in changing], default=trained
+    )
     if fixed < trained:
         log.warning("the context is limited to %d tokens: beyond them this model's positions change", fixed)
     return min(trained, fixed)
-
-
-def _ropes(config: Any) -> Iterator[Mapping[str, Json]]:
-    """The parameters of RoPE, of each type of layer where they differ."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    if "rope_type" in rope:
-        yield rope
-    else:
-        yield from (inner for inner in rope.values() if isinstance(inner, Mapping))
-
-
-def _fixed_rope_length(rope: Mapping[str, Json], trained: int) -> int:
-    """The longest context in which no frequency depends on how long the context is.
-
-    State that was computed in a shorter one would be wrong in a longer one.
-    """
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        return int(rope.get("original_max_position_embeddings") or trained)
-    return trained
 
 
 @contextmanager

@@ -95,12 +95,13 @@ class Span:
 
 @dataclass(slots=True)
 class Step:
-    """What attention needs to know about the batch. `narrow` replaces it between layers."""
+    """A batch of tokens whose keys and values go into the pool, and that attends to what is there."""
 
     memory: KvMemory
     spans: Sequence[Span]
     cells: torch.Tensor
     """Where each row's keys and values go."""
+    tier: AttentionTier = AttentionTier.PLAIN
     layer: int = -1
     """The one that attention is computed in: its keys and values have just been written."""
     normed: torch.Tensor | None = None
@@ -110,13 +111,34 @@ class Step:
     _located: dict[tuple[int, int], slice | torch.Tensor] = field(default_factory=dict)
     """Where the cells of a span are, by its first row and the first position wanted: the same in most layers."""
 
+    def pick(self, rows: torch.Tensor) -> torch.Tensor:
+        """From now on only these rows of the one sequence are there: their positions."""
+        (span,) = self.spans
+        positions = span.start + rows
+        self.spans = [Span(0, len(rows), span.table, int(positions[0]), positions)]
+        self.cells = self.cells[rows]
+        self._located.clear()
+        return positions
+
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Take a layer's `[1, heads, tokens, width]`."""
         self.layer = layer
         self.memory.keys[layer].index_copy_(0, self.cells, keys[0].transpose(0, 1))
         self.memory.values[layer].index_copy_(0, self.cells, values[0].transpose(0, 1))
 
-    def read(self, span: Span, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        """`[tokens, heads, width]` of every row, span by span."""
+        parts = [self._attend_span(span, query[:, :, span.begin : span.end], options) for span in self.spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend_span(self, span: Span, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        first = options.first_seen(span.start)
+        keys, values = self._read(span, first)
+        if self.tier is AttentionTier.PLAIN or options.is_plain_only:
+            return attend_plain(query, keys, values, visible(span, first, options.window, query.device), options)
+        return attend_flash(query, keys, values, span, first, options)
+
+    def _read(self, span: Span, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's keys and values from position `first` on, as `[tokens, heads, width]`.
 
         Views where a sequence's blocks lie together, copies where they do not.
@@ -157,7 +179,7 @@ class StepCache(Cache):
         )
 
 
-_KNOWN = {"scaling", "dropout", "sliding_window", "softcap", "s_aux", "position_ids", "cache_position"}
+KNOWN = {"scaling", "dropout", "sliding_window", "softcap", "s_aux", "position_ids", "cache_position"}
 """What models hand to attention; dropout, positions and their cache change nothing here."""
 
 _running = threading.local()
@@ -180,7 +202,7 @@ class AttentionOptions:
 
         Raises EngineError for a tensor that is not known here: it may change what is computed.
         """
-        if unknown := [name for name, o in given.items() if isinstance(o, torch.Tensor) and name not in _KNOWN]:
+        if unknown := [name for name, o in given.items() if isinstance(o, torch.Tensor) and name not in KNOWN]:
             raise EngineError(
                 f"This model's attention takes arguments that are not known here: {', '.join(unknown)}."
             )
@@ -223,26 +245,10 @@ def attend(
     options = AttentionOptions.read({"attention_mask": attention_mask, **given}, query.shape[-1])
     step = _running.step
     step.write(step.layer, key, value)
-    return step.attend(query, key, value, options)[None], None
+    return step.attend(query, options)[None], None
 
 
 AttentionInterface.register(NAME, attend)
-
-
-def attend_pool(step: Step, tier: AttentionTier, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-    """`[tokens, heads, width]` of every row of the step, span by span."""
-    parts = [_attend_span(step, span, tier, query[:, :, span.begin : span.end], options) for span in step.spans]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _attend_span(
-    step: Step, span: Span, tier: AttentionTier, query: torch.Tensor, options: AttentionOptions
-) -> torch.Tensor:
-    first = options.first_seen(span.start)
-    keys, values = step.read(span, first)
-    if tier is AttentionTier.PLAIN or options.is_plain_only:
-        return attend_plain(query, keys, values, visible(span, first, options.window, query.device), options)
-    return attend_flash(query, keys, values, span, first, options)
 
 
 def visible(span: Span, first: int, window: int | None, device: torch.device) -> torch.Tensor | None:
@@ -321,34 +327,15 @@ class Tiers:
     def __init__(self, device: torch.device, wanted: AttentionTier | None) -> None:
         own = (AttentionTier.OWN,) if device.type == "cuda" else ()
         self.available: tuple[AttentionTier, ...] = (*own, AttentionTier.FLASH, AttentionTier.PLAIN)
-        self._tier = self.available[0]
+        self.tier = self.available[0]
         if wanted is not None:
             self.switch(wanted)
-
-    @property
-    def tier(self) -> AttentionTier:
-        return self._tier
 
     def switch(self, tier: AttentionTier) -> None:
         if tier not in self.available:
             there = ", ".join(self.available)
             raise EngineError(f"There is no attention of the tier {tier} on this device: choose one of {there}.")
-        self._tier = tier
-
-
-@dataclass(slots=True)
-class PoolStep(Step):
-    """A step whose attention reads the pool."""
-
-    tier: AttentionTier = AttentionTier.PLAIN
-
-    def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions
-    ) -> torch.Tensor:
-        return self.attend_pool(query, options)
-
-    def attend_pool(self, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-        return attend_pool(self, self.tier, query, options)
+        self.tier = tier
 
 
 # ── what a model is like ──
@@ -358,12 +345,13 @@ class PoolStep(Step):
 class LearningStep:
     """A step that keeps nothing: it finds out what the layers' keys and values look like.
 
-    It evaluates one sequence without a past. `keys` are those of the latest run.
+    It evaluates one sequence without a past.
     """
 
-    shapes: dict[int, LayerShape]
-    options: dict[int, AttentionOptions]
-    keys: dict[int, torch.Tensor]
+    shapes: dict[int, LayerShape] = field(default_factory=dict)
+    options: dict[int, AttentionOptions] = field(default_factory=dict)
+    keys: dict[int, torch.Tensor] = field(default_factory=dict)
+    values: torch.Tensor | None = None
     layer: int = -1
     dtype: torch.dtype = torch.float32
     group: int = 1
@@ -376,16 +364,19 @@ class LearningStep:
         self.shapes[layer] = LayerShape(
             StreamShape(keys.shape[1], keys.shape[3]), StreamShape(values.shape[1], values.shape[3])
         )
-        self.keys[layer] = keys[0].transpose(0, 1)
+        self.keys[layer], self.values = keys[0].transpose(0, 1), values[0].transpose(0, 1)
 
-    def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions
-    ) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        keys, values, count = self.keys[self.layer], self.values, query.shape[2]
+        assert values is not None
         self.options[self.layer] = options
         self.group = max(self.group, query.shape[1] // keys.shape[1])
-        count = query.shape[2]
         seen = torch.ones(count, count, dtype=torch.bool, device=query.device).tril()
-        return attend_plain(query, keys[0].transpose(0, 1), values[0].transpose(0, 1), seen, options)
+        return attend_plain(query, keys, values, seen, options)
+
+    @property
+    def layers(self) -> list[LayerShape]:
+        return [self.shapes[layer] for layer in range(len(self.shapes))]
 
 
 def learn(network: Network) -> LearningStep:
@@ -405,7 +396,7 @@ def learn(network: Network) -> LearningStep:
 
 
 def probe(network: Network, tokens: torch.Tensor, positions: torch.Tensor) -> LearningStep:
-    step = LearningStep({}, {}, {})
+    step = LearningStep()
     network.run(step, tokens, positions, torch.arange(0, device=network.device))
     return step
 

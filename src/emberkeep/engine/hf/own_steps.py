@@ -13,18 +13,18 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from math import inf
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
 from emberkeep.engine.base import Capabilities, Logits, Rows
 from emberkeep.engine.facts import Facts
-from emberkeep.engine.hf.network import LearningStep, Network, PoolStep, Span
+from emberkeep.engine.hf.network import LearningStep, Network, Span, Step
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
 from emberkeep.engine.step_table import IdleSteps, Interrupted, Stepper, StepTable
 from emberkeep.errors import EngineError
-from emberkeep.types.models import AttentionTier, Vocab
+from emberkeep.types.models import Vocab
 
 if TYPE_CHECKING:
     from emberkeep.engine.hf.cuda_graphs import StepGraphs
@@ -40,7 +40,7 @@ _COMPARED = 16
 """Tokens of which layers are computed in two ways."""
 _PROMPT = 24
 _FIRST_TOKENS = (3, 5)
-"""Of the prompts of a comparison."""
+"""With which the prompts of a comparison begin."""
 
 
 Chore = Callable[[IdleSteps], None]
@@ -96,28 +96,51 @@ class OwnSteps:
         reference = self._reference()
         reference.check(self._engine)
         self.graphs = self._open_graphs()
-        if self.graphs is not None and not self._passes(reference):
-            self.graphs = None
+        if self.graphs is not None:
+            try:
+                reference.check(self._engine)
+            except EngineError as error:
+                log.warning("steps are not recorded, and will be slower: %s", error)
+                self._engine.empty()
+                self.graphs = None
         # What failed may have done so by chance: only success is remembered.
         if self.graphs is not None or self._network.device.type != "cuda":
             self._facts.remember_json(_CHOSEN, self.graphs.layers if self.graphs else _OF_MODEL)
 
     def _open_graphs(self, layers: str | None = None) -> StepGraphs | None:
-        able = self._engine.capabilities
-        return open_graphs(self._network, self._memory, able, self._learned, self._stream, layers=layers)
+        """Steps of ours, where this model's can be computed so. `layers`: what was found to compute them rightly;
+        None: it is to be found out. Nothing may be in the pool."""
+        network, memory, stream, able = self._network, self._memory, self._stream, self._engine.capabilities
+        if network.device.type != "cuda" or (stream is not None and not stream.can_record):
+            return None
+        try:
+            # Needs Triton, which comes with torch for CUDA only.
+            from emberkeep.engine.hf.cuda_graphs import StepGraphs, StepSize
+            from emberkeep.engine.hf.kernels import check_assembler
+
+            check_assembler(network.device)
+            largest = StepSize(able.batch, able.outputs, able.max_sequences, -(-able.context // BLOCK))
+            fused = None if stream or layers == "compiled" else self.fuse_layers(layers)
+            return StepGraphs(network, memory, largest, self._learned.group, fused, stream)
+        except Exception as error:
+            log.warning("steps are not recorded and will be slower: %s", str(error).splitlines()[0])
+            return None
+
+    def fuse_layers(self, layers: str | None) -> list[FusedLayer] | None:
+        """What computes the layers with fewer kernels, if they are of the usual make."""
+        from emberkeep.engine.hf.fused_layers import fuse
+
+        network, options = self._network, self._learned.options
+        fused = fuse(network.layers, [options[layer] for layer in range(len(options))])
+        if fused is None or layers == "fused":
+            return fused
+        rows = torch.arange(_COMPARED, device=network.device)
+        step = Step(self._memory, [Span(0, _COMPARED, BlockTable([0], _COMPARED), 0)], rows)
+        return fused if agree(network.layers, fused, lambda: network.run(step, rows, rows, rows[:1])) else None
 
     def _reference(self) -> Reference:
         engine = self._engine
         return Reference(self._network, self._memory.dtype, engine.capabilities, engine.vocab.size)
-
-    def _passes(self, reference: Reference) -> bool:
-        try:
-            reference.check(self._engine)
-        except EngineError as error:
-            log.warning("steps are not recorded, and will be slower: %s", error)
-            self._engine.empty()
-            return False
-        return True
 
     def improve(self, is_wanted: Callable[[], bool]) -> bool:
         """See `Engine.improve`."""
@@ -207,45 +230,36 @@ class Reference:
         return [self._network.reference(each)[-1].float().cpu().numpy() for each in tokens]
 
 
-def open_graphs(
-    network: Network,
-    memory: KvMemory,
-    able: Capabilities,
-    learned: LearningStep,
-    stream: LayerStream | None,
-    *,
-    layers: str | None = None,
-) -> StepGraphs | None:
-    """Steps of ours, where this model's can be computed so. `layers`: what was found to compute them rightly;
-    None: it is to be found out. Nothing may be in the pool."""
-    if network.device.type != "cuda" or (stream is not None and not stream.can_record):
-        return None
+_CLOSE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+"""How far results may differ that are rounded in other places, as a share of what a layer adds."""
+
+
+def agree(layers: Sequence[torch.nn.Module], fused: Sequence[FusedLayer], run: Callable[[], object]) -> bool:
+    """Whether every layer computes the same in both ways of what it is given when the model is `run`."""
+    seen: list[tuple[torch.Tensor, dict[str, Any], torch.Tensor]] = []
+
+    def keep(_: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
+        hidden = given[0] if given else named["hidden_states"]
+        seen.append((hidden, {k: v for k, v in named.items() if k != "hidden_states"}, result))
+
+    hooks = [layer.register_forward_hook(keep, with_kwargs=True) for layer in layers]
     try:
-        # Needs Triton, which comes with torch for CUDA only.
-        from emberkeep.engine.hf.cuda_graphs import StepGraphs, StepSize
-        from emberkeep.engine.hf.kernels import check_assembler
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(seen) != len(fused):
+        return False
+    for own, (hidden, named, result) in zip(fused, seen, strict=True):
+        named["past_key_values"].step.normed = None  # each begins with what it was given
+        if not isinstance(result, torch.Tensor) or not _is_close(hidden, result, own(hidden.clone(), **named)):
+            return False
+    return True
 
-        check_assembler(network.device)
-        largest = StepSize(able.batch, able.outputs, able.max_sequences, -(-able.context // BLOCK))
-        fused = None if stream or layers == "compiled" else fuse_layers(network, memory, learned, layers)
-        return StepGraphs(network, memory, largest, learned.group, fused, stream)
-    except Exception as error:
-        log.warning("steps are not recorded and will be slower: %s", str(error).splitlines()[0])
-        return None
 
-
-def fuse_layers(
-    network: Network, memory: KvMemory, learned: LearningStep, layers: str | None
-) -> list[FusedLayer] | None:
-    """What computes the layers with fewer kernels, if they are of the usual make."""
-    from emberkeep.engine.hf.fused_layers import agree, fuse
-
-    fused = fuse(network.layers, [learned.options[layer] for layer in range(len(learned.options))])
-    if fused is None or layers == "fused":
-        return fused
-    rows = torch.arange(_COMPARED, device=network.device)
-    step = PoolStep(memory, [Span(0, _COMPARED, BlockTable([0], _COMPARED), 0)], rows, tier=AttentionTier.PLAIN)
-    return fused if agree(network.layers, fused, lambda: network.run(step, rows, rows, rows[:1])) else None
+def _is_close(before: torch.Tensor, result: torch.Tensor, own: torch.Tensor) -> bool:
+    added, own_added = result.double() - before.double(), own.double() - before.double()
+    return bool((own_added - added).norm() <= _CLOSE.get(result.dtype, 0.0) * added.norm().clamp_min(1e-9))
 
 
 _ROWS = (1, 8, 32, 2, 16, 4, 128)

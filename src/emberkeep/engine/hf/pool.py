@@ -87,20 +87,6 @@ class BlockPool:
         """Including the block that no sequence owns."""
         return (self.blocks + 1) * BLOCK
 
-    @property
-    def used(self) -> int:
-        return self.blocks - self.free
-
-    @property
-    def shared(self) -> int:
-        """Blocks that more than one sequence uses."""
-        return int((self._users[1:] > 1).sum())
-
-    @property
-    def references(self) -> int:
-        """Blocks that sequences use, counted once for each: what they would take without sharing."""
-        return int(self._users[1:].sum())
-
     def count_needed(self, table: BlockTable, end: int) -> int:
         """Blocks that `grow` would take."""
         more = max(-(-end // BLOCK) - len(table.blocks), 0)
@@ -150,13 +136,14 @@ class BlockPool:
         table.length = min(table.length, length)
 
     def stats(self) -> dict[str, int]:
-        """What sharing saves is `references - used`."""
+        """What sharing saves is `references - used_blocks`: blocks that sequences use count once for each."""
+        users = self._users[1:]
         return {
             "block_tokens": BLOCK,
             "blocks": self.blocks,
-            "used_blocks": self.used,
-            "shared_blocks": self.shared,
-            "references": self.references,
+            "used_blocks": self.blocks - self.free,
+            "shared_blocks": int((users > 1).sum()),
+            "references": int(users.sum()),
             "copied_blocks": self.copied,
         }
 
@@ -266,16 +253,9 @@ class KvMemory:
             return [tensor[:, cells] for tensor in self._tensors]
         return [tensor.index_select(1, cells) for tensor in self._tensors]
 
-    def read_into(self, cells: torch.Tensor | slice, rows: Sequence[torch.Tensor]) -> None:
-        """Copies, in memory that is there."""
-        for tensor, target in zip(self._tensors, rows, strict=True):
-            if isinstance(cells, slice):
-                target.copy_(tensor[:, cells])
-            else:
-                torch.index_select(tensor, 1, cells, out=target)
-
     def read_ranges(self, cells: torch.Tensor | slice, rows: Sequence[torch.Tensor]) -> None:
-        """As `read_into`, of several ranges of one length: `[ranges, streams, tokens, heads, width]`."""
+        """Copies of several ranges of one length, in memory that is there:
+        `[ranges, streams, tokens, heads, width]`."""
         for given, target in zip(self.read(cells), rows, strict=True):
             target.transpose(0, 1).copy_(given.unflatten(1, target.shape[:3:2]))
 

@@ -50,7 +50,7 @@ FEW_ROWS = 16
 """Up to so many, a product with a plain weight is faster here than in a library."""
 FEW_INT4_ROWS = 64
 _OUTPUTS, _INPUTS = 64, 64
-"""Of a program at once."""
+"""A program has so many at once."""
 _ROW_INPUTS = 1024
 _MANY_OUTPUTS = 8192
 _PER_PROCESSOR = 2

@@ -46,16 +46,16 @@ class AwqFormat:
     has_zeros: bool = True
 
     @classmethod
-    def read(cls, said: Mapping[str, Any]) -> AwqFormat:
+    def read(cls, fields: Mapping[str, Any]) -> AwqFormat:
         """From a configuration's `quantization_config`. Raises ModelBroken."""
-        bits, version = said.get("bits", said.get("w_bit", 4)), str(said.get("version", "gemm")).lower()
+        bits, version = fields.get("bits", fields.get("w_bit", 4)), str(fields.get("version", "gemm")).lower()
         if bits != 4 or version not in ("gemm", "gemv"):
             raise ModelBroken(
                 f"This model's weights are in AWQ's layout {version} with {bits} bits, and only gemm and gemv "
                 "with 4 are known here: choose another file of it."
             )
-        group = int(said.get("group_size", said.get("q_group_size", 128)))
-        return cls(group, version == "gemv", bool(said.get("zero_point", True)))
+        group = int(fields.get("group_size", fields.get("q_group_size", 128)))
+        return cls(group, version == "gemv", bool(fields.get("zero_point", True)))
 
 
 class Int4Linear(nn.Module):
@@ -99,9 +99,6 @@ class Int4Linear(nn.Module):
         numbers = torch.cat([pairs & 15, pairs >> 4], dim=-1).to(self.scales.dtype)
         return ((numbers - self.zeros.T[..., None]) * self.scales.T[..., None]).flatten(1)
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, groups={len(self.scales)}"
-
 
 _KERNEL_GROUPS = (32, 64, 128, 256)
 
@@ -124,9 +121,14 @@ def from_awq(
 ) -> Int4Linear:
     """Make it of one matrix's `qweight`, `qzeros` and `scales`, on their device. Raises ModelBroken."""
     codes, zeros, scales = (tensors[name] for name in _TENSORS)
-    numbers, zero_points, scales = (
-        _of_gemv(codes, zeros, scales, form) if form.is_gemv else _of_gemm(codes, zeros, scales, form)
-    )
+    if form.is_gemv:
+        numbers = _unpack(codes, range(_PER_WORD))
+        count = 1 if form.group == -1 else numbers.shape[1] // form.group
+        zero_points, scales = _unpack(zeros, range(_PER_WORD))[:, :count], scales[:, :count]
+    else:
+        numbers, zero_points = (_unpack(words, _GEMM_ORDER).T for words in (codes, zeros))
+        scales = scales.T
+    # Numbers are by output and input now, the others by output and group.
     outputs, inputs = numbers.shape
     groups = scales.shape[1]
     if scales.shape != zero_points.shape or len(scales) != outputs or inputs % groups or inputs // groups % 2:
@@ -142,22 +144,6 @@ def pack_codes(numbers: torch.Tensor, groups: int) -> torch.Tensor:
     """`[outputs, inputs]` numbers below 16, two to a byte, in rows of so many groups."""
     halves = numbers.unflatten(1, (groups, 2, -1))
     return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1).contiguous()
-
-
-def _of_gemm(
-    codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, form: AwqFormat
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes by output and input, zeros and scales by output and group."""
-    numbers, zero_points = (_unpack(words, _GEMM_ORDER).T for words in (codes, zeros))
-    return numbers, zero_points, scales.T
-
-
-def _of_gemv(
-    codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, form: AwqFormat
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    numbers = _unpack(codes, range(_PER_WORD))
-    groups = 1 if form.group == -1 else numbers.shape[1] // form.group
-    return numbers, _unpack(zeros, range(_PER_WORD))[:, :groups], scales[:, :groups]
 
 
 def _unpack(words: torch.Tensor, order: Any) -> torch.Tensor:
@@ -203,9 +189,6 @@ class Int8Linear(nn.Module):
     def dequantized(self) -> torch.Tensor:
         """The weight, `[outputs, inputs]`, in the dtype of the scales."""
         return self.codes.to(self.scales.dtype) * self.scales[:, None]
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
 def round_linear(

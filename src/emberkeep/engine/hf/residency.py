@@ -21,7 +21,7 @@ SLOTS = 2
 BUFFERS = 2
 """Units that are read from disk ahead."""
 _LEAST_RESERVE, _RESERVED_SHARE = 2 << 30, 10
-"""Of RAM, what weights leave to others: so many bytes, or one part of so many."""
+"""What weights leave of RAM to others: so many bytes, or one part of so many."""
 _GB = 1e9
 log = logging.getLogger("emberkeep.engine")
 
@@ -133,15 +133,12 @@ def plan_residency(
     else:
         plan = _plan_partial(layers, rest, budget - for_state)
     if plan.device_bytes > budget:
+        way_out = "" if placing.residency in (Residency.AUTO, Residency.STREAM) else "--residency auto, or "
         raise EngineError(
             f"The weights need {plan.device_bytes / _GB:.1f} GB of the device with --residency {plan.mode}, and "
-            f"{max(budget, 0) / _GB:.1f} GB are there for them: choose {_way_out(placing)}a smaller model."
+            f"{max(budget, 0) / _GB:.1f} GB are there for them: choose {way_out}a smaller model."
         )
     return plan
-
-
-def _way_out(placing: Placing) -> str:
-    return "" if placing.residency in (Residency.AUTO, Residency.STREAM) else "--residency auto, or "
 
 
 def _plan_partial(layers: Sequence[LayerBytes], rest: int, budget: int) -> ResidencyPlan:

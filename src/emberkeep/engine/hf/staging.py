@@ -36,7 +36,7 @@ class Half:
 
     memory: torch.Tensor
     data: torch.Tensor
-    """Of the memory as much as is used now, payload by payload."""
+    """As much of the memory as is used now, payload by payload."""
     copies: torch.cuda.Stream | None
     """Each half has its own: the copies of one need not have ended when those of the other begin."""
     free: torch.cuda.Event | None = None

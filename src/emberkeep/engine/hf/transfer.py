@@ -33,7 +33,7 @@ from emberkeep.values import dataclass
 
 Bytes = npt.NDArray[np.uint8]
 Rows = list[torch.Tensor]
-"""Of a range: one `[streams, tokens, heads, width]` per group."""
+"""A range has one `[streams, tokens, heads, width]` per group."""
 HEAD = struct.Struct("<4siII")
 _MAGIC = b"EKHF"
 _TOGETHER, _TOGETHER_BYTES = 8, 64 << 20
@@ -118,7 +118,7 @@ class Transfer:
             cells = self._cells(place)
             for index, target in enumerate(targets):
                 piece = _part(cells, index * tokens, (index + 1) * tokens)
-                self._memory.read_into(piece, rows_of(target, groups, tokens))
+                self._memory.read_ranges(piece, rows_of(target[None], groups, tokens))
             return
         half = self._outgoing.take(len(targets), tokens)
 

@@ -268,21 +268,12 @@ class _Leaf:
 
     path: str
     holder: Any
+    """A dict or a list."""
     key: Any
 
     @property
     def value(self) -> Any:
-        return getattr(self.holder, self.key) if self.is_attribute else self.holder[self.key]
-
-    def set(self, value: Any) -> None:
-        if self.is_attribute:
-            setattr(self.holder, self.key, value)
-        else:
-            self.holder[self.key] = value
-
-    @property
-    def is_attribute(self) -> bool:
-        return not isinstance(self.holder, dict | list)
+        return self.holder[self.key]
 
 
 def write_cache(cache: Any, position: int) -> Payload:
@@ -318,7 +309,7 @@ def read_cache(payload: Payload, position: int, model_cache: Any, device: torch.
         raise EngineError(_BROKEN)
     data = as_tensor(payload, torch.uint8)
     for path, leaf in leaves.items():
-        leaf.set(_value(entries[path], leaf.value, data, begin, device))
+        leaf.holder[leaf.key] = _value(entries[path], leaf.value, data, begin, device)
     return cache
 
 
@@ -360,15 +351,10 @@ def _leaves(cache: Any) -> Iterator[_Leaf]:
 
 
 def _inside(holder: Any, path: str) -> Iterator[_Leaf]:
-    items = (
-        holder
-        if isinstance(holder, dict)
-        else dict(enumerate(holder))
-        if isinstance(holder, list)
-        else vars(holder)
-    )
-    for key in sorted(items, key=str):
-        value, inner = items[key], f"{path}/{key}"
+    holder = holder if isinstance(holder, dict | list) else vars(holder)
+    keys = range(len(holder)) if isinstance(holder, list) else holder
+    for key in sorted(keys, key=str):
+        value, inner = holder[key], f"{path}/{key}"
         if isinstance(value, torch.Tensor | bool | int | float) or value is None:
             yield _Leaf(inner, holder, key)
         elif isinstance(value, dict | list):

@@ -1,8 +1,11 @@
-"""Models of many families in the Hugging Face engine: what they compute there is what their own code computes."""
+"""Models of many families in the Hugging Face engine: what they compute there is what their own code computes,
+whichever code computes attention and wherever in the pool a sequence lies."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -10,35 +13,34 @@ import torch
 
 from emberkeep.engine.base import Engine, Outcome, Piece, Rows
 from emberkeep.engine.hf.engine import HfEngine
-from emberkeep.engine.hf.model_loader import HfSettings
 from emberkeep.errors import EngineError
+from emberkeep.types.models import AttentionTier
 from helpers import tiny_hf
 from helpers.engines import TOKENS, evaluate, exported
 
 pytestmark = pytest.mark.slow
 
+FLASH, PLAIN = AttentionTier.FLASH, AttentionTier.PLAIN
 OTHERS = TOKENS[::-1].copy()
 LENGTH = 6 * tiny_hf.WINDOW + 5
 NOISE = 1e-3
 """Sums depend a little on the shape of a batch. Another token changes logits by several."""
+MOVABLE = [family for family in tiny_hf.PAGED if family != "gpt2"]
+PARTICULAR = ["llama", "mistral", "deepseek_v3", "gemma2", "gpt_oss"]
+"""To attention: a window, values of another width than keys, limited scores, sinks."""
 
-EVERY_TIME = {"llama", "gemma2", "phi", "gpt2", "glm4", "smollm3", "gpt_oss", "deepseek_v3"}
-"""Between them they have what is particular to the others."""
-FAMILIES = [
-    pytest.param(family, marks=() if family in EVERY_TIME else pytest.mark.slow) for family in tiny_hf.PAGED
-]
-MOVABLE = [family for family in FAMILIES if family.values != ("gpt2",)]
+of_movable = pytest.mark.parametrize("family", MOVABLE, indirect=True, scope="module")
+of_particular = pytest.mark.parametrize("family", PARTICULAR, indirect=True, scope="module")
 
 
-@pytest.fixture(params=FAMILIES, scope="module")
+@pytest.fixture(params=tiny_hf.PAGED, scope="module")
 def family(request) -> str:
     return request.param
 
 
 @pytest.fixture(scope="module")
 def engine_of_family(hf_model, family):
-    settings = HfSettings(context=256, cells=512, sequences=4, batch=256, threads=1)
-    engine = HfEngine(hf_model(family), settings, "digest")
+    engine = HfEngine(hf_model(family), tiny_hf.settings(), "digest")
     yield engine
     engine.close()
 
@@ -46,10 +48,15 @@ def engine_of_family(hf_model, family):
 @pytest.fixture
 def engine(engine_of_family):
     """Empty: what the test before left in it is gone."""
-    for sequence in range(4):
-        engine_of_family.trim(sequence, 0)
+    empty(engine_of_family)
+    engine_of_family.attention.switch(FLASH)
     assert used(engine_of_family)["used_blocks"] == 0
     return engine_of_family
+
+
+def empty(engine: Engine) -> None:
+    for sequence in range(4):
+        engine.trim(sequence, 0)
 
 
 @functools.cache
@@ -124,7 +131,7 @@ def test_what_was_trimmed_is_forgotten(engine, family):
     assert close(evaluate(engine, 0, 20, LENGTH), reference(family)[0][LENGTH - 1])
 
 
-@pytest.mark.parametrize("family", MOVABLE, indirect=True, scope="module")
+@of_movable
 def test_what_moves_up_is_as_if_it_had_been_computed_there(engine):
     """In the first layer, whose keys depend on nothing but the token and where it stands."""
     evaluate(engine, 0, 0, LENGTH)
@@ -136,7 +143,7 @@ def test_what_moves_up_is_as_if_it_had_been_computed_there(engine):
     assert np.isfinite(evaluate(engine, 0, LENGTH - 22, LENGTH, shorter)).all()
 
 
-@pytest.mark.parametrize("family", MOVABLE, indirect=True, scope="module")
+@of_movable
 def test_a_piece_of_which_all_is_evaluated_again_is_as_fresh(engine, family):
     evaluate(engine, 3, 0, LENGTH, OTHERS)
     piece = Piece(10, 40, exported(engine, 3, 4, 50), 4, 12)
@@ -147,7 +154,7 @@ def test_a_piece_of_which_all_is_evaluated_again_is_as_fresh(engine, family):
     assert close(evaluate(engine, 0, LENGTH, LENGTH + 5), evaluate(engine, 1, 0, LENGTH + 5))
 
 
-@pytest.mark.parametrize("family", MOVABLE, indirect=True, scope="module")
+@of_movable
 def test_a_piece_that_is_only_moved_has_its_keys_where_it_stands(engine):
     evaluate(engine, 3, 0, LENGTH)
     tokens = np.concatenate([OTHERS[:10], TOKENS[20:40], OTHERS[30:40]])
@@ -169,3 +176,82 @@ def test_state_whose_keys_do_not_turn_is_not_moved(open_hf):
     with pytest.raises(EngineError):
         engine.blend(Rows(1, 0, TOKENS[:30], True), [Piece(5, 15, exported(engine, 0, 0, 40), 0, 10)], 0.0)
     assert close(evaluate(engine, 0, 40, LENGTH), reference("gpt2")[0][LENGTH - 1])
+
+
+# ── the ways to compute attention ──
+
+
+@of_particular
+def test_tiers_agree_on_prompts_slices_and_decodes_beside_each_other(engine):
+    results = []
+    for tier in (FLASH, PLAIN):
+        empty(engine)
+        engine.attention.switch(tier)
+        found = [evaluate(engine, 0, 0, 1), evaluate(engine, 0, 1, 10), evaluate(engine, 1, 0, 100, OTHERS)]
+        batch = [
+            Rows(0, 10, TOKENS[10:11], True),
+            Rows(1, 100, OTHERS[100:165], True),
+            Rows(2, 0, OTHERS[:12], True),
+        ]
+        assert engine.evaluate(batch) is Outcome.DONE
+        results.append(np.stack([*found, *(engine.logits(index) for index in range(3))]))
+    assert close(*results)
+
+
+@of_particular
+@pytest.mark.parametrize("known", [[(10, 40)], [(0, 59)], [(1, 20), (25, 58)]])
+def test_state_that_was_computed_here_is_as_good_as_evaluating_it(engine, known):
+    """Each token sees what it would see in a prompt, however few of them are evaluated."""
+    expected = evaluate(engine, 3, 0, 60)
+    pieces = [Piece(start, end, exported(engine, 3, start, end), start, start) for start, end in known]
+    for tier in (FLASH, PLAIN):
+        engine.attention.switch(tier)
+        engine.trim(0, 0)
+        assert engine.blend(Rows(0, 0, TOKENS[:60], True), pieces, 0.0).outcome is Outcome.DONE
+        assert close(engine.logits(0), expected)
+
+
+@contextmanager
+def scattered(engine: Engine) -> Iterator[None]:
+    """No two free blocks lie together: every second one is in use."""
+    guests = range(100, 100 + used(engine)["blocks"])
+    assert engine.evaluate([Rows(guest, 0, TOKENS[:1], False) for guest in guests]) is Outcome.DONE
+    for guest in guests:
+        if engine._tables[guest].blocks[0] % 2:
+            engine.trim(guest, 0)
+    yield
+    for guest in guests:
+        engine.trim(guest, 0)
+
+
+@of_particular
+@pytest.mark.parametrize("tier", [FLASH, PLAIN])
+def test_scattered_blocks_give_what_neighbouring_ones_give(engine, tier):
+    engine.attention.switch(tier)
+    expected = evaluate(engine, 0, 0, 70), evaluate(engine, 0, 70, 71)
+    empty(engine)
+    with scattered(engine):
+        actual = evaluate(engine, 0, 0, 70), evaluate(engine, 0, 70, 71)
+        assert engine._tables[0].run(0, 71) is None
+    assert all(close(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_the_fastest_tier_is_used_until_another_is_asked_for_that_is_here(hf_model):
+    engine = HfEngine(hf_model("llama"), tiny_hf.settings(), "digest")
+    assert engine.attention.available == (FLASH, PLAIN)
+    assert engine.attention.tier is FLASH
+    with pytest.raises(EngineError, match=r"own.*flash, plain"):
+        engine.attention.switch(AttentionTier.OWN)
+    assert engine.attention.tier is FLASH
+    engine.attention.switch(PLAIN)
+    assert engine.attention.tier is PLAIN
+
+
+def test_switching_in_the_middle_of_an_answer_changes_nothing(open_hf):
+    engine = open_hf("mistral")
+    evaluate(engine, 0, 0, 50)
+    engine.attention.switch(PLAIN)
+    evaluate(engine, 0, 50, 70)
+    engine.attention.switch(FLASH)
+    with_both = evaluate(engine, 0, 70, 71)
+    assert close(with_both, evaluate(engine, 1, 0, 71))
