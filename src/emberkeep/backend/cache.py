@@ -177,7 +177,7 @@ class Explainer:
         """What `request` would reuse if it came now, and why not more. Raises RequestError."""
         request = self._equip(request)
         approximation = self._lineages.approximation(request)
-        prompt = self._conversations.dry_run(request, self._lineages.of(request)).prompt
+        prompt = self._conversations.open(request, self._lineages.of(request), is_dry_run=True).prompt
         pieces = self._scheduler.engine.vocab.pieces
         found = self._explain(request, prompt, approximation)
         return replace(found, pieces=[pieces[token] for token in prompt.tokens.tolist()])

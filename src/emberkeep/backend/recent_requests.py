@@ -70,8 +70,8 @@ def _lookup_line(request: Request, lookup: LookupRecord) -> str:
     tiers = {"hot": lookup.hot_tokens, "warm": lookup.warm_tokens, "cold": lookup.cold_tokens}
     tiers |= {"remote": lookup.remote_tokens, "moved": lookup.moved_tokens}
     found = ", ".join(f"{tokens} {tier}" for tier, tokens in tiers.items() if tokens) or "none"
-    told = f"of {lookup.prompt_tokens} tokens{whose} reused: {found}; {lookup.load_ms:.1f} ms to load; "
+    line = f"of {lookup.prompt_tokens} tokens{whose} reused: {found}; {lookup.load_ms:.1f} ms to load; "
     if (place := lookup.divergence) is None:
-        return f"{told}why no more: {lookup.reason}"
+        return f"{line}why no more: {lookup.reason}"
     where = f" in {place.where}" if place.where else ""
-    return f"{told}why no more: {lookup.reason} at token {place.token_index}{where}"
+    return f"{line}why no more: {lookup.reason} at token {place.token_index}{where}"

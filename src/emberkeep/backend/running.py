@@ -112,8 +112,8 @@ class RunningModel(Extras):
         }
         try:
             with httpx.Client(**self._connection) as http:
-                told = http.post("/v1/warm", json={key: value for key, value in wanted.items() if value}).json()
-            return Warmed(told["tokens"], told["cached_tokens"], told["seconds"], told["entry_id"])
+                warmed = http.post("/v1/warm", json={key: value for key, value in wanted.items() if value}).json()
+            return Warmed(warmed["tokens"], warmed["cached_tokens"], warmed["seconds"], warmed["entry_id"])
         except (httpx.HTTPError, ValueError, KeyError):
             return Warmed(0, 0, 0.0, "", error=str(self._gone()))
 

@@ -241,8 +241,8 @@ class _PrefixCall(_GenerationCall, TemplateFields):
     tools: ToolList | None = None
 
     def to_base(self) -> Request:
-        base, told = super().to_base(), self.chat_template_kwargs or {}
-        return replace(base, template_args=told, reasoning=self.to_reasoning())
+        base, args = super().to_base(), self.chat_template_kwargs or {}
+        return replace(base, template_args=args, reasoning=self.to_reasoning())
 
 
 class _ChatCall(_PrefixCall):

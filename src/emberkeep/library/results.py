@@ -312,8 +312,8 @@ class VerifyReport:
         at = self.first_difference
         same = f"all {self.length}" if at is None else f"the first {at} of {self.length}"
         forced = self.forced_agreement
-        told = "" if forced is None else f"; told the fresh answer so far, {forced:.0%}"
-        return f"Greedy tokens that agree: {same}{told}."
+        following = "" if forced is None else f"; told the fresh answer so far, {forced:.0%}"
+        return f"Greedy tokens that agree: {same}{following}."
 
     def _pairs(self) -> list[tuple[TokenLogprob, TokenLogprob]]:
         """For each token of the fresh answer: its distribution from stored state, and from a fresh evaluation."""
@@ -385,8 +385,8 @@ class VerifySummary:
         total = [f"{same} of {len(self.items)} answers are equal; {self.reused_tokens:,} tokens were reused."]
         if self.agreement is not None:
             forced = self.forced_agreement
-            told = "" if forced is None else f"; told the fresh answer so far, {forced:.1%}"
-            total.append(f"Greedy tokens that agree: {self.agreement:.1%}{told}.")
+            following = "" if forced is None else f"; told the fresh answer so far, {forced:.1%}"
+            total.append(f"Greedy tokens that agree: {self.agreement:.1%}{following}.")
         if self.mean_kl is not None:
             total.append(f"KL of the next token: {self.mean_kl:.4f} over all answers.")
         return "\n".join([*(f"{number:>3}  {item}" for number, item in enumerate(self.items, 1)), *total])

@@ -18,7 +18,7 @@ import apsw
 
 from emberkeep.errors import InvalidField
 from emberkeep.memory.database import rows, used_bytes, value
-from emberkeep.memory.terms import LONGEST, stems_of
+from emberkeep.memory.vectors import LONGEST, stems_of
 from emberkeep.text import encodable, shorten
 from emberkeep.types.memory import Fact, Note, SavedConversation, ToolUse, Turn
 from emberkeep.types.request import Json, Message, ToolCall
@@ -230,8 +230,8 @@ def saved_conversations(
 
 def _title(messages: Sequence[Message]) -> str:
     """The beginning of what the user said first."""
-    said = next((m.content for m in messages if m.role == "user" and m.content.strip()), "")
-    return shorten(" ".join(redact(encodable(said[: 10 * _TITLE_CHARS])).split()), _TITLE_CHARS)
+    first = next((m.content for m in messages if m.role == "user" and m.content.strip()), "")
+    return shorten(" ".join(redact(encodable(first[: 10 * _TITLE_CHARS])).split()), _TITLE_CHARS)
 
 
 def message_json(message: Message) -> dict[str, Any]:

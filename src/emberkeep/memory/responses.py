@@ -161,9 +161,9 @@ def put_response(
              (owner, conversation, name, previous, in_conversation, at, data, input, began)
              VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"""
     previous = encodable(response.previous) if response.previous is not None else None
-    told = response.data["created_at"], json.dumps(response.data), json.dumps(response.input)
+    content = response.data["created_at"], json.dumps(response.data), json.dumps(response.input)
     name = encodable(response.id)
-    db.execute(sql, (owner, within, name, previous, response.in_conversation, *told, began))
+    db.execute(sql, (owner, within, name, previous, response.in_conversation, *content, began))
     return db.last_insert_rowid()
 
 

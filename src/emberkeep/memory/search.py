@@ -22,8 +22,7 @@ import numpy as np
 
 from emberkeep.memory.database import rows, value
 from emberkeep.memory.records import conversation_id, conversation_token, unpack_uses, word_token
-from emberkeep.memory.terms import Term, asked_stems, stems_of, terms_of
-from emberkeep.memory.vectors import Floats, Ids, Vectors, similarities
+from emberkeep.memory.vectors import Floats, Ids, Term, Vectors, asked_stems, similarities, stems_of, terms_of
 from emberkeep.text import encodable
 from emberkeep.types.memory import MemoryKind, Recollection
 from emberkeep.values import dataclass
@@ -79,8 +78,8 @@ def _score(found: Sequence[_Row], question: _Question, meant: dict[int, float]) 
     now = time.time()
     scored = []
     for row in found:
-        said = _relevance(_beginning(row, most_chars), row.words, question, question.known.get(row.id, 0.0))
-        scored.append((_fuse(said, meant.get(row.id, 0.0)) * _freshness(now - row.at), row))
+        by_words = _relevance(_beginning(row, most_chars), row.words, question, question.known.get(row.id, 0.0))
+        scored.append((_fuse(by_words, meant.get(row.id, 0.0)) * _freshness(now - row.at), row))
     return sorted((one for one in scored if one[0] > 0), key=lambda one: (-one[0], -one[1].id))
 
 
@@ -317,14 +316,14 @@ def _freshness(age_s: float) -> float:
     return 1 - _RECENT * (1 - fresh)
 
 
-def _fuse(said: float, meant: float) -> float:
+def _fuse(by_words: float, meant: float) -> float:
     """The score for the same words and for the same meaning (a cosine): either is enough, both are better.
 
     Ranks are not fused, as is usual: the nearest vector of a question about nothing that is remembered would be
     worth as much as a perfect match.
     """
     near = min(max((meant - _UNRELATED) / (_SAME - _UNRELATED), 0.0), 1.0)
-    return 1 - (1 - said) * (1 - _MEANT * near)
+    return 1 - (1 - by_words) * (1 - _MEANT * near)
 
 
 _Passage = tuple[str, tuple[tuple[int, int], ...]]
@@ -334,10 +333,10 @@ _Passage = tuple[str, tuple[tuple[int, int], ...]]
 def _matching_passage(texts: tuple[str, str], words: Sequence[_Word]) -> _Passage:
     """The one with the most of the words; the beginning where there is none."""
     weights = {word.stem: word.weight for word in words}
-    said = [(text, terms_of(text)) for text in texts]
-    passages = [_best_passage(terms, weights) for _, terms in said]
+    parts = [(text, terms_of(text)) for text in texts]
+    passages = [_best_passage(terms, weights) for _, terms in parts]
     chosen = max((0, 1), key=lambda i: passages[i][0])
-    text, terms = said[chosen]
+    text, terms = parts[chosen]
     return _passage(encodable(text).encode(), terms, passages[chosen][1], weights)
 
 
@@ -351,19 +350,19 @@ def _best_passage(terms: list[Term], weights: dict[str, float]) -> tuple[float, 
     return best
 
 
-def _passage(said: bytes, terms: list[Term], first: int, weights: dict[str, float]) -> _Passage:
+def _passage(encoded: bytes, terms: list[Term], first: int, weights: dict[str, float]) -> _Passage:
     shown = terms[first : first + _SNIPPET]
     begin = shown[0][0] if first else 0
-    end = shown[-1][1] if first + _SNIPPET < len(terms) else len(said)
+    end = shown[-1][1] if first + _SNIPPET < len(terms) else len(encoded)
     text, at, matches = "", begin, []
     for start, stop, stem in shown:
         if stem in weights and start >= at:
-            text += said[at:start].decode()
-            word = said[start:stop].decode()
+            text += encoded[at:start].decode()
+            word = encoded[start:stop].decode()
             matches.append((len(text), len(text) + len(word)))
             text, at = text + word, stop
-    text += said[at:end].decode()
+    text += encoded[at:end].decode()
     lead = "…" if begin else ""
     moved = len(lead) - (len(text) - len(text.lstrip()))
-    passage = f"{lead}{text.strip()}{'…' if end < len(said) else ''}"
+    passage = f"{lead}{text.strip()}{'…' if end < len(encoded) else ''}"
     return passage, tuple((start + moved, stop + moved) for start, stop in matches)

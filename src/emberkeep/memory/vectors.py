@@ -1,4 +1,5 @@
-"""Turns by their meaning: texts as vectors, which lie close together where they mean the same.
+"""What texts are found by: their meaning, as vectors that lie close together where it is the same, and their
+words, folded, stemmed, and in pairs of characters where a script has no spaces.
 
 The vectors are in the file, and one bit of each dimension is in RAM to find the nearest by.
 Only an owner's newest turns are looked at, so that a search takes about as long whether there are thousands or
@@ -7,7 +8,8 @@ millions; older ones are found by their words. Vectors of another size are anoth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,27 +22,35 @@ import numpy.typing as npt
 from emberkeep.errors import MemoryFailed
 from emberkeep.latest import Latest
 from emberkeep.memory.database import rows, value
-from emberkeep.memory.terms import telling_words
+from emberkeep.text import encodable
 from emberkeep.values import dataclass
 
 _NEWEST = 200_000
 """Vectors of an owner that are compared: 6 MB of RAM, and about 3 ms."""
+
 _OWNERS = 8
 """So many owners' bits are kept in RAM."""
+
 _NEAREST = 256
 """By their bits; among those the nearest are picked by the vectors themselves."""
+
 _NEVER = 1 << 30
 """More bits than a vector has."""
+
 _SCALE = 127
+
 _CATCH_UP = 1000
 """Among so many of the newest turns, those without a vector get one when something is searched."""
 
 _MODEL = "l2_supercat"
+
 _MOST_CHARS = 4000
 """A longer text is cut: a vector is an average, in which long texts all look alike."""
 
 Ids = npt.NDArray[np.int64]
+
 Floats = npt.NDArray[np.float32]
+
 Embed = Callable[[Sequence[str]], Floats]
 """One row for each text, a unit vector; a text without any known word has a row of zeros."""
 
@@ -171,3 +181,96 @@ def _append(old: _Known | None, new: _Known) -> _Known:
         np.concatenate([old.conversations, new.conversations])[-_NEWEST:],
         np.concatenate([old.bits, new.bits], axis=1)[:, -_NEWEST:],
     )
+
+
+# ── words ──
+
+_SCRIPTS = r"\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+
+_UNSPACED_BYTES = 3
+"""Each of these characters in UTF-8."""
+
+_WORD = re.compile(r"\w+")
+
+LONGEST = 64
+"""Characters of a word that people could ask for; what is longer is data."""
+
+Term = tuple[int, int, str]
+"""Begin and end in bytes of the UTF-8 text, and the stem."""
+
+
+def terms_of(text: str) -> list[Term]:
+    encoded = encodable(text).encode()
+    found = _tokenizer()(encoded, apsw.FTS5_TOKENIZE_DOCUMENT, None, include_colocated=False)
+    if not _unspaced().search(text):
+        return list(found)
+    return [term for begin, end, stem in found for term in _split(begin, end, stem)]
+
+
+def stems_of(text: str) -> list[str]:
+    """Those of `terms_of`, in half the time where no text is without spaces."""
+    if _unspaced().search(text):
+        return [stem for _, _, stem in terms_of(text)]
+    encoded = encodable(text).encode()
+    found = _tokenizer()(
+        encoded, apsw.FTS5_TOKENIZE_DOCUMENT, None, include_offsets=False, include_colocated=False
+    )
+    return list(found)
+
+
+def asked_stems(query: str) -> list[str]:
+    """The different words of a question in their order, without those that every question has."""
+    stems = [stem for stem in dict.fromkeys(stems_of(query)) if len(stem) <= LONGEST]
+    return [stem for stem in stems if stem not in _stop_stems()] or stems
+
+
+def telling_words(text: str) -> str:
+    """The text without what every sentence has; all of it where it has nothing else."""
+    return " ".join(word for word in _WORD.findall(text) if word.lower() not in _STOP_WORDS) or text
+
+
+def _split(begin: int, end: int, stem: str) -> Iterator[Term]:
+    """A word as it is, but each two neighbours in a part of it that would have no spaces."""
+    if len(stem.encode()) != end - begin:  # it was folded: where its parts are is not known
+        yield begin, end, stem
+        return
+    for run in _runs().finditer(stem):
+        if not run["unspaced"] or len(run[0]) == 1:
+            yield begin, begin + len(run[0].encode()), run[0]
+        else:
+            for i in range(len(run[0]) - 1):
+                start = begin + _UNSPACED_BYTES * i
+                yield start, start + 2 * _UNSPACED_BYTES, run[0][i : i + 2]
+        begin += len(run[0].encode())
+
+
+_LISTED = """
+a about again all also am an and any are as at be been but by call called can could did do does earlier for from
+get give had has have he her him his how i if in into is it its just know let like may me mention mentioned might
+my name named no not of on or our out please remember say said she should so some still talk talked tell than
+that the their them then there these they thing things this those to told up us was we were what when where which
+who whom whose why will with would you your s t d m re ve ll don
+"""
+
+_STOP_WORDS = frozenset(_LISTED.split())
+
+
+# What takes a while is made when it is first needed: few conversations need any of it.
+@cache
+def _tokenizer() -> Any:
+    return apsw.Connection(":memory:").fts5_tokenizer("porter", ["unicode61", "remove_diacritics", "2"])
+
+
+@cache
+def _unspaced() -> re.Pattern[str]:
+    return re.compile(f"[{_SCRIPTS}]")
+
+
+@cache
+def _runs() -> re.Pattern[str]:
+    return re.compile(f"(?P<unspaced>[{_SCRIPTS}]+)|[^{_SCRIPTS}]+")
+
+
+@cache
+def _stop_stems() -> frozenset[str]:
+    return frozenset(stems_of(_LISTED))

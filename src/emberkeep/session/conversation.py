@@ -92,15 +92,15 @@ class Conversations:
         self._may_splice = may_splice
         self._auto_truncate = auto_truncate
 
-    def open(self, request: Request, lineage: Lineage) -> Conversation:
+    def open(self, request: Request, lineage: Lineage, *, is_dry_run: bool = False) -> Conversation:
         """`request` without what left it before, and without more if it is too long. Raises RequestError:
-        ContextExceeded where it does not fit even so."""
+        ContextExceeded where it does not fit even so. In a dry run nothing is written or recalled."""
         is_conversation = self._sessions.applies(request)
         try:
             if not self._auto_truncate:
                 self._prompts.check_size(request, may_evict=is_conversation)
             if is_conversation:
-                return self._fitted(self._shown(request, lineage))
+                return self._fitted(self._shown(request, lineage, is_dry_run=is_dry_run))
             return self._fitted(Conversation(request, lineage, self._prompts.build(request, lineage)))
         except ContextExceeded as error:
             is_chat = request.prompt is None and not request.execution.is_prefix
@@ -109,12 +109,6 @@ class Conversations:
                     error.prompt_tokens, error.context, may_evict=False, is_counted=error.is_counted
                 ) from error
             raise
-
-    def dry_run(self, request: Request, lineage: Lineage) -> Conversation:
-        """What `open` would make of it, with nothing written or recalled. Raises RequestError."""
-        if not self._sessions.applies(request):
-            return self._fitted(Conversation(request, lineage, self._prompts.build(request, lineage)))
-        return self._fitted(self._shown(request, lineage, is_dry_run=True))
 
     def make_room(self, now: Conversation) -> Conversation | None:
         """Let more messages leave while the answer is being written. None: none may."""
@@ -175,7 +169,7 @@ class Conversations:
 
     # ── what leaves ──
 
-    def _shown(self, request: Request, lineage: Lineage, *, is_dry_run: bool = False) -> Conversation:
+    def _shown(self, request: Request, lineage: Lineage, *, is_dry_run: bool) -> Conversation:
         """The conversation that the model is shown. It may still be too long, if nothing else may leave."""
         view = self._sessions.view(request, is_dry_run=is_dry_run)
         if not self._sessions.may_evict(request):

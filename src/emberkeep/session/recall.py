@@ -40,9 +40,9 @@ def listed(found: Sequence[Recollection]) -> str:
 
 def _entry(found: Recollection) -> str:
     when = strftime("%Y-%m-%d", localtime(found.at))
-    said = [("user", found.user_text), ("assistant", found.assistant_text)]
-    said += [(f"tool {use.name}({use.arguments})", use.result) for use in found.tool_uses]
-    return "".join(f"{when} {who}: {text.strip()}\n" for who, text in said if text.strip())
+    texts = [("user", found.user_text), ("assistant", found.assistant_text)]
+    texts += [(f"tool {use.name}({use.arguments})", use.result) for use in found.tool_uses]
+    return "".join(f"{when} {who}: {text.strip()}\n" for who, text in texts if text.strip())
 
 
 def fitting(found: Sequence[Recollection], room: int, count: Callable[[str], int]) -> list[Recollection]:
@@ -179,12 +179,12 @@ def shorten_results(messages: Sequence[Message]) -> tuple[Message, ...] | None:
 
 
 def exchange_messages(
-    said: str, calls: Sequence[ToolCall], results: Sequence[str], reasoning: str = ""
+    text: str, calls: Sequence[ToolCall], results: Sequence[str], reasoning: str = ""
 ) -> tuple[Message, ...]:
     """What a conversation says about calls and their results."""
-    told = zip(calls, results, strict=True)
-    asked = Message("assistant", said, reasoning, tuple(calls))
-    return (asked, *(Message("tool", result, tool_call_id=call.id, name=call.name) for call, result in told))
+    pairs = zip(calls, results, strict=True)
+    asked = Message("assistant", text, reasoning, tuple(calls))
+    return (asked, *(Message("tool", result, tool_call_id=call.id, name=call.name) for call, result in pairs))
 
 
 def fit_results(messages: Sequence[Message], room: int, count: Callable[[str], int]) -> tuple[Message, ...]:

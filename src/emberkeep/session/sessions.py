@@ -303,9 +303,9 @@ class Sessions:
             log.warning("nothing was recalled: %s", error)
             return []
         room = min(room, self.policy.recall_tokens)
-        said = set(view.history.keys)
+        spoken = set(view.history.keys)
         # What was said in a branch that the user has left is not quoted.
-        good = [one for one in found if one.score >= _SCORE and one.key in said]
+        good = [one for one in found if one.score >= _SCORE and one.key in spoken]
         return fitting(good[:_RECALLED], room, count)
 
     def search(self, request: Request, call: ToolCall) -> str:
@@ -333,21 +333,21 @@ class Sessions:
                     self._told.discard(place)
 
     def exchanged(
-        self, request: Request, usage: Usage, said: str, calls: Sequence[ToolCall], results: Sequence[str]
+        self, request: Request, usage: Usage, text: str, calls: Sequence[ToolCall], results: Sequence[str]
     ) -> None:
         """From now on the conversation has these calls and their results, which its client does not know of.
 
-        `usage`: of the answer that made them; `said`: what the client has of what the model said in the same
+        `usage`: of the answer that made them; `text`: what the client has of what the model said in the same
         breath. Only within `answering`. Never raises.
         """
         view = self.view(request)
         place = len(view.history.spoken) - 1
         known = view.inserted.get(place, Inserted())
-        more = exchange_messages(said.rstrip(), calls, results)
+        more = exchange_messages(text.rstrip(), calls, results)
         given = len(view.messages) - len(known.after)
         room = room_for_results(view.messages, given, usage, self.policy.context, self._count)
         after = fit_results((*known.after, *more), room, self._count)
-        put = replace(known, after=after, said=known.said + said)
+        put = replace(known, after=after, said=known.said + text)
         self._written(request.namespace, view, [], put.note(view.history.keys[place]))
         with self._lock:
             self._told.add((request.namespace, view.history.keys[place]))

@@ -149,23 +149,23 @@ class View:
     @property
     def messages(self) -> tuple[Message, ...]:
         spoken = {index: i for i, index in enumerate(self.history.spoken)}
-        told, said = False, ""
+        has_notice, known = False, ""
         shown: list[Message] = []
         for index, message in enumerate(self.history.messages):
             place = spoken.get(index)
             if place in self.gone.spoken:
-                said = ""
+                known = ""
                 continue
             if place is not None and place in self.written:
                 message = as_written(message, self.written[place])
             put = self.inserted.get(place, Inserted()) if place is not None else Inserted()
             before = put.before
-            if message.role == "user" and not told:
-                told, before = True, self.gone.notice + before
-            text = before + message.content.removeprefix(said)
+            if message.role == "user" and not has_notice:
+                has_notice, before = True, self.gone.notice + before
+            text = before + message.content.removeprefix(known)
             shown.append(replace(message, content=text) if text != message.content else message)
             shown += put.after
-            said = put.said
+            known = put.said
         return tuple(shown)
 
     def without(self, turns: Iterable[frozenset[int]]) -> View:
