@@ -28,6 +28,7 @@ CACHED = {"type": "ephemeral"}
 CACHED_1H = {"type": "ephemeral", "ttl": "1h"}
 HELLO = {"role": "user", "content": "Hello"}
 WEATHER = {"name": "get_weather", "description": "The weather.", "input_schema": {"type": "object"}}
+DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "A"}}
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Zürich"}}
 
 
@@ -53,14 +54,6 @@ def test_the_system_prompt_is_one_message(system: Any) -> None:
         Message("system", "You are kind.\nBe brief."),
         Message("user", "Hello"),
     )
-
-
-def test_a_text_stands_for_one_block_of_it() -> None:
-    assert read().messages == read(messages=[{"role": "user", "content": [text("Hello")]}]).messages
-
-
-def test_texts_of_one_message_stand_on_their_own_lines() -> None:
-    assert said(text("Read this:"), text("A letter.")) == (Message("user", "Read this:\nA letter."),)
 
 
 def test_neighbours_of_one_role_are_one_message() -> None:
@@ -104,14 +97,7 @@ def test_images_are_passed_on_to_models_that_can_see() -> None:
 @pytest.mark.parametrize(
     ("block", "expected"),
     [
-        (
-            {
-                "type": "document",
-                "title": "Ship",
-                "source": {"type": "text", "media_type": "text/plain", "data": "A"},
-            },
-            "Ship\nA",
-        ),
+        ({**DOCUMENT, "title": "Ship", "citations": {"enabled": False}}, "Ship\nA"),
         ({"type": "document", "context": "Old", "source": {"type": "content", "content": "A"}}, "Old\nA"),
         ({"type": "document", "source": {"type": "content", "content": [text("A"), text("B")]}}, "A\nB"),
         (
@@ -203,11 +189,6 @@ def test_thinking_goes_back_as_the_reasoning_of_its_message() -> None:
 def test_thinking_that_was_not_shown_comes_back_in_its_signature() -> None:
     thought = {"type": "thinking", "thinking": "", "signature": pack_reasoning("It rains. ☂")}
     assert said(thought, text("Rain."), role="assistant") == (Message("assistant", "Rain.", "It rains. ☂"),)
-
-
-@pytest.mark.parametrize("signature", ["", "EqQBCgIYAhIM", "emberkeep:?", "emberkeep:AAAA", "emberkeep:"])
-def test_a_signature_of_others_stands_for_nothing(signature: str) -> None:
-    assert unpack_reasoning(signature) == ""
 
 
 def test_a_signature_that_unpacks_to_too_much_is_cut() -> None:
@@ -327,17 +308,6 @@ def test_users_whose_names_join_to_the_same_words_are_two() -> None:
     assert user_of_metadata(one) != user_of_metadata(other)
 
 
-def test_an_empty_last_message_of_the_user_is_refused() -> None:
-    """Without it the model would go on with its own last message."""
-    said = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "x"},
-        {"role": "user", "content": ""},
-    ]
-    with pytest.raises(InvalidField, match=r"messages\[2\]\.content: is empty"):
-        read(messages=said)
-
-
 # ── breakpoints ──
 
 
@@ -412,6 +382,27 @@ def test_one_for_the_whole_request_stands_at_its_end() -> None:
             {"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}},
             "tool_choice.disable_parallel_tool_use: give true or false.",
         ),
+        # Without it the model would go on with its own last message.
+        (
+            {"messages": [HELLO, {"role": "assistant", "content": "x"}, {"role": "user", "content": ""}]},
+            "messages[2].content: is empty: give at least one block with a text.",
+        ),
+        *(
+            (
+                {"messages": [{"role": "user", "content": [{"type": "document", "source": source}]}]},
+                "messages[0].content[0].source: models here read text: "
+                "give the document as a source of type text or content.",
+            )
+            for source in (
+                {"type": "base64", "data": "JVBER"},
+                {"type": "url", "url": "https://x"},
+                {"type": "file"},
+            )
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{**DOCUMENT, "citations": {"enabled": True}}]}]},
+            "messages[0].content[0].citations: models here do not cite: leave it out.",
+        ),
         ({"mcp_servers": [{}]}, "mcp_servers: is not supported: let the client call these servers."),
         ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl: give '5m' or '1h'."),
     ],
@@ -420,32 +411,6 @@ def test_what_cannot_be_done_is_said_with_its_place(body: dict[str, Any], senten
     with pytest.raises(InvalidField) as refused:
         read(**body)
     assert str(refused.value) == sentence
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        {"type": "base64", "media_type": "application/pdf", "data": "JVBER"},
-        {"type": "url", "url": "https://example.com/a.pdf"},
-        {"type": "file", "file_id": "file_1"},
-    ],
-)
-def test_documents_that_are_no_text_are_refused(source: Any) -> None:
-    with pytest.raises(InvalidField, match=r"messages\[0\]\.content\[0\]\.source: models here read text"):
-        said({"type": "document", "source": source})
-
-
-def test_nothing_is_cited_here() -> None:
-    source = {"type": "text", "media_type": "text/plain", "data": "A"}
-    with pytest.raises(InvalidField, match="models here do not cite"):
-        said({"type": "document", "source": source, "citations": {"enabled": True}})
-    assert said({"type": "document", "source": source, "citations": {"enabled": False}})
-
-
-def test_a_beginning_and_a_schema_contradict_each_other() -> None:
-    form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
-    with pytest.raises(InvalidField, match="goes without a last message of the assistant"):
-        read(messages=[HELLO, {"role": "assistant", "content": "{"}], output_config=form)
 
 
 def test_what_agents_send_besides_is_ignored() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import json
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -20,7 +21,16 @@ from emberkeep.types.events import (
     TokenLogprob,
     ToolCallDelta,
 )
-from emberkeep.types.request import Image, Infill, JsonFormat, Message, ReasoningFormat, Request, ToolCall
+from emberkeep.types.request import (
+    Image,
+    Infill,
+    JsonFormat,
+    Message,
+    ReasoningFormat,
+    Request,
+    Sampling,
+    ToolCall,
+)
 from helpers.scripted_server import COMPLETED
 
 HELLO = {"role": "user", "content": "why is the sky blue?"}
@@ -38,114 +48,9 @@ def generate(**fields: Any) -> Request:
 # ── options ──
 
 
-def test_options_become_sampling_and_limits() -> None:
-    request = chat(
-        options={
-            "temperature": 0.5,
-            "top_k": 20,
-            "top_p": 0.9,
-            "min_p": 0.1,
-            "typical_p": 0.7,
-            "repeat_penalty": 1.2,
-            "presence_penalty": 1.5,
-            "frequency_penalty": 1.0,
-            "seed": 42,
-            "repeat_last_n": 33,
-            "mirostat": 1,
-            "mirostat_tau": 0.8,
-            "mirostat_eta": 0.6,
-            "num_predict": 100.0,
-            "stop": ["\n", "user:"],
-        }
-    )
-    sampling = request.sampling
-    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 20, 0.9, 0.1)
-    assert (sampling.typical_p, sampling.repetition_penalty, sampling.presence_penalty) == (0.7, 1.2, 1.5)
-    assert (sampling.frequency_penalty, sampling.seed) == (1.0, 42)
-    assert (sampling.repeat_last_n, sampling.mirostat) == (33, 1)
-    assert (sampling.mirostat_tau, sampling.mirostat_eta) == (0.8, 0.6)
-    assert (request.max_tokens, request.stop) == (100, ("\n", "user:"))
-
-
 def test_options_that_say_how_a_model_is_loaded_are_ignored() -> None:
     loading = {"numa": False, "num_gpu": 1, "num_batch": 2, "main_gpu": 0, "use_mmap": True, "num_thread": 8}
     assert chat(options={**loading, "num_keep": 5, "penalize_newline": True, "num_ctx": 1024}) == chat()
-
-
-@pytest.mark.parametrize("limit", [-1, -2])
-def test_no_limit_is_written_in_two_ways(limit: int) -> None:
-    assert chat(options={"num_predict": limit}).max_tokens is None
-
-
-def test_a_seed_of_minus_one_is_none() -> None:
-    assert chat(options={"seed": -1}).sampling.seed is None
-
-
-def test_a_bad_option_is_named() -> None:
-    with pytest.raises(InvalidField, match=r"options\.num_predict: give 0 or more, -1 for no limit or -2"):
-        chat(options={"num_predict": -3})
-
-
-@pytest.mark.parametrize("mode", [3, False, "1"])
-def test_mirostat_is_one_of_three_numbers(mode: Any) -> None:
-    with pytest.raises(InvalidField, match=r"options\.mirostat"):
-        chat(options={"mirostat": mode})
-
-
-# ── other fields ──
-
-
-@pytest.mark.parametrize(
-    ("written", "seconds"),
-    [("5m", 300), ("1h30m", 5400), ("300ms", 0.3), (60, 60), ("0", 0), (0, 0), (-1, -1), ("-1m", -60)],
-)
-def test_keep_alive_is_a_duration_or_seconds(written: str | int, seconds: float) -> None:
-    assert validate(OllamaChatBody, {"keep_alive": written}).keep_alive == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize("written", [10**400, -(10**400), 1e300, "9999999999999h"])
-def test_keep_alive_that_is_too_long_to_count_is_for_ever(written: Any) -> None:
-    assert validate(OllamaChatBody, {"keep_alive": written}).keep_alive == -1
-
-
-@pytest.mark.parametrize("written", ["soon", "5 minutes", True, []])
-def test_keep_alive_is_nothing_else(written: Any) -> None:
-    with pytest.raises(InvalidField, match="keep_alive: give seconds"):
-        validate(OllamaChatBody, {"keep_alive": written})
-
-
-def test_a_format_is_json_or_a_schema_or_nothing() -> None:
-    schema = {"type": "object", "properties": {"age": {"type": "integer"}}}
-    assert chat(format="json").format == JsonFormat()
-    assert chat(format=schema).format == JsonFormat(schema)
-    assert chat(format="").format is None
-    with pytest.raises(InvalidField, match="format"):
-        chat(format="yaml")
-
-
-def test_thinking_is_switched_by_the_template_and_told_apart() -> None:
-    assert chat().template_args == {}
-    assert chat(think=True).template_args == {"enable_thinking": True}
-    assert chat(think=True).reasoning is ReasoningFormat.SEPARATE
-    assert chat(think="high").template_args == {"enable_thinking": True, "reasoning_effort": "high"}
-    assert chat(think=False).template_args == {"enable_thinking": False}
-    assert chat(think=False).reasoning is ReasoningFormat.STRIP
-
-
-def test_logprobs_are_asked_for_as_in_openais_chat() -> None:
-    assert chat().top_logprobs is None
-    assert chat(logprobs=True).top_logprobs == 0
-    assert chat(logprobs=True, top_logprobs=3).top_logprobs == 3
-
-
-def test_what_must_not_be_truncated_is_not_evicted() -> None:
-    assert chat().evict is None
-    assert chat(truncate=False).evict is False
-
-
-def test_whose_request_it_is_can_be_said_too() -> None:
-    request = chat(user_id="ada", conversation_id="c1")
-    assert (request.user, request.conversation_id) == ("ada", "c1")
 
 
 # ── messages ──
@@ -186,8 +91,6 @@ def test_images_are_data_with_their_kind() -> None:
         Image(f"data:image/png;base64,{PIXEL}"),
         Image("data:image/jpeg;base64,/9j/4AAQ"),
     )
-    with pytest.raises(InvalidField, match=r"messages\[0\]\.images\[0\]: give an image as base64"):
-        chat(messages=[{**HELLO, "images": ["./cat.png"]}])
 
 
 def test_thoughts_come_back() -> None:
@@ -207,8 +110,6 @@ def test_a_prompt_becomes_a_message_after_the_system_prompt() -> None:
 def test_a_raw_prompt_stays_as_it_is() -> None:
     request = generate(raw=True, prompt="[INST] hi [/INST]")
     assert (request.prompt, request.messages) == ("[INST] hi [/INST]", ())
-    with pytest.raises(InvalidField, match="system: does not go with raw"):
-        generate(raw=True, system="x")
 
 
 def test_a_raw_prompt_has_the_usual_limit_of_completions_unless_it_says() -> None:
@@ -221,18 +122,81 @@ def test_a_raw_prompt_has_the_usual_limit_of_completions_unless_it_says() -> Non
 def test_a_suffix_asks_for_the_text_in_between() -> None:
     request = generate(prompt="def f(", suffix="return 1")
     assert (request.prompt, request.infill) == ("def f(", Infill("return 1"))
-    with pytest.raises(InvalidField, match="system: does not go with raw and suffix"):
-        generate(suffix="x", system="y")
 
 
-def test_how_long_the_model_stays_goes_with_the_request() -> None:
-    assert chat(keep_alive="5m").keep_alive_s == 300
-    assert chat().keep_alive_s is None
+SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}}
+SAMPLED = {"temperature": 0.5, "top_k": 20, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.7, "presence_penalty": 1.5}
+SAMPLED |= {"frequency_penalty": 1.0, "seed": 42, "repeat_last_n": 33, "mirostat": 1, "mirostat_tau": 0.8}
 
 
-def test_another_template_is_refused() -> None:
-    with pytest.raises(InvalidField, match="template: is the model's own here"):
-        generate(template="{{ .Prompt }}")
+@pytest.mark.parametrize(
+    ("fields", "attribute", "expected"),
+    [
+        ({"options": {**SAMPLED, "repeat_penalty": 1.2}}, "sampling", Sampling(**SAMPLED, repetition_penalty=1.2)),
+        ({"options": {"num_predict": 100.0}}, "max_tokens", 100),
+        ({"options": {"num_predict": -1}}, "max_tokens", None),
+        ({"options": {"num_predict": -2}}, "max_tokens", None),
+        ({"options": {"stop": ["\n", "user:"]}}, "stop", ("\n", "user:")),
+        ({"options": {"seed": -1}}, "sampling.seed", None),
+        ({"format": "json"}, "format", JsonFormat()),
+        ({"format": SCHEMA}, "format", JsonFormat(SCHEMA)),
+        ({"format": ""}, "format", None),
+        ({}, "template_args", {}),
+        ({"think": True}, "template_args", {"enable_thinking": True}),
+        ({"think": True}, "reasoning", ReasoningFormat.SEPARATE),
+        ({"think": "high"}, "template_args", {"enable_thinking": True, "reasoning_effort": "high"}),
+        ({"think": False}, "template_args", {"enable_thinking": False}),
+        ({"think": False}, "reasoning", ReasoningFormat.STRIP),
+        ({}, "top_logprobs", None),
+        ({"logprobs": True}, "top_logprobs", 0),
+        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs", 3),
+        ({}, "evict", None),
+        ({"truncate": False}, "evict", False),
+        ({"user_id": "ada"}, "user", "ada"),
+        ({"conversation_id": "c1"}, "conversation_id", "c1"),
+        ({}, "keep_alive_s", None),
+        *(({"keep_alive": one}, "keep_alive_s", s) for one, s in (("5m", 300), ("1h30m", 5400), ("300ms", 0.3))),
+        *(
+            ({"keep_alive": one}, "keep_alive_s", s)
+            for one, s in ((60, 60), ("0", 0), (0, 0), (-1, -1), ("-1m", -60))
+        ),
+        *(({"keep_alive": one}, "keep_alive_s", -1) for one in (10**400, -(10**400), 1e300, "9999999999999h")),
+    ],
+)
+def test_fields_reach_the_request(fields: dict[str, Any], attribute: str, expected: Any) -> None:
+    found = attrgetter(attribute)(chat(**fields))
+    assert found == (pytest.approx(expected) if attribute == "keep_alive_s" and expected else expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"options": {"num_predict": -3}}, r"options\.num_predict: give 0 or more, -1 for no limit or -2"),
+        *(({"options": {"mirostat": mode}}, r"options\.mirostat") for mode in (3, False, "1")),
+        *(({"keep_alive": one}, "keep_alive: give seconds") for one in ("soon", "5 minutes", True, [])),
+        ({"format": "yaml"}, "format"),
+        (
+            {"messages": [{**HELLO, "images": ["./cat.png"]}]},
+            r"messages\[0\]\.images\[0\]: give an image as base64",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_refused_by_its_name(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidField, match=sentence):
+        chat(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"raw": True, "system": "x"}, "system: does not go with raw"),
+        ({"suffix": "x", "system": "y"}, "system: does not go with raw and suffix"),
+        ({"template": "{{ .Prompt }}"}, "template: is the model's own here"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused_by_its_name(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidField, match=sentence):
+        generate(**fields)
 
 
 def test_a_context_is_the_conversation_so_far() -> None:

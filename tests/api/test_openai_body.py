@@ -211,12 +211,6 @@ def test_what_an_answer_must_look_like_has_many_names(fields: dict[str, Any], wa
         assert found.param.partition(".")[0] in fields
 
 
-def test_an_answer_can_have_one_format_only() -> None:
-    with pytest.raises(InvalidField, match="guided_regex: goes without grammar") as caught:
-        request_of(grammar="g", guided_regex="a")
-    assert caught.value.param == "guided_regex"
-
-
 def test_an_error_never_repeats_a_long_name() -> None:
     with pytest.raises(InvalidField) as caught:
         request_of(logit_bias={"x" * 100_000: 1})
@@ -308,28 +302,6 @@ def test_fields_reach_the_request(fields: dict[str, Any], attribute: str, expect
     assert attrgetter(attribute)(request_of(**fields)) == expected
 
 
-PREDICTED = {"type": "content", "content": "x" * (2**18 + 1)}
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"prediction": "x"}, "prediction"),
-        ({"prediction": {"content": "x"}}, "prediction.type"),
-        ({"prediction": {"type": "content"}}, "prediction.content"),
-        ({"prediction": {"type": "content", "content": [{"type": "image_url"}]}}, "prediction.content[0].type"),
-        ({"prediction": PREDICTED}, "prediction.content"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"tools": [], "tool_choice": {"type": "function", "function": {"name": "t"}}}, "tool_choice"),
-        *(({"tools": [{"function": {"name": n}}]}, "tools[0].function.name") for n in ("", "a b", "a" * 129, "é")),
-    ],
-)
-def test_a_bad_field_is_refused_with_its_place(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidField) as caught:
-        request_of(**fields)
-    assert caught.value.param == param
-
-
 def test_fields_left_out_and_nulls_mean_the_defaults() -> None:
     nulls = {name: None for name in ChatBody.model_fields if name != "messages"}
     assert request_of(**nulls) == request_of()
@@ -398,23 +370,33 @@ def test_how_long_the_whole_conversation_is_kept_is_said_by_the_request_first() 
 
 
 @pytest.mark.parametrize(
-    ("message", "path"),
+    ("fields", "param"),
     [
-        ({"cache_control": {"type": "persistent"}}, "messages[0].cache_control.type"),
-        ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "messages[0].cache_control.ttl"),
-        ({"cache_control": True}, "messages[0].cache_control"),
-        ({"stable": "yes"}, "messages[0].stable"),
-        ({"content": [{"type": "text", "text": "x", "stable": 1}]}, "messages[0].content[0].stable"),
-        (
-            {"content": [{"type": "text", "text": "x", "cache_control": "1h"}]},
-            "messages[0].content[0].cache_control",
+        ({"prediction": "x"}, "prediction"),
+        ({"prediction": {"content": "x"}}, "prediction.type"),
+        ({"prediction": {"type": "content"}}, "prediction.content"),
+        ({"prediction": {"type": "content", "content": [{"type": "image_url"}]}}, "prediction.content[0].type"),
+        ({"prediction": {"type": "content", "content": "x" * (2**18 + 1)}}, "prediction.content"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"tools": [], "tool_choice": {"type": "function", "function": {"name": "t"}}}, "tool_choice"),
+        *(({"tools": [{"function": {"name": n}}]}, "tools[0].function.name") for n in ("", "a b", "a" * 129, "é")),
+        *(
+            ({"messages": [{"role": "user", "content": "x", **mark}]}, f"messages[0].{param}")
+            for mark, param in (
+                ({"cache_control": {"type": "persistent"}}, "cache_control.type"),
+                ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl"),
+                ({"cache_control": True}, "cache_control"),
+                ({"stable": "yes"}, "stable"),
+                ({"content": [{"type": "text", "text": "x", "stable": 1}]}, "content[0].stable"),
+                ({"content": [{"type": "text", "text": "x", "cache_control": "1h"}]}, "content[0].cache_control"),
+            )
         ),
     ],
 )
-def test_a_mark_that_is_none_is_refused(message: dict[str, Any], path: str) -> None:
+def test_a_bad_field_is_refused_with_its_place(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidField) as caught:
-        request_of(messages=[{"role": "user", "content": "x", **message}])
-    assert caught.value.param == path
+        request_of(**fields)
+    assert caught.value.param == param
 
 
 def test_many_marks_are_read_in_time_that_grows_with_their_number() -> None:

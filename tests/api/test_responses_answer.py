@@ -6,8 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from openai._models import validate_type
 from openai.types.responses import Response, ResponseStreamEvent
 
@@ -243,11 +241,3 @@ def test_a_stream_that_fails_says_so_twice(status: int, code: str | None, told_c
     assert last["response"]["error"] == {"code": told_code, "message": "It broke."}
     assert last["response"]["output"][0]["content"][0]["text"] == "Hi"
     assert [event["sequence_number"] for event in told] == list(range(len(told)))
-
-
-@given(st.lists(st.text(min_size=1), min_size=1, max_size=5))
-def test_deltas_add_up_to_the_text(texts: list[str]) -> None:
-    told = play(*(TextDelta(0, text) for text in texts), STOP)
-    deltas = [event["delta"] for event in told if event["type"] == "response.output_text.delta"]
-    assert deltas == texts
-    assert told[-1]["response"]["output"][0]["content"][0]["text"] == "".join(texts)

@@ -39,73 +39,7 @@ def test_instructions_stand_before_everything() -> None:
     )
 
 
-def test_every_field_finds_its_place() -> None:
-    asked = request(
-        max_output_tokens=7,
-        temperature=0.5,
-        top_p=0.9,
-        top_logprobs=3,
-        truncation="auto",
-        reasoning={"effort": "low", "summary": "auto"},
-        parallel_tool_calls=False,
-        prompt_cache_key="key",
-        prompt_cache_retention="24h",
-        user="ada",
-        stop=["END"],
-        speculation=False,
-    )
-    assert (asked.max_tokens, asked.sampling.temperature, asked.sampling.top_p) == (7, 0.5, 0.9)
-    assert (asked.top_logprobs, asked.evict, asked.parallel_tool_calls) == (3, True, False)
-    assert asked.template_args == {"enable_thinking": True, "reasoning_effort": "low"}
-    assert (asked.cache_key, asked.ttl, asked.user, asked.stop) == ("key", Ttl.EXTENDED, "ada", ("END",))
-    assert asked.speculation is False
-
-
-def test_what_is_left_out_is_as_configured() -> None:
-    asked = request()
-    assert (asked.evict, asked.max_tokens, asked.top_logprobs, asked.ttl) == (None, None, None, None)
-    assert asked.template_args == {} and asked.tools == () and asked.format is None
-
-
-def test_effort_none_switches_thinking_off() -> None:
-    assert request(reasoning={"effort": "none"}).template_args["enable_thinking"] is False
-
-
-def test_truncation_disabled_refuses_long_prompts() -> None:
-    assert request(truncation="disabled").evict is False
-
-
-def test_logprobs_are_asked_for_by_include() -> None:
-    assert request(include=["message.output_text.logprobs"]).top_logprobs == 0
-
-
-@pytest.mark.parametrize(("ttl", "kept"), [("30m", Ttl.LONG), ("12h", Ttl.EXTENDED)])
-def test_cache_options_say_how_long_state_is_kept(ttl: str, kept: Ttl) -> None:
-    assert request(prompt_cache_options={"ttl": ttl}).ttl is kept
-
-
-def test_a_safety_identifier_is_a_user() -> None:
-    assert request(safety_identifier="abc").user == "abc"
-    assert request(safety_identifier="abc", user="ada").user == "ada"
-
-
-@pytest.mark.parametrize(
-    ("wanted", "expected"),
-    [
-        ({"type": "text"}, None),
-        ({"type": "json_object"}, JsonFormat()),
-        ({"type": "json_schema", "name": "n", "schema": {"type": "object"}}, JsonFormat({"type": "object"})),
-    ],
-)
-def test_text_formats(wanted: dict[str, Any], expected: JsonFormat | None) -> None:
-    assert request(text={"format": wanted, "verbosity": "low"}).format == expected
-
-
 # ── tools ──
-
-
-def test_functions_are_flat() -> None:
-    assert request(tools=[WEATHER]).tools == (Tool("get_weather", "The weather", WEATHER["parameters"]),)
 
 
 def test_a_custom_tool_is_a_function_of_one_text() -> None:
@@ -151,15 +85,48 @@ def test_the_search_that_codex_always_offers_is_left_out(may_go_out: bool) -> No
 
 
 @pytest.mark.parametrize(
-    ("choice", "expected"),
+    ("fields", "attribute", "expected"),
     [
-        ("none", ToolChoice("none")),
-        ("required", ToolChoice("required")),
-        ({"type": "function", "name": "get_weather"}, ToolChoice("named", "get_weather")),
+        *(({}, name, None) for name in ("evict", "max_tokens", "top_logprobs", "ttl", "format")),
+        ({"max_output_tokens": 7}, "max_tokens", 7),
+        ({"temperature": 0.5}, "sampling.temperature", 0.5),
+        ({"top_p": 0.9}, "sampling.top_p", 0.9),
+        ({"top_logprobs": 3}, "top_logprobs", 3),
+        ({"include": ["message.output_text.logprobs"]}, "top_logprobs", 0),
+        ({"truncation": "auto"}, "evict", True),
+        ({"truncation": "disabled"}, "evict", False),
+        ({}, "template_args", {}),
+        ({"reasoning": {"effort": "low", "summary": "auto"}}, "template_args.enable_thinking", True),
+        ({"reasoning": {"effort": "low"}}, "template_args.reasoning_effort", "low"),
+        ({"reasoning": {"effort": "none"}}, "template_args.enable_thinking", False),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls", False),
+        ({"prompt_cache_key": "key"}, "cache_key", "key"),
+        ({"prompt_cache_retention": "24h"}, "ttl", Ttl.EXTENDED),
+        ({"prompt_cache_options": {"ttl": "30m"}}, "ttl", Ttl.LONG),
+        ({"prompt_cache_options": {"ttl": "12h"}}, "ttl", Ttl.EXTENDED),
+        ({"safety_identifier": "abc"}, "user", "abc"),
+        ({"safety_identifier": "abc", "user": "ada"}, "user", "ada"),
+        ({"stop": ["END"]}, "stop", ("END",)),
+        ({"text": {"format": {"type": "text"}, "verbosity": "low"}}, "format", None),
+        ({"text": {"format": {"type": "json_object"}}}, "format", JsonFormat()),
+        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {}}}}, "format", JsonFormat({})),
+        ({}, "tools", ()),
+        ({"tools": [WEATHER]}, "tools", (Tool("get_weather", "The weather", WEATHER["parameters"]),)),
+        ({"tools": [WEATHER], "tool_choice": "none"}, "tool_choice", ToolChoice("none")),
+        ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice", ToolChoice("required")),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "get_weather"}},
+            "tool_choice",
+            ToolChoice("named", "get_weather"),
+        ),
     ],
 )
-def test_tool_choices(choice: Any, expected: ToolChoice) -> None:
-    assert request(tools=[WEATHER], tool_choice=choice).tool_choice == expected
+def test_fields_reach_the_request(fields: dict[str, Any], attribute: str, expected: Any) -> None:
+    name, _, key = attribute.partition(".")
+    found = getattr(request(**fields), name)
+    if key:
+        found = found[key] if isinstance(found, dict) else getattr(found, key)
+    assert found == expected
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])

@@ -13,9 +13,11 @@ from emberkeep.api.kinds import custom_arguments, custom_input, seal, unseal
 from emberkeep.api.responses_body import PromptBody
 from emberkeep.api.responses_items import SEALED, Item, output_id, references, resolve, response_of, to_messages
 from emberkeep.errors import InvalidField
-from emberkeep.types.request import Breakpoint, Image, Json, Message, ToolCall, Ttl
+from emberkeep.types.request import Breakpoint, Image, Message, ToolCall, Ttl
 
 CALL = {"type": "function_call", "call_id": "call_1", "name": "get_weather", "arguments": '{"city":"Oslo"}'}
+CUSTOM = {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": 'a "b"'}
+TEXT = {"type": "input_text", "text": "x"}
 RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "rain"}
 
 
@@ -81,17 +83,12 @@ def test_what_follows_a_call_is_another_message() -> None:
     assert [m.content for m in messages_of(CALL, RESULT, said, said)] == ["", "rain", "It rains.", "It rains."]
 
 
-def test_results_may_have_parts() -> None:
-    output = [{"type": "input_text", "text": "rain"}, {"type": "input_text", "text": "wind"}]
-    assert messages_of(CALL, RESULT | {"output": output})[1].content == "rain\nwind"
-
-
 def test_custom_calls_take_a_text_and_tools_may_have_a_namespace() -> None:
-    call = {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": 'a "b"', "namespace": "files"}
-    result = {"type": "custom_tool_call_output", "call_id": "c", "output": "done"}
-    said, told = messages_of(call, result)
+    output = [{"type": "input_text", "text": "done"}, {"type": "input_text", "text": "well"}]
+    result = {"type": "custom_tool_call_output", "call_id": "c", "output": output}
+    said, told = messages_of({**CUSTOM, "namespace": "files"}, result)
     assert said.tool_calls == (ToolCall("c", "files__patch", '{"input": "a \\"b\\""}'),)
-    assert (told.role, told.content, told.tool_call_id) == ("tool", "done", "c")
+    assert (told.role, told.content, told.tool_call_id) == ("tool", "done\nwell", "c")
 
 
 @given(st.text())
@@ -146,6 +143,12 @@ def test_references_become_what_they_refer_to() -> None:
         ({"type": "function_call_output", "call_id": "c", "output": {}}, "input[0].output"),
         ({"type": "reasoning", "content": [{"type": "other"}]}, "input[0].content[0].type"),
         ({}, "input[0].id"),
+        ({"role": "user", "content": "x", "cache_control": {"type": "for ever"}}, "input[0].cache_control.type"),
+        ({"role": "user", "content": [{**TEXT, "stable": "yes"}]}, "input[0].content[0].stable"),
+        *(
+            ({**item, "stable": 5}, "input[0].stable")
+            for item in ({"role": "user", "content": "x"}, CALL, RESULT, CUSTOM, {"type": "reasoning"})
+        ),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_its_place(item: dict[str, Any], param: str) -> None:
@@ -179,31 +182,3 @@ def test_beginnings_end_where_items_and_parts_are_marked() -> None:
     messages, breakpoints = to_messages(items)
     assert len(messages) == 5
     assert breakpoints == (Breakpoint(1), Breakpoint(2, len("The list."), Ttl.LONG), Breakpoint(4))
-
-
-@pytest.mark.parametrize(
-    ("item", "path"),
-    [
-        ({"role": "user", "content": "x", "cache_control": {"type": "for ever"}}, r"input\[0\]\.cache_control"),
-        ({"role": "user", "content": "x", "stable": 1}, r"input\[0\]\.stable"),
-        (
-            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "stable": 5},
-            r"input\[0\]\.stable",
-        ),
-        (
-            {"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x", "stable": 5},
-            r"input\[0\]\.stable",
-        ),
-        (
-            {"type": "reasoning", "id": "r", "summary": [], "cache_control": {"type": "persistent"}},
-            r"input\[0\]\.cache_control",
-        ),
-        (
-            {"role": "user", "content": [{"type": "input_text", "text": "x", "stable": "yes"}]},
-            r"input\[0\]\.content\[0\]\.stable",
-        ),
-    ],
-)
-def test_a_mark_that_is_none_is_refused(item: Json, path: str) -> None:
-    with pytest.raises(InvalidField, match=path):
-        to_items([item])

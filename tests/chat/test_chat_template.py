@@ -135,10 +135,6 @@ def test_tools_in_another_key_order_give_the_same_prompt() -> None:
         assert template(source).render(HELLO, [a]) == template(source).render(HELLO, [b])
 
 
-def test_the_order_of_tools_is_kept() -> None:
-    assert [t["function"]["name"] for t in canonical_tools([Tool("z"), Tool("a")])] == ["z", "a"]
-
-
 def test_a_template_with_tools_writes_them_itself() -> None:
     chat = template(WITH_TOOLS)
     prompt = chat.render(CALLED, [WEATHER])

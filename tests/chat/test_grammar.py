@@ -195,38 +195,6 @@ def deep(levels: int) -> dict[str, Any]:
     return schema
 
 
-@pytest.mark.parametrize(
-    ("schema", "reason"),
-    [
-        ({"type": "nonsense"}, "nonsense"),
-        ({"not": {"type": "string"}}, "not"),
-        ({"$ref": "http://example.invalid/schema"}, "cannot be used"),
-        (deep(100), "nested deeper"),
-        (deep(5000), "nested deeper"),
-        ({"enum": ["x" * 300_000]}, "longer than"),
-        ({"type": "string", "pattern": "("}, "cannot be used"),
-    ],
-)
-def test_a_schema_that_cannot_be_used_is_refused_with_a_reason(schema: dict[str, Any], reason: str) -> None:
-    with pytest.raises(InvalidField, match=reason) as failure:
-        GRAMMARS.constraint_for(Request(prompt="", format=JsonFormat(schema)))
-    assert failure.value.param == "response_format"
-
-
-@pytest.mark.parametrize(
-    ("choice", "tools", "reason"),
-    [
-        (ToolChoice("named", "weather"), (Tool("time"),), "no tool named 'weather'"),
-        (ToolChoice("required"), (), "no tools"),
-    ],
-)
-def test_a_choice_of_a_tool_that_is_not_there_is_refused(
-    choice: ToolChoice, tools: tuple[Tool, ...], reason: str
-) -> None:
-    with pytest.raises(InvalidField, match=reason):
-        GRAMMARS.constraint_for(Request(prompt="", tools=tools, tool_choice=choice))
-
-
 def test_a_schema_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberkeep.chat.grammar._COMPILE_SECONDS", 0.0)
     huge = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}
@@ -288,28 +256,49 @@ def test_an_answer_is_one_that_the_format_describes(wanted: AnswerFormat, good: 
     assert [takes(wanted, text) for text in bad] == [False] * len(bad)
 
 
+def asked(wanted: AnswerFormat) -> Request:
+    return Request(prompt="", format=wanted)
+
+
+def called(choice: ToolChoice, *tools: Tool) -> Request:
+    return Request(prompt="", tools=tools, tool_choice=choice)
+
+
+LONG = "a" * 300_000
+
+
 @pytest.mark.parametrize(
-    ("wanted", "reason"),
+    ("request_", "param", "reason"),
     [
-        (RegexFormat("(", param="guided_regex"), "guided_regex: cannot be used"),
-        (RegexFormat("a" * 300_000, param="guided_regex"), "guided_regex: is longer"),
+        (asked(JsonFormat({"type": "nonsense"})), "response_format", "nonsense"),
+        (asked(JsonFormat({"not": {"type": "string"}})), "response_format", "not"),
+        (asked(JsonFormat({"$ref": "http://example.invalid/schema"})), "response_format", "cannot be used"),
+        (asked(JsonFormat(deep(100))), "response_format", "nested deeper"),
+        (asked(JsonFormat(deep(5000))), "response_format", "nested deeper"),
+        (asked(JsonFormat({"enum": [LONG]})), "response_format", "longer than"),
+        (asked(JsonFormat({"type": "string", "pattern": "("})), "response_format", "cannot be used"),
+        (asked(RegexFormat("(", param="guided_regex")), "guided_regex", "guided_regex: cannot be used"),
+        (asked(RegexFormat(LONG, param="guided_regex")), "guided_regex", "guided_regex: is longer"),
         (
-            GrammarFormat("root ::= <think>", param="grammar"),
-            "grammar: cannot be used .it names the token <think>",
+            asked(GrammarFormat("root ::= <think>", param="g")),
+            "g",
+            "g: cannot be used .it names the token <think>",
         ),
-        (GrammarFormat("root ::= other", param="grammar"), "it has no rule 'other'"),
-        (GrammarFormat('rule ::= "a"', param="grammar"), "it has no rule 'root'"),
-        (GrammarFormat('root ::= "a', param="grammar"), "grammar: cannot be used"),
-        (GrammarFormat(r'root ::= "\uD800"', param="grammar"), "is no character"),
-        (GrammarFormat(f"root ::= {'(' * 5000}", param="grammar"), "nested too deeply"),
-        (GrammarFormat("", param="grammar"), "grammar: cannot be used"),
-        (GrammarFormat("start: nosuch", param="guided_grammar"), "guided_grammar: cannot be used"),
+        (asked(GrammarFormat("root ::= other", param="g")), "g", "it has no rule 'other'"),
+        (asked(GrammarFormat('rule ::= "a"', param="g")), "g", "it has no rule 'root'"),
+        (asked(GrammarFormat('root ::= "a', param="g")), "g", "g: cannot be used"),
+        (asked(GrammarFormat(r'root ::= "\uD800"', param="g")), "g", "is no character"),
+        (asked(GrammarFormat(f"root ::= {'(' * 5000}", param="g")), "g", "nested too deeply"),
+        (asked(GrammarFormat("", param="g")), "g", "g: cannot be used"),
+        (asked(GrammarFormat("start: nosuch", param="guided_grammar")), "guided_grammar", "cannot be used"),
+        (called(ToolChoice("named", "weather"), Tool("time")), "tool_choice", "no tool named 'weather'"),
+        (called(ToolChoice("required")), "tool_choice", "no tools"),
     ],
 )
-def test_a_format_that_cannot_be_used_is_refused_by_its_name(wanted: AnswerFormat, reason: str) -> None:
+def test_what_cannot_be_demanded_is_refused_with_a_reason(request_: Request, param: str, reason: str) -> None:
     with pytest.raises(InvalidField, match=reason) as failure:
-        GRAMMARS.constraint_for(Request(prompt="", format=wanted))
-    assert failure.value.param == wanted.param
+        GRAMMARS.constraint_for(request_)
+    assert failure.value.param == param
 
 
 @pytest.mark.parametrize("wanted", [RegexFormat("[0-9]+"), GrammarFormat('root ::= calls\ncalls ::= "7"')])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from emberkeep.chat.prompt_tokens import PromptTokenizer, _Fragments
+from emberkeep.chat.prompt_tokens import PromptTokenizer
 from emberkeep.types.models import Vocab
 from helpers.byte_vocab import TinyVocab
 from helpers.chance import examples
@@ -36,11 +36,6 @@ def test_no_text_has_fewer_tokens_than_the_fewest(text: str, is_long: bool) -> N
 
 def test_many_special_tokens_are_not_few() -> None:
     assert PromptTokenizer(TinyVocab(SPECIALS)).fewest("<|im_end|>" * 10_000) == 10_000
-
-
-def test_the_longest_special_wins() -> None:
-    vocab = TinyVocab(SPECIALS)
-    assert PromptTokenizer(vocab).encode("<|im_start|>x") == [vocab.specials["<|im_start|>x"]]
 
 
 def test_a_history_is_tokenised_once() -> None:
@@ -99,16 +94,6 @@ def test_replayed_ids_are_not_taken_for_canonical_ones_later() -> None:
     tokenizer = PromptTokenizer(vocab)
     tokenizer.encode("Hello", replay=lambda before, text, start, borders: (tuple(b"Hello"), 5))
     assert tokenizer.encode("Hello") == vocab.tokenize("Hello")
-
-
-def test_the_memory_of_fragments_forgets_the_oldest() -> None:
-    known = _Fragments(max_chars=8)
-    known.put("aaaa", (1,))
-    known.put("bbbb", (2,))
-    known.get("aaaa")
-    known.put("cc", (3,))
-    known.put("longer than all", (4,))
-    assert [known.get(text) for text in ("aaaa", "bbbb", "cc", "longer than all")] == [(1,), None, (3,), None]
 
 
 @pytest.mark.slow

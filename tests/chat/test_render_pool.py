@@ -104,13 +104,6 @@ def test_the_date_is_that_of_our_time_zone(zone: str, monkeypatch: pytest.Monkey
         time.tzset()
 
 
-def test_more_templates_than_a_worker_keeps_are_loaded_again(pool: template._Pool) -> None:
-    for _ in range(2):
-        texts = [rendered(f"{i}{{{{ text }}}}", {"text": "x"}) for i in range(20)]
-        assert texts == [f"{i}x" for i in range(20)]
-    assert len(pids(pool)) == 1
-
-
 def test_every_caller_gets_the_answer_to_its_own_question(pool: template._Pool) -> None:
     def ask(i: int) -> bool:
         text = f"{i} " * (1 + i * 37 % 400)

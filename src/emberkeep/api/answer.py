@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, field
 from typing import Protocol, TypeVar
 
-from emberkeep.api.errors import OPENAI_ERRORS, Failure, sse
+from emberkeep.api.errors import OPENAI_ERRORS, ErrorShape, Failure, sse
 from emberkeep.types.events import (
     CallEnded,
     CallStarted,
@@ -132,9 +132,7 @@ class Answer:
                 choice.logprobs.clear()
 
     def detail_json(self, conversation_id: str | None) -> dict[str, Json]:
-        """With the tools that ran here."""
-        detail = detail_json(self.completed, conversation_id)
-        return detail | {"tools": [tool_json(event)["tool"] for event in self._called]} if self._called else detail
+        return detail_json(self.completed, conversation_id, self._called)
 
 
 # ── what it cost ──
@@ -157,17 +155,13 @@ def usage_json(usage: Usage) -> dict[str, Json]:
 
 def timings_json(timings: Timings) -> dict[str, Json]:
     """Drafts are told where there were some, as llama.cpp's server does."""
-    drafts = {"draft_n": timings.draft_n, "draft_n_accepted": timings.draft_n_accepted}
-    return {
-        "cache_n": timings.cache_n,
-        "prompt_n": timings.prompt_n,
-        "prompt_ms": timings.prompt_ms,
-        "prompt_per_second": timings.prompt_per_second,
-        "predicted_n": timings.predicted_n,
-        "predicted_ms": timings.predicted_ms,
-        "predicted_per_second": timings.predicted_per_second,
-        **(drafts if timings.draft_n else {}),
-    }
+    names = _TIMED + (_DRAFTED if timings.draft_n else ())
+    return {name: getattr(timings, name) for name in names}
+
+
+_PREDICTED = ("predicted_n", "predicted_ms", "predicted_per_second")
+_TIMED = ("cache_n", "prompt_n", "prompt_ms", "prompt_per_second", *_PREDICTED)
+_DRAFTED = ("draft_n", "draft_n_accepted")
 
 
 def progress_json(event: Progress) -> dict[str, Json]:
@@ -212,8 +206,10 @@ def _fit_json(fit: Fit) -> dict[str, Json]:
     }
 
 
-def detail_json(completed: Completed, conversation_id: str | None) -> dict[str, Json]:
-    """The `emberkeep` object: what was reused, from where, and why not more."""
+def detail_json(
+    completed: Completed, conversation_id: str | None, ran: Sequence[CallEnded] = ()
+) -> dict[str, Json]:
+    """The `emberkeep` object: what was reused, from where, and why not more, and the tools that `ran` here."""
     lookup, timings = completed.lookup, completed.timings
     return {
         **lookup_json(lookup),
@@ -225,6 +221,7 @@ def detail_json(completed: Completed, conversation_id: str | None) -> dict[str, 
         "conversation_id": conversation_id,
         **({"answered_by": completed.answered_by} if completed.answered_by else {}),
         **({"hygiene": list(completed.hygiene)} if completed.hygiene else {}),
+        **({"tools": [tool_json(event)["tool"] for event in ran]} if ran else {}),
     }
 
 
@@ -250,37 +247,30 @@ MARKER = json.dumps("\0").encode()
 """Stands for a text in JSON that is written once, around many texts."""
 
 
-class Frames(Protocol):
-    """Stateful: one object per stream, fed in order."""
+class Frames:
+    """An answer as a stream: server-sent events, unless it says. Stateful: one per stream, fed in order."""
 
-    media_type: str
+    media_type = "text/event-stream"
+    errors: ErrorShape = OPENAI_ERRORS
 
     def frame(self, event: Event) -> bytes:
         """What to send for `event`; empty for what the stream does not show (yet)."""
+        raise NotImplementedError
 
     def end(self) -> bytes:
         """Everything after the last event, [DONE] included."""
+        return b""
 
     def idle(self) -> bytes:
         """What tells the client, after seconds of silence, that its answer is still to come; empty: nothing."""
-
-    def failure(self, failure: Failure, request_id: str) -> bytes:
-        """What a stream ends with that failed."""
-
-
-class SseFrames:
-    """Server-sent events: what they have in common."""
-
-    media_type = "text/event-stream"
-
-    def idle(self) -> bytes:
         return b": the answer is being computed\n\n"
 
     def failure(self, failure: Failure, request_id: str) -> bytes:
-        return OPENAI_ERRORS.frame(failure, request_id)
+        """What a stream ends with that failed."""
+        return self.errors.frame(failure, request_id)
 
 
-class BlockFrames(SseFrames):
+class BlockFrames(Frames):
     """A stream of numbered blocks, one after the other: each is opened, filled piece by piece, and closed.
 
     Every event says its type twice, as Anthropic's and OpenAI's newer clients want it.

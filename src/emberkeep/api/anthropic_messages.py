@@ -345,6 +345,8 @@ def _beside(completed: Completed, envelope: MessageEnvelope) -> dict[str, Json]:
 
 
 class MessageFrames(BlockFrames):
+    errors = ANTHROPIC_ERRORS
+
     def __init__(self, envelope: MessageEnvelope) -> None:
         super().__init__()
         self._envelope = envelope
@@ -387,9 +389,6 @@ class MessageFrames(BlockFrames):
 
     def idle(self) -> bytes:
         return self._begin() + self._event("ping")
-
-    def failure(self, failure: Failure, request_id: str) -> bytes:
-        return ANTHROPIC_ERRORS.frame(failure, request_id)
 
     # ── blocks ──
 

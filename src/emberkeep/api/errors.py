@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Protocol
 
 from emberkeep.errors import (
     ContextExceeded,
@@ -47,24 +46,18 @@ class Failure:
         return {"error": {**inner, **self.figures}}
 
 
-class ErrorShape(Protocol):
-    """How the clients of an API expect errors."""
+class ErrorShape:
+    """How the clients of an API expect errors. OpenAI's shape."""
 
-    def body(self, failure: Failure, request_id: str) -> dict[str, Json]: ...
-
-    def frame(self, failure: Failure, request_id: str) -> bytes:
-        """The last event of a stream that failed."""
-
-
-class OpenAiErrors:
     def body(self, failure: Failure, request_id: str) -> dict[str, Json]:
         return failure.json()
 
     def frame(self, failure: Failure, request_id: str) -> bytes:
+        """The last event of a stream that failed."""
         return sse(self.body(failure, request_id))
 
 
-class AnthropicErrors:
+class AnthropicErrors(ErrorShape):
     def body(self, failure: Failure, request_id: str) -> dict[str, Json]:
         kind = _ANTHROPIC_TYPES.get(failure.status, "api_error" if failure.status >= 500 else _ANY_REQUEST)
         # Agents look for these words, and make their conversation shorter.
@@ -77,7 +70,7 @@ class AnthropicErrors:
         return sse(self.body(failure, request_id), "error")
 
 
-class OllamaErrors:
+class OllamaErrors(ErrorShape):
     def body(self, failure: Failure, request_id: str) -> dict[str, Json]:
         return {"error": failure.message}
 
@@ -96,7 +89,7 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 
-OPENAI_ERRORS = OpenAiErrors()
+OPENAI_ERRORS = ErrorShape()
 ANTHROPIC_ERRORS = AnthropicErrors()
 OLLAMA_ERRORS = OllamaErrors()
 _SHAPES: tuple[tuple[str, ErrorShape], ...] = (("/v1/messages", ANTHROPIC_ERRORS), ("/api/", OLLAMA_ERRORS))

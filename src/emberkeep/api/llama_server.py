@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
 
-from emberkeep.api.answer import ChoiceAnswer, SseFrames, progress_json, timings_json
+from emberkeep.api.answer import ChoiceAnswer, Frames, progress_json, timings_json
 from emberkeep.api.body import INT32_MAX, WHOLE, Body, Count, whole
 from emberkeep.api.errors import sse
 from emberkeep.api.fields import USUAL_LAST_N, Limit, to_limit
@@ -80,11 +80,8 @@ class LlamaBody(GenerationBody, LineFields):
     lora: Annotated[list[LoraScale], Field(max_length=64, json_schema_extra={"maxItems": 0})] | None = None
 
     @property
-    def wants_probs(self) -> bool:
-        return bool(self._probs)
-
-    @property
-    def _probs(self) -> int:
+    def probs(self) -> int:
+        """How many of the likeliest tokens are told with each one; 0: nothing is."""
         return (self.logprobs if self.n_probs is None else self.n_probs) or 0
 
     def to_sampling(self) -> Sampling:
@@ -105,7 +102,7 @@ class LlamaBody(GenerationBody, LineFields):
             self.apply_to_lines(super().to_base()),
             max_tokens=to_limit(limit),
             n=self.n_cmpl or self.n or 1,
-            top_logprobs=self._probs or None,
+            top_logprobs=self.probs or None,
             logprobs_as_drawn=bool(self.post_sampling_probs),
         )
 
@@ -286,7 +283,7 @@ class LlamaEnvelope:
             "tokens_cached": completed.usage.total_tokens,
             "timings": native_timings(completed.timings),
         }
-        if choice.logprobs and self.body.wants_probs:
+        if choice.logprobs and self.body.probs:
             fields["completion_probabilities"] = probabilities_json(choice.logprobs, self.body)
         return _only(fields, self.body.response_fields) if self.body.response_fields else fields
 
@@ -332,23 +329,16 @@ def native_timings(timings: Timings) -> dict[str, Json]:
 
 def probabilities_json(tokens: Sequence[TokenLogprob], body: LlamaBody) -> list[Json]:
     """Log probabilities of the model, or the probabilities that tokens were drawn with."""
-    entry = _drawn_entry if body.post_sampling_probs else _entry
-    name = "top_probs" if body.post_sampling_probs else "top_logprobs"
-    return [entry(token) | {name: [entry(other) for other in token.top]} for token in tokens]
+    drawn = bool(body.post_sampling_probs)
+    name = "top_probs" if drawn else "top_logprobs"
+    return [_entry(token, drawn) | {name: [_entry(other, drawn) for other in token.top]} for token in tokens]
 
 
-def _entry(token: TokenLogprob) -> dict[str, Json]:
-    return _token_json(token) | {"logprob": max(token.logprob, LOWEST)}
-
-
-def _drawn_entry(token: TokenLogprob) -> dict[str, Json]:
-    return _token_json(token) | {"prob": math.exp(token.logprob)}
-
-
-def _token_json(token: TokenLogprob) -> dict[str, Json]:
+def _entry(token: TokenLogprob, drawn: bool) -> dict[str, Json]:
     # A piece may end in the middle of a character: what of it is text is shown.
     text = token.piece.decode("utf-8", "ignore")
-    return {"id": token.token_id, "token": text, "bytes": list(token.piece)}
+    chance = {"prob": math.exp(token.logprob)} if drawn else {"logprob": max(token.logprob, LOWEST)}
+    return {"id": token.token_id, "token": text, "bytes": list(token.piece), **chance}
 
 
 # ── as a stream ──
@@ -367,7 +357,7 @@ class _Choice:
         return len(self.answer.tokens)
 
 
-class LlamaFrames(SseFrames):
+class LlamaFrames(Frames):
     """Chunks with `stop: false`, and one with `stop: true` for each choice when its prompt is done."""
 
     def __init__(self, envelope: LlamaEnvelope, now: Callable[[], float]) -> None:
@@ -391,9 +381,6 @@ class LlamaFrames(SseFrames):
                 return b"".join(self._finals())
         return b""
 
-    def end(self) -> bytes:
-        return b""
-
     def _progress(self, event: Progress) -> bytes:
         more: dict[str, Json] = {"prompt_progress": progress_json(event)}
         if self._envelope.body.timings_per_token:
@@ -406,7 +393,7 @@ class LlamaFrames(SseFrames):
         choice.answer.tokens += event.tokens
         choice.has_new_line = choice.has_new_line or "\n" in event.text
         more: dict[str, Json] = {}
-        if event.logprobs and self._envelope.body.wants_probs:
+        if event.logprobs and self._envelope.body.probs:
             more["completion_probabilities"] = probabilities_json(event.logprobs, self._envelope.body)
         if self._envelope.body.timings_per_token:
             more["timings"] = self._timings(choice)

@@ -9,8 +9,8 @@ from dataclasses import field
 from functools import lru_cache
 from time import perf_counter
 
-from emberkeep.api.answer import Answer, arguments_of, detail_json
-from emberkeep.api.errors import OLLAMA_ERRORS, Failure
+from emberkeep.api.answer import MARKER, Answer, Frames, arguments_of, detail_json
+from emberkeep.api.errors import OLLAMA_ERRORS
 from emberkeep.api.ollama_body import to_context
 from emberkeep.api.openai_answer import chat_logprobs
 from emberkeep.types.events import Event, FinishReason, ReasoningDelta, TextDelta, TokenLogprob, ToolCallDelta
@@ -86,10 +86,11 @@ def whole_json(answer: Answer, envelope: OllamaEnvelope) -> dict[str, Json]:
     }
 
 
-class OllamaFrames:
+class OllamaFrames(Frames):
     """One object per line. The JSON around a text is built once: only the text and the time differ."""
 
     media_type = "application/x-ndjson"
+    errors = OLLAMA_ERRORS
 
     def __init__(self, envelope: OllamaEnvelope) -> None:
         self._envelope = envelope
@@ -98,7 +99,7 @@ class OllamaFrames:
         self._open_call: int | None = None
         """The call whose arguments are being written: Ollama's clients get them all at once."""
         text = {**envelope.head(), "created_at": "\0", **envelope.piece("\0"), "done": False}
-        self._around = _line(text).rsplit(_MARKER, 2)  # the model's name, before them, is the client's word
+        self._around = _line(text).rsplit(MARKER, 2)  # the model's name, before them, is the client's word
 
     def frame(self, event: Event) -> bytes:
         if type(event) is TextDelta and self._open_call is None:
@@ -123,9 +124,6 @@ class OllamaFrames:
     def idle(self) -> bytes:
         return b""  # its clients take every line for a part of the answer
 
-    def failure(self, failure: Failure, request_id: str) -> bytes:
-        return OLLAMA_ERRORS.frame(failure, request_id)
-
     def _text(self, event: TextDelta) -> bytes:
         self._texts.append(event.text)
         if event.logprobs:
@@ -145,9 +143,6 @@ class OllamaFrames:
 
     def _line(self, piece: dict[str, Json], logprobs: Sequence[TokenLogprob] = ()) -> bytes:
         return _line({**self._envelope.head(), **piece, "done": False, **_logprobs_json(logprobs)})
-
-
-_MARKER = json.dumps("\0").encode()
 
 
 def _line(value: Json) -> bytes:

@@ -11,7 +11,7 @@ from emberkeep.api.answer import (
     MARKER,
     Answer,
     ChoiceAnswer,
-    SseFrames,
+    Frames,
     detail_json,
     loading_comment,
     progress_json,
@@ -105,18 +105,13 @@ class StreamedCalls:
 
 
 def _function(event: ToolCallDelta) -> dict[str, Json]:
-    return (
-        {"arguments": event.arguments}
-        if event.name is None
-        else {"name": event.name, "arguments": event.arguments}
-    )
+    return {**({} if event.name is None else {"name": event.name}), "arguments": event.arguments}
 
 
 def _call_delta(event: ToolCallDelta) -> dict[str, Json]:
-    function = {"arguments": event.arguments}
     if event.id is None and event.name is None:
-        return {"index": event.call_index, "function": function}
-    function = {"name": event.name or "", **function}
+        return {"index": event.call_index, "function": _function(event)}
+    function = {"name": event.name or "", "arguments": event.arguments}
     return {"index": event.call_index, "id": event.id, "type": "function", "function": function}
 
 
@@ -192,7 +187,7 @@ def _wrap(answer: Answer, envelope: Envelope, kind: str, choices: list[dict[str,
 # ── as a stream ──
 
 
-class ChunkFrames(SseFrames):
+class ChunkFrames(Frames):
     """OpenAI's chunks: what chats and completions of a text have in common."""
 
     kind: str
@@ -206,10 +201,14 @@ class ChunkFrames(SseFrames):
         self._rest: dict[str, Json] = {"usage": None} if include_usage else {}
         self._around: dict[tuple[int, str], tuple[bytes, bytes]] = {}
 
+    def news(self, fields: dict[str, Json]) -> dict[str, Json]:
+        """These fields where a choice has what is new in it."""
+        raise NotImplementedError
+
     def choice(
         self, index: int, fields: dict[str, Json], logprobs: Json = None, finish: str | None = None
     ) -> dict[str, Json]:
-        raise NotImplementedError
+        return {"index": index, **self.news(fields), "logprobs": logprobs, "finish_reason": finish}
 
     def frame(self, event: Event) -> bytes:
         match event:
@@ -259,10 +258,8 @@ class ChatFrames(ChunkFrames):
         self._calls = StreamedCalls(calls)
         self._started: set[int] = set()
 
-    def choice(
-        self, index: int, fields: dict[str, Json], logprobs: Json = None, finish: str | None = None
-    ) -> dict[str, Json]:
-        return {"index": index, "delta": fields, "logprobs": logprobs, "finish_reason": finish}
+    def news(self, fields: dict[str, Json]) -> dict[str, Json]:
+        return {"delta": fields}
 
     def frame(self, event: Event) -> bytes:
         if type(event) is TextDelta:
@@ -299,10 +296,8 @@ class TextFrames(ChunkFrames):
         super().__init__(envelope, include_usage)
         self._offsets: dict[int, int] = {}
 
-    def choice(
-        self, index: int, fields: dict[str, Json], logprobs: Json = None, finish: str | None = None
-    ) -> dict[str, Json]:
-        return {"index": index, "text": "", **fields, "logprobs": logprobs, "finish_reason": finish}
+    def news(self, fields: dict[str, Json]) -> dict[str, Json]:
+        return {"text": "", **fields}
 
     def frame(self, event: Event) -> bytes:
         match event:

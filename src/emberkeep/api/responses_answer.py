@@ -6,9 +6,8 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import field
-from typing import TypeVar
 
-from emberkeep.api.answer import BlockFrames, detail_json, timings_json, tool_json
+from emberkeep.api.answer import BlockFrames, detail_json, timings_json
 from emberkeep.api.errors import Failure
 from emberkeep.api.kinds import custom_input, seal
 from emberkeep.api.openai_answer import chat_logprobs
@@ -30,7 +29,6 @@ from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
-NewItem = TypeVar("NewItem", bound="_Block")
 
 
 # ── items while they are written ──
@@ -117,7 +115,7 @@ class Output:
     def __init__(self, response_id: str, tools: Toolset, *, seals_reasoning: bool = False) -> None:
         self._id = response_id
         self._tools = tools
-        self._seals_reasoning = seals_reasoning
+        self._seals = seals_reasoning
         self.items: list[_Block] = []
         self.finish = FinishReason.STOP
         self._completed: Completed | None = None
@@ -130,25 +128,26 @@ class Output:
             case TextDelta():
                 if not (event.text or event.logprobs):
                     return None
-                message = last if isinstance(last, _Message) else self._new_message()
+                message = last if isinstance(last, _Message) else _Message(*self._next("message"))
                 message.texts.append(event.text)
                 message.logprobs.extend(event.logprobs)
-                return message
+                return self._at_its_place(message)
             case ReasoningDelta():
                 if not event.text:
                     return None
-                reasoning = last if isinstance(last, _Reasoning) else self._new_reasoning()
+                where = self._next("reasoning")
+                reasoning = last if isinstance(last, _Reasoning) else _Reasoning(*where, is_sealed=self._seals)
                 reasoning.texts.append(event.text)
-                return reasoning
+                return self._at_its_place(reasoning)
             case ToolCallDelta():
                 is_same = isinstance(last, _Call) and last.index == event.call_index
                 call = last if is_same and last else self._new_call(event)
                 call.texts.append(event.arguments)
-                return call
+                return self._at_its_place(call)
             case Finished():
                 self.finish = event.reason
                 if not self.items:  # clients expect a message, even where the model has said nothing
-                    return self._new_message()
+                    return self._at_its_place(_Message(*self._next("message")))
             case Completed():
                 self._completed = event
             case CallEnded():
@@ -169,9 +168,7 @@ class Output:
         """The whole response, after Completed."""
         assert self._completed is not None
         reason = {"reason": "max_output_tokens"} if self.status == INCOMPLETE else None
-        detail = detail_json(self._completed, conversation_id)
-        if self._ran:
-            detail["tools"] = [tool_json(event)["tool"] for event in self._ran]
+        detail = detail_json(self._completed, conversation_id, self._ran)
         if self._tools.left_out:
             detail["left_out"] = list(self._tools.left_out)
         return head | {
@@ -184,19 +181,15 @@ class Output:
             "emberkeep": detail,
         }
 
-    def _new_message(self) -> _Message:
-        return self._new(_Message(*self._next("message")))
-
-    def _new_reasoning(self) -> _Reasoning:
-        return self._new(_Reasoning(*self._next("reasoning"), is_sealed=self._seals_reasoning))
-
     def _new_call(self, event: ToolCallDelta) -> _Call:
         called = self._tools.as_called(event.name or "")
         where = self._next(_call_type(called))
-        return self._new(_Call(*where, index=event.call_index, called=called, call_id=event.id or ""))
+        return _Call(*where, index=event.call_index, called=called, call_id=event.id or "")
 
-    def _new(self, item: NewItem) -> NewItem:
-        self.items.append(item)
+    def _at_its_place(self, item: _Block) -> _Block:
+        """`item`, which is among the items from now on."""
+        if item.place == len(self.items):
+            self.items.append(item)
         return item
 
     def _next(self, kind: str) -> tuple[str, int]:

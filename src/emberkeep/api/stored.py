@@ -15,26 +15,17 @@ MAX_VERIFY_S = 600
 """How long one request may verify stored state."""
 
 
+_NAMED_ALIKE = ("id", "kind", "head", "user", "tokens", "bytes", "kv_bits", "repair", "hits", "turns", "branches")
 _ENTRY = {
-    "id": "id",
-    "kind": "kind",
+    **{name: name for name in (*_NAMED_ALIKE, "ttl", "expires_in_s")},
     "conversation_id": "name",
-    "head": "head",
-    "user": "user",
     "shared": "is_shared",
-    "tokens": "tokens",
-    "bytes": "bytes",
-    "kv_bits": "kv_bits",
-    "repair": "repair",
     "last_used_s": "idle_s",
-    "hits": "hits",
-    "turns": "turns",
-    "branches": "branches",
-    "ttl": "ttl",
-    "expires_in_s": "expires_in_s",
     "pinned": "is_pinned",
 }
 """Fields of a `CacheEntry` by what they are called in JSON."""
+_NODE = ("id", "parent", "start", "end", "branches", "below", "own_tokens", "tokens", "bytes", "chunks", "hits")
+"""Fields of a `TreeNode` that JSON calls the same."""
 
 
 def entry_json(entry: CacheEntry) -> dict[str, Json]:
@@ -60,18 +51,8 @@ def entry_from_json(listed: Json) -> CacheEntry:
 
 def node_json(node: TreeNode) -> dict[str, Json]:
     return {
-        "id": node.id,
-        "parent": node.parent,
-        "start": node.start,
-        "end": node.end,
-        "branches": node.branches,
-        "below": node.below,
-        "own_tokens": node.own_tokens,
-        "tokens": node.tokens,
+        **{name: getattr(node, name) for name in _NODE},
         "tiers": {"hot": node.hot_tokens, "warm": node.warm_tokens, "cold": node.cold_tokens},
-        "bytes": node.bytes,
-        "chunks": node.chunks,
-        "hits": node.hits,
         "pinned": node.is_pinned,
         "user": node.user or None,
         "shared": node.is_shared,

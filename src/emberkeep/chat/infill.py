@@ -57,20 +57,11 @@ _KNOWN = (
 )
 
 
-def infill_tokens(vocab: Vocab) -> InfillTokens | None:
-    """None for a model that was not trained to fill in."""
+def infill_text(vocab: Vocab, prompt: str, infill: Infill, quote: Quote) -> SeamedText:
+    """Raises InvalidField where the model was not trained to fill in."""
     known = vocab.specials
     for tokens in _KNOWN:
         if tokens.prefix in known and tokens.suffix in known and (not tokens.middle or tokens.middle in known):
-            return replace(tokens, file=tokens.file if tokens.file in known else "")
-    return None
-
-
-def infill_text(vocab: Vocab, prompt: str, infill: Infill, quote: Quote) -> SeamedText:
-    """Raises InvalidField where the model cannot."""
-    tokens = infill_tokens(vocab)
-    if tokens is None:
-        raise InvalidField(
-            infill.param, "this model has no tokens for filling in the middle: put everything into the prompt."
-        )
-    return tokens.text(prompt, infill, quote)
+            return replace(tokens, file=tokens.file if tokens.file in known else "").text(prompt, infill, quote)
+    reason = "this model has no tokens for filling in the middle: put everything into the prompt."
+    raise InvalidField(infill.param, reason)

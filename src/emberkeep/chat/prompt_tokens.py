@@ -105,11 +105,6 @@ class TokenizedText:
         if is_whole:
             self.ends.append((at, len(self.ids)))
 
-    def skip_to(self, at: int, is_end: bool) -> None:
-        """The text up to `at` has its tokens already; they end there or beyond."""
-        if is_end:
-            self.ends.append((at, len(self.ids)))
-
     def as_array(self) -> TokenArray:
         return np.array(self.ids, np.int32)
 
@@ -179,8 +174,8 @@ class PromptTokenizer:
         covered = 0
         for (fragment, special), begin, end in zip(fragments, [0, *ends], ends, strict=False):
             at += len(fragment)
-            if begin < covered:
-                tokenized.skip_to(at, end == covered)
+            if begin < covered:  # it has its tokens already; they end there or beyond
+                tokenized.add((), at, is_whole=end == covered)
                 continue
             if special is not None:
                 tokenized.add((special,), at)

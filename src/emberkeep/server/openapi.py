@@ -9,7 +9,7 @@ from inspect import cleandoc
 from pydantic.json_schema import models_json_schema
 
 from emberkeep import __version__
-from emberkeep.api.errors import AnthropicErrors, OllamaErrors, OpenAiErrors, error_shape
+from emberkeep.api.errors import AnthropicErrors, ErrorShape, OllamaErrors, error_shape
 from emberkeep.server.routes.base import JSON, ApiRoute
 from emberkeep.types.request import Json
 
@@ -44,7 +44,7 @@ def _object(**fields: Json) -> dict[str, Json]:
 
 
 _ERROR_SCHEMAS: dict[type, tuple[str, Json]] = {
-    OpenAiErrors: (
+    ErrorShape: (
         "Error",
         _object(error=_object(message=_TEXT, type=_TEXT, param=_MAYBE_TEXT, code=_MAYBE_TEXT)),
     ),
