@@ -88,27 +88,3 @@ class Naive(RuleBasedStateMachine):
 
 Naive.TestCase.settings = examples(30)
 TestCells = Naive.TestCase
-
-
-def test_a_copy_goes_its_own_way_from_where_it_was_taken() -> None:
-    cells = CellMap()
-    cells.grow(0, 10)
-    cells.share(0, 1, 6)
-    cells.grow(1, 9)
-    cells.share(1, 2, 9)
-    cells.trim(0, 3)
-    assert cells.used == 9
-    assert list(cells.branches()) == [(0, None, 0), (1, 0, 3), (2, 1, 9)]
-    cells.trim(1, 0)
-    assert cells.used == 9
-    assert list(cells.branches()) == [(0, None, 0), (2, 0, 3)]
-
-
-def test_a_sequence_of_which_nothing_is_left_lacks_nothing() -> None:
-    cells = CellMap()
-    cells.grow(0, 4)
-    cells[0].is_whole = False
-    assert not cells.is_whole
-    cells.trim(0, 0)
-    assert cells.is_whole
-    assert cells.used == cells[0].end == 0

@@ -495,11 +495,3 @@ def test_it_does_not_change_where_memory_for_the_copy_is_short(
     monkeypatch.setattr(module, "free_ram", lambda: None)
     evaluate(engine, 0, 2, 4)
     assert not is_with(engine)
-
-
-def test_an_engine_without_a_choice_never_changes(open_engine: Open) -> None:
-    for flash in (True, False):
-        engine = open_engine(tables={flash: few_with_flash()[flash]}, flash=flash)
-        evaluate(engine, 0, 0, 100)
-        evaluate(engine, 0, 100, 101)
-        assert (changes(engine), is_with(engine)) == (0, flash)

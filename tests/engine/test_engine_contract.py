@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -118,21 +119,13 @@ def test_as_many_rows_have_logits_as_an_engine_says(make):
     assert engine.logits(0, most - 1).shape == (engine.vocab.size,)
 
 
-def test_state_that_went_out_and_in_gives_bit_equal_logits(make):
+@pytest.mark.parametrize("borders", [(0, 200), (0, 128, 130, 200)], ids=["at once", "by ranges"])
+def test_state_that_went_out_and_in_gives_bit_equal_logits(make, borders):
     source, target = make(), make()
     evaluate(source, 0, 0, 200)
-    payload = exported(source, 0, 0, 200)
-    expected = evaluate(source, 0, 200, 208)
-    assert target.import_kv(0, 0, 200, [payload], 0) is Outcome.DONE
-    assert np.array_equal(evaluate(target, 0, 200, 208), expected)
-
-
-def test_state_comes_in_by_ranges(make):
-    source, target = make(), make()
-    evaluate(source, 0, 0, 200)
-    for start, end in ((0, 128), (128, 130), (130, 200)):
+    for start, end in pairwise(borders):
         assert target.import_kv(0, start, end, [exported(source, 0, start, end)], start) is Outcome.DONE
-    assert np.array_equal(evaluate(target, 0, 200, 201), evaluate(source, 0, 200, 201))
+    assert np.array_equal(evaluate(target, 0, 200, 208), evaluate(source, 0, 200, 208))
 
 
 def test_an_export_leaves_the_sequence_as_it_is_and_repeats_its_bytes(engine):

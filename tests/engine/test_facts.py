@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from emberkeep.engine.facts import Facts
 from emberkeep.engine.llamacpp import learning, shared_library, trial, vocab
 from emberkeep.engine.llamacpp.context import LlamaSettings
 from emberkeep.engine.llamacpp.engine import LlamaEngine
@@ -20,7 +21,64 @@ from emberkeep.engine.llamacpp.tuning import Tuning
 from emberkeep.errors import EngineError
 from helpers.engines import KINDS, evaluate
 
+
+def test_a_fact_is_found_by_the_next_one_who_asks(tmp_path: Path) -> None:
+    Facts(tmp_path, "weights", 4).remember("times", b"fast")
+    assert Facts(tmp_path, "weights", 4).read("times") == b"fast"
+    assert Facts(tmp_path, "weights", 4).read("layout") is None
+
+
+@pytest.mark.parametrize("about", [("weights", 5), ("others", 4), ("weights",), ("weights", 4, "more")])
+def test_another_subject_finds_nothing(tmp_path: Path, about: tuple[object, ...]) -> None:
+    Facts(tmp_path, "weights", 4).remember("times", b"fast")
+    assert Facts(tmp_path, *about).read("times") is None
+
+
+def test_what_is_forgotten_is_learned_anew(tmp_path: Path) -> None:
+    facts = Facts(tmp_path, "weights")
+    facts.remember("times", b"fast")
+    facts.forget("times")
+    facts.forget("times")
+    assert facts.read("times") is None
+
+
+def test_a_damaged_file_says_nothing(tmp_path: Path) -> None:
+    facts = Facts(tmp_path, "weights")
+    facts.remember_json("times", [1, 2])
+    (file,) = tmp_path.iterdir()
+    for damaged in (b"", file.read_bytes()[:-1], file.read_bytes() + b" "):
+        file.write_bytes(damaged)
+        assert facts.read_json("times", list) is None
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyError, TypeError])
+def test_what_another_version_has_written_says_nothing(tmp_path: Path, error: type[Exception]) -> None:
+    def parse(data: object) -> object:
+        raise error
+
+    facts = Facts(tmp_path, "weights")
+    facts.remember_json("times", [1, 2])
+    assert facts.read_json("times", parse) is None
+    facts.remember("times", b"no json")
+    assert facts.read_json("times", list) is None
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_the_memory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    facts = Facts(tmp_path / "file" / "facts", "weights")
+    facts.remember("times", b"fast")
+    assert facts.read("times") is None
+
+
+def test_without_a_folder_nothing_is_remembered() -> None:
+    facts = Facts(None, "weights")
+    facts.remember("times", b"fast")
+    facts.forget("times")
+    assert facts.read("times") is None
+
+
 SETTINGS = LlamaSettings(context=512, cells=512, sequences=4, batch=256, threads=1)
+
 CHOICE = Tuning("", has_choice=True)
 
 
@@ -30,16 +88,6 @@ def open_engine(path: Path, folder: Path, settings: LlamaSettings = SETTINGS) ->
 
 
 # ── a file for each fact ──
-
-
-def test_a_fact_is_found_again_by_what_it_depends_on(tmp_path: Path) -> None:
-    facts_about("weights", 2, folder=tmp_path).remember("steps", b"fast")
-    assert facts_about("weights", 2, folder=tmp_path).read("steps") == b"fast"
-    assert facts_about("weights", 3, folder=tmp_path).read("steps") is None
-    assert facts_about("other weights", 2, folder=tmp_path).read("steps") is None
-    assert facts_about("weights", 2, folder=tmp_path).read("layout") is None
-
-
 @pytest.mark.parametrize(
     ("name", "other"),
     [
@@ -54,30 +102,7 @@ def test_another_library_cpu_or_loader_finds_nothing(tmp_path: Path, monkeypatch
     assert facts_about("weights", folder=tmp_path).read("steps") is None
 
 
-def test_a_damaged_fact_is_none(tmp_path: Path) -> None:
-    known = facts_about("weights", folder=tmp_path)
-    known.remember("steps", b"fast")
-    (file,) = tmp_path.iterdir()
-    whole = file.read_bytes()
-    for damaged in (b"", whole[:-1], whole[:-1] + b"!", b"\0" * len(whole)):
-        file.write_bytes(damaged)
-        assert known.read("steps") is None
-    known.remember("steps", b"slow")
-    assert known.read("steps") == b"slow"
-    known.forget("steps")
-    assert known.read("steps") is None
-
-
-def test_where_nothing_can_be_written_nothing_is_remembered(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    known = facts_about("weights", folder=tmp_path / "file" / "folder")
-    known.remember("steps", b"fast")
-    assert known.read("steps") is None
-
-
 # ── how state lies ──
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_learned_of_state_survives_being_written_down(model_file, kind: str) -> None:
     model = LlamaModel(model_file(kind))
@@ -151,8 +176,6 @@ def test_a_snapshot_that_is_not_as_remembered_is_forgotten_too(model_file, tmp_p
 
 
 # ── tokens ──
-
-
 def test_remembered_tokens_that_differ_from_the_librarys_are_read_anew(model_file, tmp_path: Path) -> None:
     known = facts_about("digest", folder=tmp_path)
     model = LlamaModel(model_file("dense"), facts=known)

@@ -182,16 +182,6 @@ costs = st.floats(0.001, 2.0)
 
 
 @given(tables_of_both(), histories, costs, st.booleans())
-def test_it_never_changes_to_what_is_never_quicker(tables, steps, cost, flash) -> None:
-    slower = {
-        flash: tables[flash],
-        not flash: StepTable((FEW, MANY), (64,), (tuple(time + 1 for time in tables[flash].milliseconds[0]),)),
-    }
-    run = Run(FlashSwitch(slower, flash, has_choice=len(slower) > 1))
-    assert all(run.step(count, cost) == flash for count in steps)
-
-
-@given(tables_of_both(), histories, costs, st.booleans())
 def test_where_one_way_is_never_slower_at_most_twice_the_cost_of_changing_is_lost(
     tables, steps, cost, flash
 ) -> None:

@@ -157,8 +157,3 @@ def test_rows_are_read_as_ggml_reads_them(kv_type: str) -> None:
 
 def _stored(kv_type: str) -> type:
     return np.float16 if kv_type == "f16" else np.uint8
-
-
-def test_a_type_that_live_state_never_has_is_an_error() -> None:
-    with pytest.raises(EngineError):
-        dequantize(np.zeros(64, np.uint8), 99)

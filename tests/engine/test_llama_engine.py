@@ -12,7 +12,6 @@ from emberkeep.engine.base import KvUnit, Outcome, Rows
 from emberkeep.engine.llamacpp.context import LlamaSettings
 from emberkeep.engine.llamacpp.engine import LlamaEngine
 from emberkeep.engine.llamacpp.model import LlamaModel
-from emberkeep.engine.llamacpp.shared_library import system_info
 from emberkeep.errors import EngineError, ModelBroken, ModelNotFound
 from helpers import tiny_gguf
 from helpers.engines import KINDS, RANGE_KINDS, SNAPSHOT_KINDS, TOKENS, evaluate, exported
@@ -215,10 +214,6 @@ def test_a_missing_or_broken_model_file_is_an_error(tmp_path):
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(200))
     with pytest.raises(ModelBroken, match="cannot load bad"):
         LlamaModel(tmp_path / "bad.gguf")
-
-
-def test_llama_cpp_says_what_it_was_built_with():
-    assert "CPU" in system_info()
 
 
 def test_no_text_is_tokenized_with_a_model_that_is_being_freed(tmp_path, monkeypatch):

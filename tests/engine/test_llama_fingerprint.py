@@ -13,7 +13,7 @@ import pytest
 
 from emberkeep.config.settings import Config
 from emberkeep.engine.base import Payload, Rows
-from emberkeep.engine.llamacpp import context
+from emberkeep.engine.llamacpp import context, shared_library
 from emberkeep.engine.llamacpp.context import LlamaSettings
 from emberkeep.engine.llamacpp.engine import WIDE_ROWS, LlamaEngine
 from emberkeep.engine.llamacpp.model import LlamaModel
@@ -70,10 +70,10 @@ def test_that_one_way_was_measured_does_not_change_the_fingerprint(fingerprint_o
 @pytest.mark.parametrize(
     ("owner", "name", "other"),
     [
-        (context, "loaded_digest", lambda: "another build"),
-        (context, "version", lambda: "another version"),
-        (context, "system_info", lambda: "other kernels"),
-        (context.platform, "machine", lambda: "another machine"),
+        (shared_library, "loaded_digest", lambda: "another build"),
+        (shared_library, "version", lambda: "another version"),
+        (shared_library, "system_info", lambda: "other kernels"),
+        (shared_library.platform, "machine", lambda: "another machine"),
     ],
     ids=["library", "version", "kernels", "machine"],
 )
@@ -123,9 +123,9 @@ def test_a_fingerprint_of_before_is_what_it_was(open_engine, monkeypatch) -> Non
     """An earlier version has given it to state that was computed with three threads."""
     engine = open_engine()
     for name in ("version", "loaded_digest", "system_info"):
-        monkeypatch.setattr(context, name, lambda name=name: name)
-    monkeypatch.setattr(context.platform, "machine", lambda: "machine")
-    monkeypatch.setattr(context, "loader_variables", list)
+        monkeypatch.setattr(shared_library, name, lambda name=name: name)
+    monkeypatch.setattr(shared_library.platform, "machine", lambda: "machine")
+    monkeypatch.setattr(shared_library, "loader_variables", list)
     found = identified(engine, stored=lambda names: list(names)[3])
     assert found.hex() == "0183f2f093056e03f23c665aaa59ffe97192656e6f5a77ddeb4a1f65813d2fa7"
 

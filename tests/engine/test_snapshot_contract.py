@@ -178,15 +178,6 @@ def test_sequences_side_by_side_keep_their_own_state(make):
     assert same(engine, together[2], evaluate(source, 0, SHORT, 90))
 
 
-def test_a_used_slot_takes_another_conversation(make):
-    source, engine = make(), make()
-    evaluate(source, 0, 0, SHORT)
-    evaluate(engine, 0, 0, 280, OTHER)
-    engine.trim(0, 0)
-    restore(engine, 0, saved(source, 0, SHORT))
-    assert same(engine, evaluate(engine, 0, SHORT, 70), evaluate(source, 0, SHORT, 70))
-
-
 def test_ranges_and_a_snapshot_continue_what_was_evaluated(make):
     source, engine = make(), make()
     evaluate(source, 0, 0, SHORT)

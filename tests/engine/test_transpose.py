@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 
 from emberkeep.engine.base import Outcome
 from emberkeep.engine.llamacpp.engine import LlamaEngine
-from emberkeep.engine.llamacpp.kv_layout import HEAD_BYTES, Attention, Layout, Layouts, cell_count, counterpart
+from emberkeep.engine.llamacpp.kv_layout import HEAD_BYTES, Attention, Layout, cell_count, counterpart
 from emberkeep.errors import EngineError
 from helpers.engines import KINDS, RANGE_KINDS, always, evaluate, exported, same
 
@@ -106,19 +105,6 @@ def test_state_goes_the_other_way_and_comes_back_as_it_was(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bytes_are_those_of_rearranging(open_engine: Open, kind: str, source_flash: bool) -> None:
-    ranges, snapshot, other = carried_over(open_engine, kind, source_flash)
-    ranges_there, snapshot_there = taken_out(other)
-    layouts, array = other._context.layouts, partial(np.frombuffer, dtype=np.uint8)
-    if other._context.unit.has_ranges:
-        for there, here in zip(ranges_there, ranges, strict=True):
-            assert bytes(layouts.rearrange(array(here))) == bytes(there)
-            assert bytes(layouts.rearrange(array(there))) == bytes(there)
-    if snapshot is not None and other._context.layout.windows:
-        assert bytes(layouts.rearrange(array(snapshot), is_snapshot=True)) == bytes(snapshot_there)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_it_goes_on_as_it_would_have(open_engine: Open, kind: str, source_flash: bool) -> None:
     """Up to the rounding of the other way, from which the next token differs by far more."""
     source = open_engine(kind, flash=source_flash)
@@ -131,20 +117,15 @@ def test_it_goes_on_as_it_would_have(open_engine: Open, kind: str, source_flash:
 
 
 def test_a_part_of_a_range_of_the_other_way_can_be_imported(open_engine: Open, source_flash: bool) -> None:
-    source, other = open_engine(flash=source_flash), now(open_engine, "dense", not source_flash)
-    evaluate(source, 0, 0, END)
-    assert other.import_kv(0, 0, 30, [exported(source, 0, 0, END)], 0) is Outcome.DONE
-    assert other.import_kv(0, 30, 70, [exported(source, 0, 20, END)], 20) is Outcome.DONE
-    assert have_same_numbers(other, exported(other, 0, 0, 70), exported(source, 0, 0, 70))
-
-
-def test_rearranging_leaves_what_it_was_given_as_it_is(open_engine: Open, source_flash: bool) -> None:
+    """And what was given stays as it is."""
     source, other = open_engine(flash=source_flash), now(open_engine, "dense", not source_flash)
     evaluate(source, 0, 0, END)
     payload = exported(source, 0, 0, END)
     before = bytes(payload)
-    other.import_kv(0, 0, END, [payload], 0)
+    assert other.import_kv(0, 0, 30, [payload], 0) is Outcome.DONE
     assert bytes(payload) == before
+    assert other.import_kv(0, 30, 70, [exported(source, 0, 20, END)], 20) is Outcome.DONE
+    assert have_same_numbers(other, exported(other, 0, 0, 70), exported(source, 0, 0, 70))
 
 
 # ── packed ──
@@ -219,12 +200,6 @@ def test_anything_at_all_is_of_one_way_or_the_other(open_engine: Open, source_fl
 # ── where there is no other way ──
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_other_way_of_the_other_way_is_the_same_one(open_engine: Open, kind: str) -> None:
-    layouts = [open_engine(kind, flash=flash)._context.layout for flash in (True, False)]
-    assert [counterpart(layout) for layout in layouts] == layouts[::-1]
-
-
 def test_quantised_values_have_no_other_way(open_engine: Open) -> None:
     engine = open_engine("wide", kv_type="q8_0", tables=always(False))
     assert counterpart(engine._context.layout) is None
@@ -256,10 +231,3 @@ def test_a_layout_that_is_not_as_it_should_be_is_no_choice(
     assert engine.stats()["flash_attention"] == "on"
     assert engine.capabilities.wide_rows is not None
     assert engine.fingerprint == open_engine().fingerprint
-
-
-def test_a_layout_without_another_takes_everything_for_its_own(open_engine: Open) -> None:
-    layouts = Layouts(open_engine()._context.layout)
-    state = np.full(1000, 1, np.uint8)
-    assert layouts.of(state) is layouts.own
-    assert layouts.rearrange(state) is state

@@ -100,7 +100,7 @@ def test_what_ends_the_trial_is_not_loaded(
     with loaded_early(config):
         digest, works = begun[path](lambda *_: None)
     assert digest and not works
-    assert trial._verdict(None, candidates("auto")[0]).exists()
+    assert trial._works(trial._verdict(None, candidates("auto")[0]))
 
 
 @pytest.mark.usefixtures("no_verdicts")

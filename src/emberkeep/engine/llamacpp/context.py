@@ -11,7 +11,6 @@ import ctypes
 import hashlib
 import logging
 import os
-import platform
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,12 +37,10 @@ from emberkeep.engine.llamacpp.kv_layout import Bytes, Layout
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import (
     Allocation,
+    build,
     llama,
-    loaded_digest,
-    loader_variables,
-    system_info,
+    own_switches,
     take_errors,
-    version,
 )
 from emberkeep.engine.llamacpp.threads import available_cores
 from emberkeep.errors import EngineError
@@ -89,20 +86,17 @@ def open_context(model: LlamaModel, settings: LlamaSettings, on_node: Any) -> Ha
     params.no_perf = True
     if on_node is not None:
         params.cb_eval = ctypes.cast(on_node, ctypes.c_void_p)
-    take_errors()
-    context: Handle | None = llama().llama_init_from_model(model.handle, params)
-    if not context:
-        reason = take_errors() or "out of memory"
-        if "block size" in reason:
+    try:
+        return model.open_context(params)
+    except EngineError as reason:
+        if "block size" in str(reason):
             raise EngineError(
                 f"This model's state cannot be held as {settings.kv_type} ({reason}): use --kv-type f16."
-            )
+            ) from None
         raise EngineError(
             f"llama.cpp could not make room for {settings.cells} tokens of context, {reason}: "
             "try a smaller --ctx or --parallel."
-        )
-    model.adapt(context)
-    return context
+        ) from None
 
 
 def outputs(settings: LlamaSettings) -> int:
@@ -132,11 +126,7 @@ def fingerprint(
     original = model.hyperparameter("rope.scaling.original_context_length") or model.train_context
     parts = [
         "llama.cpp",
-        version(),
-        loaded_digest(),
-        # Which of its kernels a library chose for this CPU, and what they were compiled with.
-        system_info(),
-        platform.machine(),
+        *build(),
         weights_digest,
         model.metadata("general.architecture"),
         llama().llama_model_rope_type(model.handle),
@@ -146,8 +136,7 @@ def fingerprint(
         "unified, windows cut off",
         layout,
         settings.kv_type,
-        # Its own switches: with one of them it does not rotate what it quantises, and writes nowhere that it did.
-        [each for each in loader_variables() if each.startswith(("GGML_", "LLAMA_"))],
+        own_switches(),
         [(adapter.digest, adapter.scale) for adapter in model.adapters],
         # llama.cpp adds up more than two in the order of their addresses, which are others at every start.
         os.urandom(16) if len(model.adapters) > 2 else None,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import platform
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,12 +19,10 @@ from emberkeep.engine.llamacpp.c_api import Handle, defaults
 from emberkeep.engine.llamacpp.context import BatchBuffer
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import (
+    build,
     llama,
-    loaded_digest,
-    loader_variables,
-    system_info,
+    own_switches,
     take_errors,
-    version,
 )
 from emberkeep.engine.llamacpp.threads import ThreadPool, available_cores
 from emberkeep.errors import EngineError, ModelBroken
@@ -197,15 +194,12 @@ def _open_context(model: LlamaModel, settings: LlamaEmbeddingSettings, pooling: 
     params.pooling_type = _NUMBERS[pooling]
     params.kv_unified = True
     params.no_perf = True
-    take_errors()
-    context: Handle | None = llama().llama_init_from_model(model.handle, params)
-    if not context:
-        reason = take_errors() or "out of memory"
+    try:
+        return model.open_context(params)
+    except EngineError as reason:
         raise EngineError(
             f"llama.cpp has no room for inputs of {settings.context} tokens, {reason}: try a smaller --ctx."
-        )
-    model.adapt(context)
-    return context
+        ) from None
 
 
 def _fingerprint(
@@ -213,15 +207,12 @@ def _fingerprint(
 ) -> bytes:
     parts = [
         "llama.cpp embeddings",
-        version(),
-        loaded_digest(),
-        system_info(),
-        platform.machine(),
+        *build(),
         weights_digest,
         pooling,
         # Beyond some length a model may rotate its positions in another way.
         settings.context,
-        [said for said in loader_variables() if said.startswith(("GGML_", "LLAMA_"))],
+        own_switches(),
         [(adapter.digest, adapter.scale) for adapter in model.adapters],
         model.placement,
     ]

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from emberkeep.config.machine import resident_ram
 from emberkeep.engine.facts import Facts
@@ -122,10 +123,13 @@ class LlamaModel:
             raise EngineError(f"llama.cpp cannot use the adapter {path.name}, {reason}: leave --lora out.")
         return loaded
 
-    def adapt(self, context: Handle) -> None:
-        """Apply all adapters to a new context."""
-        count = len(self._loaded_adapters)
-        if count:
+    def open_context(self, params: Any) -> Handle:
+        """One to which all adapters apply. Raises EngineError with what llama.cpp says."""
+        take_errors()
+        context: Handle | None = llama().llama_init_from_model(self.handle, params)
+        if not context:
+            raise EngineError(take_errors() or "out of memory")
+        if count := len(self._loaded_adapters):
             scales = (adapter.scale for adapter in self.adapters)
             llama().llama_set_adapters_lora(
                 context,
@@ -133,6 +137,7 @@ class LlamaModel:
                 count,
                 (ctypes.c_float * count)(*scales),
             )
+        return context
 
     @property
     def chat_template(self) -> str | None:

@@ -24,7 +24,6 @@ from typing import Any
 import platformdirs
 
 from emberkeep.config.machine import cpu_facts
-from emberkeep.engine import facts
 from emberkeep.engine.facts import Facts, facts_folder
 from emberkeep.engine.llamacpp import c_api
 from emberkeep.errors import EngineError
@@ -145,6 +144,12 @@ def loader_variables() -> list[str]:
     return [f"{name}={os.environ[name]}" for name in names]
 
 
+def own_switches() -> list[str]:
+    """Those of `loader_variables` that are llama.cpp's own: with one of them it does not rotate what it quantises,
+    and writes nowhere that it did."""
+    return [each for each in loader_variables() if each.startswith(("GGML_", "LLAMA_"))]
+
+
 def _digest_of(paths: list[Path]) -> str:
     total = hashlib.sha256()
     for path in paths:
@@ -251,8 +256,14 @@ def system_info() -> str:
 
 
 def version() -> str:
-    said: bytes = llama().llama_version()
-    return said.decode()
+    release: bytes = llama().llama_version()
+    return release.decode()
+
+
+def build() -> tuple[str, ...]:
+    """What says which code computes: also which of its kernels the library chose for this CPU, and what they were
+    compiled with."""
+    return version(), loaded_digest(), system_info(), platform.machine()
 
 
 # ── a ready-made one ──
@@ -312,15 +323,11 @@ def prebuilt() -> Prebuilt | None:
     return _PACKAGES.get((sys.platform, platform.machine()))
 
 
-def file_name(library: LibraryFile, *more: str) -> str:
-    """The name of what was found out about a library on this CPU, and `more` beside it. Raises EngineError."""
-    return facts.file_name(*_about(library), *more)
-
-
 def facts_about(*about: object, folder: Path | None = None) -> Facts:
     """With the library in use, and what they depend on besides. Raises EngineError where there is none."""
-    return Facts(folder or facts_folder("llamacpp"), *_about(library_in_use()), *about)
+    return facts_of(library_in_use(), *about, folder=folder or facts_folder("llamacpp"))
 
 
-def _about(library: LibraryFile) -> tuple[str, ...]:
-    return (digest(library), *cpu_facts(instructions=True), *loader_variables())
+def facts_of(library: LibraryFile, *about: object, folder: Path) -> Facts:
+    """What was found out about a library on this CPU. Raises EngineError."""
+    return Facts(folder, digest(library), *cpu_facts(instructions=True), *loader_variables(), *about)

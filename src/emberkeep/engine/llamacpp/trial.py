@@ -1,8 +1,7 @@
 """Whether a llama.cpp library, or a model in it, can run here, found out in a process that may die of it.
 
 llama.cpp was compiled for some CPU and traps on another, and it ends the process where a model's metadata
-contradict each other. A library is tried with a model that means nothing: random weights in every format that
-CPUs have kernels of their own for, small enough to be written and run within a second.
+contradict each other. A library is tried with a model that means nothing.
 """
 
 from __future__ import annotations
@@ -11,18 +10,21 @@ import ctypes
 import logging
 import os
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from emberkeep.config.machine import total_ram
-from emberkeep.engine.base import Rows
+from emberkeep.engine.base import Logits, Rows
 from emberkeep.engine.embedding import TokenInput
 from emberkeep.engine.facts import Facts
 from emberkeep.engine.llamacpp.context import BatchBuffer, LlamaSettings, open_context
@@ -36,14 +38,12 @@ from emberkeep.engine.llamacpp.shared_library import (
     cache_folder,
     candidates,
     facts_about,
-    file_name,
+    facts_of,
     library_in_use,
     llama,
     use_library,
 )
-from emberkeep.engine.llamacpp.specimen import write_specimen
 from emberkeep.errors import EngineError, ModelBroken, ModelError
-from emberkeep.files import private_folder, replace_file
 from emberkeep.signals import with_default_signals
 from emberkeep.types.request import Pooling
 
@@ -52,17 +52,19 @@ _SHAPES = (1, 2, 8, 33, 64, 128, 512)
 """Rows of a batch; kernels differ by how many there are."""
 _LIBRARY_S, _MODEL_S = 120.0, 1800.0
 """How long a trial may take; weights may have to come from a slow disk."""
-_TRAPS = frozenset((signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT))
+_TRAPS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT)
 """Signals that code ends its own process by. Others come from outside."""
 _LIBRARY, _WRITES, _NO_FLASH, _POOLS = "library", "writes", "no flash", "pools "
 """What is tried: a library with a model that means nothing, or a model in one of several ways."""
+_WORKS, _FAILS = "works", "fails"
+"""What is remembered of it."""
 _REFUSED = 3
 """Status of a child that found out by itself, and says what on stderr."""
-_MEND = {
-    NATIVE: "`make native` compiles it for this one, and without it (`pip uninstall llama-cpp-python`) "
-    "the ready-made one is used",
-}
-_MEND_OTHERS = "`make native` or `pip install 'emberkeep[native]'` compiles one that does"
+_MEND_NATIVE = (
+    "`make native` compiles it for this one, and without it (`pip uninstall llama-cpp-python`) the ready-made one "
+    "is used"
+)
+_MEND = "`make native` or `pip install 'emberkeep[native]'` compiles one that does"
 
 
 class _DoesNotRun(EngineError):
@@ -88,11 +90,11 @@ def choose_library(choice: str, verdicts: Path | None = None) -> LibraryFile:
     raise failures[0]
 
 
-def choose_known_library(choice: str, weights_digest: str, verdicts: Path | None = None) -> bool:
+def choose_known_library(choice: str, weights_digest: str) -> bool:
     """Let this process run on the first library of `choice`, if it is known to work here, with these weights too.
     Raises EngineError where there is none."""
     library = candidates(choice)[0]
-    is_known = _verdict(verdicts, library).exists() and _verdict(verdicts, library, weights_digest).exists()
+    is_known = _works(_verdict(None, library)) and _works(_verdict(None, library, weights_digest))
     if is_known:
         use_library(library)
     return is_known
@@ -105,7 +107,6 @@ def try_together(
     find_digest: Callable[[], str],
     is_same: Callable[[], bool],
     tell: Callable[[], None] = lambda: None,
-    verdicts: Path | None = None,
 ) -> str:
     """Try a library and a model in one child, which takes a third of the time, where several trials are due, and
     call `tell` meanwhile. Gives the digest of the weights: `known_digest`, or what `find_digest` finds while the
@@ -113,12 +114,7 @@ def try_together(
 
     Raises only as these do: what fails is tried again by itself, by the function that explains it.
     """
-    digests = [] if known_digest is None else [known_digest]
-
-    def digest() -> str:
-        if not digests:
-            digests.append(find_digest())
-        return digests[0]
+    digest = cache(lambda: find_digest() if known_digest is None else known_digest)
 
     def about() -> str:
         tell()
@@ -128,32 +124,21 @@ def try_together(
 
     try:
         library = candidates(choice)[0]
-        due = [_LIBRARY] if not _verdict(verdicts, library).exists() else []
-        of_model = {} if due and not digests else _of_model(verdicts, library, digest())
-        due += [how for how in (_WRITES, _NO_FLASH) if how not in of_model or not of_model[how].exists()]
-        if len(due) > 1 and not _is_known_to_fail(of_model.get(_NO_FLASH)):
+
+        def verdict(how: str) -> Facts:
+            more = [] if how == _LIBRARY else [digest()] if how == _WRITES else [digest(), how]
+            return _verdict(None, library, *more)
+
+        due = [] if _works(verdict(_LIBRARY)) else [_LIBRARY]
+        is_known = not due or known_digest is not None
+        due += [how for how in (_WRITES, _NO_FLASH) if not (is_known and _works(verdict(how)))]
+        if len(due) > 1 and not (is_known and verdict(_NO_FLASH).read(_FAILS) is not None):
             passed, _ = _try_all(_MODEL_S, library.path, path, due, about)
-            proven = {_LIBRARY: _verdict(verdicts, library), **_of_model(verdicts, library, digest())}
             for how in passed if is_same() else ():
-                _remember(proven[how], path.name)
+                verdict(how).remember(_WORKS, path.name.encode())
     except EngineError as error:
         log.debug("%s", error)
     return digest()
-
-
-def _of_model(verdicts: Path | None, library: LibraryFile, weights_digest: str) -> dict[str, Path]:
-    return {
-        _WRITES: _verdict(verdicts, library, weights_digest),
-        _NO_FLASH: _verdict(verdicts, library, weights_digest, _NO_FLASH),
-    }
-
-
-def _is_known_to_fail(verdict: Path | None) -> bool:
-    return verdict is not None and _failure_of(verdict).exists()
-
-
-def _failure_of(verdict: Path) -> Path:
-    return verdict.with_suffix(".fails")
 
 
 def find_failures(choice: str, verdicts: Path | None = None) -> list[EngineError]:
@@ -169,13 +154,10 @@ def find_failures(choice: str, verdicts: Path | None = None) -> list[EngineError
 
 def prove(library: LibraryFile, verdicts: Path | None = None) -> None:
     """Raises EngineError unless `library` runs here. Only that it does is remembered: a failure may be mended."""
-    verdict = _verdict(verdicts, library)
-    if not verdict.exists():
-        reason = _try(_LIBRARY_S, library.path, Path(), _LIBRARY)
-        if reason is not None:
-            mend = _MEND.get(library.kind, _MEND_OTHERS)
-            raise _DoesNotRun(f"llama.cpp ({library}) does not run on this CPU, it {reason}: {mend}.")
-        _remember(verdict, str(library))
+    reason = _reason(_LIBRARY_S, library, Path(), _LIBRARY, _verdict(verdicts, library))
+    if reason is not None:
+        mend = _MEND_NATIVE if library.kind == NATIVE else _MEND
+        raise _DoesNotRun(f"llama.cpp ({library}) does not run on this CPU, it {reason}: {mend}.")
 
 
 def prove_model(path: Path, weights_digest: str, verdicts: Path | None = None) -> None:
@@ -187,15 +169,12 @@ def prove_model(path: Path, weights_digest: str, verdicts: Path | None = None) -
     _prove_model(path, _WRITES, _verdict(verdicts, library_in_use(), weights_digest))
 
 
-def _prove_model(path: Path, how: str, verdict: Path) -> None:
-    if not verdict.exists():
-        reason = _try(_MODEL_S, library_in_use().path, path, how)
-        if reason is not None:
-            raise ModelBroken(
-                f"{path.name} cannot be loaded, a process that tried {reason}: "
-                "pull it again, or choose another model."
-            )
-        _remember(verdict, path.name)
+def _prove_model(path: Path, how: str, verdict: Facts) -> None:
+    reason = _reason(_MODEL_S, library_in_use(), path, how, verdict)
+    if reason is not None:
+        raise ModelBroken(
+            f"{path.name} cannot be loaded, a process that tried {reason}: pull it again, or choose another model."
+        )
 
 
 def prove_embedding(path: Path, weights_digest: str, pooling: Pooling, verdicts: Path | None = None) -> None:
@@ -209,31 +188,38 @@ def survives_without_flash(path: Path, weights_digest: str, verdicts: Path | Non
     Tried once, as by `prove_model`, and blocks as that does. A failure is remembered too: no one has to mend it.
     """
     verdict = _verdict(verdicts, library_in_use(), weights_digest, _NO_FLASH)
-    failure = _failure_of(verdict)
-    if not verdict.exists() and not failure.exists():
-        try:
-            reason = _try(_MODEL_S, library_in_use().path, path, _NO_FLASH)
-        except EngineError as error:
-            log.debug("%s", error)
-            return False
-        _remember(verdict if reason is None else failure, reason or path.name)
-        return reason is None
-    return verdict.exists()
-
-
-def _verdict(folder: Path | None, library: LibraryFile, *more: str) -> Path:
-    return (folder or cache_folder() / "trials") / f"{file_name(library, *more)}.works"
-
-
-def _remember(verdict: Path, what: str) -> None:
     try:
-        replace_file(private_folder(verdict.parent) / verdict.name, f"{what}\n".encode())
-    except OSError as error:
-        log.debug("that %s works is not remembered: %s", what, error)
+        reason = None if verdict.read(_FAILS) is None else "failed before"
+        reason = reason or _reason(_MODEL_S, library_in_use(), path, _NO_FLASH, verdict)
+    except EngineError as error:
+        log.debug("%s", error)
+        return False
+    if reason is not None:
+        verdict.remember(_FAILS, reason.encode())
+    return reason is None
+
+
+def _verdict(folder: Path | None, library: LibraryFile, *more: str) -> Facts:
+    return facts_of(library, *more, folder=folder or cache_folder() / "trials")
+
+
+def _works(verdict: Facts) -> bool:
+    return verdict.read(_WORKS) is not None
+
+
+def _reason(seconds: float, library: LibraryFile, model: Path, how: str, verdict: Facts) -> str | None:
+    """What became of a process that ran it; None if all went well, now or as `verdict` remembers. Raises
+    EngineError where that says nothing."""
+    if _works(verdict):
+        return None
+    reason = _try(seconds, library.path, model, how)
+    if reason is None:
+        verdict.remember(_WORKS, (model.name or str(library)).encode())
+    return reason
 
 
 def _try(seconds: float, library: Path, model: Path, how: str) -> str | None:
-    """What became of a process that ran it; None if all went well. Raises EngineError where that says nothing."""
+    """As `_reason`, whatever is remembered."""
     return _try_all(seconds, library, model, [how])[1]
 
 
@@ -246,11 +232,9 @@ def _try_all(
     program = [sys.executable, "-P", "-c", f"from {__name__} import main; main()", str(library), str(model), *ways]
     # Two threads find what threads get wrong; more would only wait for each other.
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
-    pipe = subprocess.PIPE
+    program, pipe = with_default_signals(program), subprocess.PIPE
     try:
-        process = subprocess.Popen(
-            with_default_signals(program), env=environment, stdin=pipe, stdout=pipe, stderr=pipe
-        )
+        process = subprocess.Popen(program, env=environment, stdin=pipe, stdout=pipe, stderr=pipe)
     except OSError as error:
         raise EngineError(f"llama.cpp could not be tried ({error.strerror}): try again.") from error
     with process:
@@ -266,15 +250,15 @@ def _try_all(
     if -process.returncode in _TRAPS:
         return passed, f"was ended by {signal.Signals(-process.returncode).name}"
     lines = complaint.decode("utf-8", "replace").strip().splitlines()
-    said = lines[-1].rstrip(".") if lines else f"status {process.returncode}"
+    last = lines[-1].rstrip(".") if lines else f"status {process.returncode}"
     if process.returncode == _REFUSED:
-        return passed, f"failed ({said})"
-    raise EngineError(f"llama.cpp could not be tried ({said}): try again.")
+        return passed, f"failed ({last})"
+    raise EngineError(f"llama.cpp could not be tried ({last}): try again.")
 
 
 def main() -> None:
-    """The child's: its arguments are the path of a library, that of a model, and what is tried of them. It prints
-    what went well. The digest of the weights, if what is learned is to be remembered, comes on stdin."""
+    """The child's: its arguments are a library, a model, and what is tried of them. It prints what went well. The
+    digest of the weights, if what is learned is to be remembered, comes on stdin."""
     library, model, *ways = sys.argv[1:]
     try:
         use_library(candidates(library)[0])
@@ -295,11 +279,7 @@ def _run(model: Path, ways: Sequence[str]) -> Iterator[str]:
             _run_embedding(model, Pooling(how.removeprefix(_POOLS)))
             yield how
     if of_weights := [how for how in ways if how in (_WRITES, _NO_FLASH)]:
-        told = sys.stdin.readline()
-        if not told:
-            sys.exit("nobody waits for it")
-        about = told.strip()
-        yield from _run_model(model, of_weights, facts_about(about) if about else None)
+        yield from _run_model(model, of_weights)
 
 
 def _run_specimen() -> None:
@@ -309,14 +289,17 @@ def _run_specimen() -> None:
         loaded = LlamaModel(model)
         for flash in (True, False):
             settings = replace(_settings(max(_SHAPES)), flash=flash)
-            for rows, scores in _decode(loaded, settings, _SHAPES):
+            for rows, scores in zip(_SHAPES, _decode(loaded, settings, _SHAPES), strict=True):
                 if not np.isfinite(scores).all():
                     raise EngineError(f"computed no numbers in a batch of {rows} tokens")
         loaded.close()
 
 
-def _run_model(path: Path, ways: Sequence[str], facts: Facts | None) -> Iterator[str]:
+def _run_model(path: Path, ways: Sequence[str]) -> Iterator[str]:
     """Without the copies that faster kernels want. One larger than RAM is loaded, and nothing is evaluated."""
+    if not (line := sys.stdin.readline()):
+        sys.exit("nobody waits for it")
+    facts = facts_about(line.strip()) if line.strip() else None
     model = _load(path, facts=facts)
     shapes = (1, 2) if path.stat().st_size < total_ram() // 2 else ()
     settings = _settings(2)
@@ -331,16 +314,15 @@ def _run_model(path: Path, ways: Sequence[str], facts: Facts | None) -> Iterator
     model.close()
 
 
-def _decode(
-    model: LlamaModel, settings: LlamaSettings, shapes: Iterable[int]
-) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
-    """Batches of so many rows, and the scores behind the last of each."""
+def _decode(model: LlamaModel, settings: LlamaSettings, shapes: Iterable[int]) -> Iterator[Logits]:
+    """Those behind the last row of batches of so many."""
     context, batch = open_context(model, settings, None), BatchBuffer(settings.batch)
     try:
         for rows in shapes:
-            batch.decode(context, Rows(0, 0, _tokens(rows, model), outputs=1))
+            tokens = np.arange(rows, dtype=np.int32) % model.vocab.size
+            batch.decode(context, Rows(0, 0, tokens, outputs=1))
             scores = (ctypes.c_float * model.vocab.size).from_address(llama().llama_get_logits_ith(context, -1))
-            yield rows, np.frombuffer(scores, np.float32).copy()
+            yield np.frombuffer(scores, np.float32).copy()
             llama().llama_memory_clear(llama().llama_get_memory(context), True)
     finally:
         llama().llama_free(context)
@@ -361,9 +343,107 @@ def _run_embedding(path: Path, pooling: Pooling) -> None:
 
 
 def _settings(rows: int) -> LlamaSettings:
-    cells = 2 * rows + 128
-    return LlamaSettings(cells, cells, sequences=2, batch=rows, threads=2)
+    return LlamaSettings(2 * rows + 128, 2 * rows + 128, sequences=2, batch=rows, threads=2)
 
 
-def _tokens(rows: int, model: LlamaModel) -> npt.NDArray[np.int32]:
-    return np.arange(rows, dtype=np.int32) % model.vocab.size
+# ── the model that means nothing ──
+
+_TOKENS = ("<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)))
+_ALIGNMENT = 32
+_WIDTH, _LAYERS = 256, 2
+_UINT32, _INT32, _FLOAT32, _TEXT, _ARRAY = 4, 5, 6, 8, 9
+
+
+class _Format(NamedTuple):
+    """ggml's number for it; the values in a block, its bytes, and where in it the scales in 16 bits stand."""
+
+    number: int
+    values: int
+    size: int
+    scales: tuple[int, ...]
+
+
+_F32, _F16 = _Format(0, 1, 4, ()), _Format(1, 1, 2, ())
+_Q4_0, _Q8_0 = _Format(2, 32, 18, (0,)), _Format(8, 32, 34, (0,))
+_Q4_K, _Q5_K = _Format(12, 256, 144, (0, 2)), _Format(13, 256, 176, (0, 2))
+_Q6_K, _IQ4_XS = _Format(14, 256, 210, (208,)), _Format(23, 256, 136, (0,))
+_FORMATS = (_Q4_0, _Q8_0, _Q4_K, _Q5_K, _Q6_K, _IQ4_XS, _F16)
+
+
+def write_specimen(path: Path) -> None:
+    """Random weights in every format that CPUs have kernels of their own for, always the same; small enough to be
+    written and run within a second."""
+    random, width, ones = np.random.default_rng(0), _WIDTH, np.ones(_WIDTH, "<f4").tobytes()
+    tensors: list[tuple[str, tuple[int, ...], _Format, bytes]] = []
+
+    def matrix(name: str, inputs: int, outputs: int) -> None:
+        format = _FORMATS[len(tensors) % len(_FORMATS)]
+        tensors.append((name, (inputs, outputs), format, _weights(random, inputs * outputs, format)))
+
+    matrix("token_embd.weight", width, len(_TOKENS))
+    for layer in range(_LAYERS):
+        for part in ("attn_q", "attn_k", "attn_v", "attn_output"):
+            matrix(f"blk.{layer}.{part}.weight", width, width)
+        matrix(f"blk.{layer}.ffn_gate.weight", width, 2 * width)
+        matrix(f"blk.{layer}.ffn_up.weight", width, 2 * width)
+        matrix(f"blk.{layer}.ffn_down.weight", 2 * width, width)
+        tensors += [(f"blk.{layer}.{part}_norm.weight", (width,), _F32, ones) for part in ("attn", "ffn")]
+    matrix("output.weight", width, len(_TOKENS))
+    tensors.append(("output_norm.weight", (width,), _F32, ones))
+    path.write_bytes(_file(_metadata(), tensors))
+
+
+def _metadata() -> list[bytes]:
+    kinds = (2, 3, 3, *[6] * 256)  # unknown, control, control, bytes
+    numbers = {
+        "context_length": 4096,
+        "embedding_length": _WIDTH,
+        "block_count": _LAYERS,
+        "feed_forward_length": 2 * _WIDTH,
+        "attention.head_count": _WIDTH // 64,
+        "rope.dimension_count": 64,
+    }
+    return [
+        _entry("general.architecture", _TEXT, _string("llama")),
+        _entry("tokenizer.ggml.model", _TEXT, _string("llama")),
+        _array("tokenizer.ggml.tokens", _TEXT, [_string(token) for token in _TOKENS]),
+        _array("tokenizer.ggml.scores", _FLOAT32, [bytes(4)] * len(_TOKENS)),
+        _array("tokenizer.ggml.token_type", _INT32, [struct.pack("<i", kind) for kind in kinds]),
+        _entry("llama.attention.layer_norm_rms_epsilon", _FLOAT32, struct.pack("<f", 1e-5)),
+        *(_entry(f"llama.{key}", _UINT32, struct.pack("<I", value)) for key, value in numbers.items()),
+    ]
+
+
+def _weights(random: np.random.Generator, count: int, format: _Format) -> bytes:
+    if format is _F16:
+        return random.normal(0, 0.02, count).astype("<f2").tobytes()
+    blocks: npt.NDArray[np.uint8] = random.integers(0, 256, (count // format.values, format.size), np.uint8)
+    for place in format.scales:
+        blocks[:, place : place + 2] = np.frombuffer(np.float16(0.0005).tobytes(), np.uint8)
+    return blocks.tobytes()
+
+
+def _file(metadata: list[bytes], tensors: list[tuple[str, tuple[int, ...], _Format, bytes]]) -> bytes:
+    head = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata)), *metadata]
+    offset = 0
+    for name, shape, format, data in tensors:
+        dimensions = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+        head += [_string(name), dimensions, struct.pack("<IQ", format.number, offset)]
+        offset += len(_pad(data))
+    return _pad(b"".join(head)) + b"".join(_pad(data) for *_, data in tensors)
+
+
+def _pad(data: bytes) -> bytes:
+    return data + bytes(-len(data) % _ALIGNMENT)
+
+
+def _entry(key: str, kind: int, value: bytes) -> bytes:
+    return _string(key) + struct.pack("<I", kind) + value
+
+
+def _array(key: str, kind: int, values: list[bytes]) -> bytes:
+    return _entry(key, _ARRAY, struct.pack("<IQ", kind, len(values)) + b"".join(values))
+
+
+def _string(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
