@@ -1,5 +1,6 @@
-"""Files and folders that only their owner can read, written so that a crash leaves the old or the new; digests of
-files, computed once per version and remembered in a folder; and files with one JSON object per line."""
+"""Files and folders that only their owner can read, written so that a crash leaves the old or the new; locks that
+die with their process; digests of files, computed once per version and remembered in a folder; and files with one
+JSON object per line."""
 
 from __future__ import annotations
 
@@ -72,6 +73,58 @@ def locked(path: Path, mode: int = fcntl.LOCK_EX) -> Generator[None, None, None]
         yield
     finally:
         os.close(lock)
+
+
+def is_unused(folder: Path, lock_name: str) -> bool:
+    """No process holds a lock in it."""
+    try:
+        with locked(folder / lock_name, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            return True
+    except OSError:
+        return False
+
+
+def remove_if_unused(folder: Path, lock_name: str) -> bool:
+    """Remove it, unless a process holds a lock in it; returns whether."""
+    try:
+        with locked(folder / lock_name, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            shutil.rmtree(folder, ignore_errors=True)
+            return True
+    except OSError:
+        return False
+
+
+def delete(path: Path) -> None:
+    """Whatever is there, a folder in the place of a file too. What is gone already is no error. Raises OSError."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return
+    except (IsADirectoryError, PermissionError):
+        if not path.is_dir() or path.is_symlink():
+            raise
+        shutil.rmtree(path)
+
+
+def list_folder(folder: Path) -> list[os.DirEntry[str]]:
+    """Returns what is in it, nothing where it is gone. Raises OSError."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def bytes_below(folder: Path) -> int:
+    """Sums up all files, as far as they can be seen."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += (Path(parent) / name).lstat().st_size
+            except OSError:
+                continue
+    return total
 
 
 def link_or_copy(source: Path | str, target: Path | str) -> None:

@@ -83,9 +83,9 @@ def test_what_hung_below_a_damaged_chunk_goes_with_its_user(tmp_path: Path, plac
 
 def test_what_another_process_has_in_ram_on_disk_and_in_its_queue_goes_too(tmp_path: Path) -> None:
     here, there = new_store(tmp_path), new_store(tmp_path)
-    told: list[bool] = []
+    reached: list[bool] = []
     there.holders.join(
-        "all", there, lambda names: told.append(ANN.namespace in names and BOB.namespace not in names)
+        "all", there, lambda names: reached.append(ANN.namespace in names and BOB.namespace not in names)
     )
     ANN.keep(there, 300)
     there.flush()
@@ -93,7 +93,7 @@ def test_what_another_process_has_in_ram_on_disk_and_in_its_queue_goes_too(tmp_p
     here.catalogue.forget_user(ANN.user)
     there.flush()
     assert_gone(tmp_path, ANN, here, there)
-    assert told == [True]
+    assert reached == [True]
     there.close()
     here = reopened(here, tmp_path)
     assert_gone(tmp_path, ANN, here)

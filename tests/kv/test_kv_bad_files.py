@@ -211,7 +211,7 @@ def test_a_bad_sector_is_given_up_in_the_end_and_computed_again(tmp_path, monkey
 
 
 def test_the_quarantine_holds_few_files_and_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr("emberkeep.kv.disk.folders._MOST_QUARANTINED", 3)
+    monkeypatch.setattr("emberkeep.kv.disk.chunk_files._MOST_QUARANTINED", 3)
     prompts = [prompt(100, seed=seed) for seed in range(8)]
     store = only_on_disk(tmp_path, *prompts)
     for path in chunk_files(tmp_path):
@@ -220,6 +220,6 @@ def test_the_quarantine_holds_few_files_and_counts(tmp_path, monkeypatch):
     kept = list(tmp_path.glob("*/quarantine/*"))
     assert len(kept) == 3
     assert store.stats()["cold"]["other_bytes"] >= sum(path.stat().st_size for path in kept) > 0
-    monkeypatch.setattr("emberkeep.kv.disk.folders._MOST_QUARANTINED_BYTES", 0)
+    monkeypatch.setattr("emberkeep.kv.disk.chunk_files._MOST_QUARANTINED_BYTES", 0)
     store = reopened(store, tmp_path)
     assert list(tmp_path.glob("*/quarantine/*")) == []

@@ -6,8 +6,8 @@ import apsw
 import numpy as np
 import pytest
 
-from emberkeep.kv.disk.index import Index, Unreadable, description_of
-from helpers.kv_building import FINGERPRINT, chunk_files, chunks_of, load, new_store, prompt, put
+from emberkeep.kv.disk.index import Index, Unreadable
+from helpers.kv_building import chunk_files, chunks_of, load, new_store, prompt, put
 
 TOKENS = prompt(300)
 
@@ -45,19 +45,6 @@ def test_rows_say_what_was_added(folder):
     assert second.parent == first.key
     sizes = {path.stem: path.stat().st_size for path in chunk_files(folder)}
     assert first.bytes == sizes[first.key.hex()]
-
-
-def test_only_newer_rows_are_asked_for(folder):
-    index = Index(database(folder))
-    first, *rest = index.rows_after(0)
-    assert [row.seq for row in index.rows_after(first.seq)] == [row.seq for row in rest]
-
-
-def test_a_known_key_is_left_alone(folder):
-    index = Index(database(folder))
-    before = index.rows_after(0)
-    index.add([(description_of(before[0], FINGERPRINT), 7, 0.0)])
-    assert [row.bytes for row in index.rows_after(0)] == [row.bytes for row in before]
 
 
 def break_pages(path: Path) -> None:

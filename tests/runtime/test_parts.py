@@ -15,7 +15,7 @@ import pytest
 
 from emberkeep.config.settings import Config
 from emberkeep.engine.fake import FakeEngine
-from emberkeep.kv.disk.folders import INDEX
+from emberkeep.kv.disk.index import INDEX
 from emberkeep.kv.forgetting import RECORD
 from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import store_name

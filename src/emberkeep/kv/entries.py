@@ -7,7 +7,6 @@ It owns no chunk: equal prefixes are stored once, for all that use them.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import field, replace
@@ -79,13 +78,6 @@ class Entry:
                 tail = replace(tail, chunk=chunk.parent.key, used=chunk.take)
             if tail.chunk != ROOT:
                 yield tail
-
-    def stale_tails(self, turns: int) -> list[Tail]:
-        """Tails that this entry has left alone for that many of its turns."""
-        return [tail for tail in self.tails if tail.turn <= self.turns - turns]
-
-    def pack_tails(self) -> str:
-        return json.dumps([[t.chunk.hex(), t.used, t.turn, t.tick] for t in self.tails])
 
 
 class Entries:
@@ -172,8 +164,8 @@ class Entries:
 
     def ends_at(self, chunk: Chunk, used: int) -> bool:
         """Some entry ends in `chunk`, at or after that many of its tokens."""
-        tails = (tail for entry in self.ending_in(chunk.key) for tail in entry.tails)
-        return any(tail.chunk == chunk.key and tail.used >= used for tail in tails)
+        ending = self.ending_in(chunk.key)
+        return any(t.chunk == chunk.key and t.used >= used for entry in ending for t in entry.tails)
 
     def end_before(self, gone: Mapping[ChunkKey, Chunk]) -> None:
         """Entries that ended in these chunks end before them now."""
@@ -246,12 +238,6 @@ class Entries:
             ids.discard(entry.id)
             if not ids:
                 self._ending.pop(key, None)
-
-
-def unpack_tails(packed: str) -> deque[Tail]:
-    """Raises ValueError, TypeError."""
-    rows = [Tail(ChunkKey(bytes.fromhex(key)), used, turn, tick) for key, used, turn, tick in json.loads(packed)]
-    return deque(rows, RING)
 
 
 def entry_id(lineage: Lineage, label: Label) -> EntryId:

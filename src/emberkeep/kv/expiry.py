@@ -16,8 +16,16 @@ from functools import partial
 from math import inf
 from pathlib import Path
 
-from emberkeep.kv.disk.folders import INDEX, is_unused, last_change, remove_if_unused, stores_under
-from emberkeep.kv.disk.index import LaterUses, Unreadable, is_of_this_version, read_meta
+from emberkeep.files import is_unused, remove_if_unused
+from emberkeep.kv.disk.index import (
+    INDEX,
+    LaterUses,
+    Unreadable,
+    is_of_this_version,
+    last_change,
+    read_meta,
+    stores_under,
+)
 from emberkeep.kv.disk.tier import DiskTier
 from emberkeep.kv.entries import Entry, EntryId, latest_tail
 from emberkeep.kv.ledger import Ledger, Transact
@@ -72,15 +80,20 @@ class Expiry:
         held = self._transact(_Held.copied)
         last = held.now + held.longest
         if too_long := [chunk for chunk in held.chunks if chunk.expires > last]:
-            self._transact(lambda ledger: _bring_forward(ledger, too_long, last))
+            self._transact(partial(_bring_forward, chunks=too_long, expires=last))
         chunks = [chunk for chunk in held.chunks if chunk.expires <= held.now and not chunk.is_pinned]
         entries = self._transact(lambda ledger: [entry for entry in held.entries if has_expired(ledger, entry)])
         pinned, theirs = self._used_elsewhere(chunks, entries)
         entries = [entry for entry in entries if entry.id not in theirs]
         self._transact(lambda ledger: _forget_expired(ledger, entries))
+
+        def drop_some(ledger: Ledger, at: int) -> None:
+            gone = drop_expired(ledger, chunks[at : at + _AT_ONCE], pinned)
+            ledger.counters.expired_evictions += len(gone)
+            ledger.entries.forget_empty()
+
         for at in range(0, len(chunks), _AT_ONCE):
-            self._transact(partial(_drop_some, chunks=chunks[at : at + _AT_ONCE], pinned=pinned))
-        self._transact(_drop_expired_orphans)
+            self._transact(partial(drop_some, at=at))
 
     def _used_elsewhere(
         self, chunks: Sequence[Chunk], entries: Sequence[Entry]
@@ -114,24 +127,15 @@ class Expiry:
             self._erased_at = deletions
 
 
-def _drop_some(ledger: Ledger, chunks: Sequence[Chunk], pinned: set[ChunkKey]) -> None:
-    ledger.counters.expired_evictions += len(drop_expired(ledger, chunks, pinned))
-    ledger.entries.forget_empty()
-
-
 def _forget_expired(ledger: Ledger, entries: Iterable[Entry]) -> None:
-    """Forget what those of `entries` are called that have expired; what of them is wanted by others stays,
-    without their names."""
+    """Forget what those of `entries` are called that have expired, and files out of reach that have; what others
+    want stays, without these names."""
     gone = [entry for entry in entries if ledger.entries.get(entry.id) is entry and has_expired(ledger, entry)]
     for entry in gone:
         ledger.entries.forget(entry)
         ledger.on_delete({entry.lineage.owner})
-    ledger.deletions += len(gone)
-
-
-def _drop_expired_orphans(ledger: Ledger) -> None:
     now = ledger.clock.now()
-    ledger.deletions += ledger.give_up_orphans(lambda row: row.expires <= now)
+    ledger.deletions += len(gone) + ledger.give_up_orphans(lambda row: row.expires <= now)
 
 
 def _put_off(ledger: Ledger, later: LaterUses) -> None:
@@ -194,16 +198,12 @@ class UnusedStores:
         """Delete what has outlived its TTL. Opens those stores only in which something may have."""
         with self._lock:
             try:
-                due = [path for path in stores_under(self._root) if self._is_due(path) and is_unused(path)]
+                for path in stores_under(self._root):
+                    changed, due = self._seen.get(path, (None, 0.0))
+                    if (changed != last_change(path) or self._wall() >= due) and is_unused(path, "in-use"):
+                        self._expire(path)
             except OSError as error:
                 log.warning("cannot look for state that has expired: %s", error)
-                return
-            for path in due:
-                self._expire(path)
-
-    def _is_due(self, path: Path) -> bool:
-        changed, due = self._seen.get(path, (None, 0.0))
-        return changed != last_change(path) or self._wall() >= due
 
     def _expire(self, path: Path) -> None:
         try:
@@ -224,7 +224,7 @@ class UnusedStores:
 
     def _give_up(self, path: Path) -> None:
         """It cannot be told when what is in it expires: it goes when all of it has."""
-        if self._wall() - last_change(path) > max(self._keeping.ttl.values()) and remove_if_unused(path):
+        if self._wall() - last_change(path) > max(self._keeping.ttl.values()) and remove_if_unused(path, "in-use"):
             log.info("removed a store that has expired, and that cannot be read: %s", path)
 
 

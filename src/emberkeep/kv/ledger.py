@@ -122,7 +122,8 @@ class Ledger:
             chunk.is_pinned |= entry.is_pinned
             self.entries.changes.used[chunk.key] = chunk
         self.entries.forget_empty()
-        for tail in entry.stale_tails(self.keeping.cold_after):
+        stale = entry.turns - self.keeping.cold_after
+        for tail in [tail for tail in entry.tails if tail.turn <= stale]:
             cooled = self.ram.free_branch(self.tree.get(tail.chunk), tail.tick)
             self.counters.cooled_by_turns += cooled
             if cooled:

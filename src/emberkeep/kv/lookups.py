@@ -247,7 +247,8 @@ def stored_ids(
         chunk, index, offset, path, sampled = todo.pop()
         ids = list(path)
         while True:
-            is_whole = offset == first_border and not best[0] and _begins_anew(chunk, index, specials)
+            is_first = offset == first_border and not best[0] and not chunk.given and index < len(chunk.tokens)
+            is_whole = is_first and int(chunk.tokens[index]) in specials
             if (offset in borders and sampled > most) or is_whole:
                 best, most = (tuple(ids), offset), sampled
             for group in chunk.branches.get(index, {}).values():
@@ -263,10 +264,6 @@ def stored_ids(
             ids += run
             offset, index, sampled = offset + len(written), stop, sampled + len(run) * is_sampled
     return best
-
-
-def _begins_anew(chunk: Chunk, index: int, specials: Set[int]) -> bool:
-    return not chunk.given and index < len(chunk.tokens) and int(chunk.tokens[index]) in specials
 
 
 def _run(chunk: Chunk, index: int, specials: Set[int]) -> tuple[int, bool]:

@@ -130,10 +130,8 @@ class CostModel:
         than they are evaluated."""
         if self.evaluate.value is None:
             return len(blocks)
-        return self._leading((tokens, self.fetch_seconds(size)) for tokens, size in blocks)
-
-    def fetch_seconds(self, size: int) -> float:
-        return self.fetch.seconds(size) + self.import_.seconds(size)
+        costs = ((tokens, self.fetch.seconds(size) + self.import_.seconds(size)) for tokens, size in blocks)
+        return self._leading(costs)
 
     def _leading(self, costs: Iterable[tuple[int, float]]) -> int:
         """How many of (tokens, seconds) save the most time together."""

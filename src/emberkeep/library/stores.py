@@ -10,8 +10,7 @@ from typing import Any
 
 from emberkeep.errors import NoSuchEntry
 from emberkeep.kv.disk.chunk_files import ChunkFiles
-from emberkeep.kv.disk.folders import INDEX, stores_under
-from emberkeep.kv.disk.index import description_of, read_meta
+from emberkeep.kv.disk.index import INDEX, description_of, read_meta, stores_under
 from emberkeep.kv.disk.transfers import FetchState, check_file
 from emberkeep.kv.policy import Keeping
 from emberkeep.kv.remote.link import RemoteLink

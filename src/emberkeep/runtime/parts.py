@@ -14,7 +14,7 @@ from emberkeep.engine.embedding import EmbeddingEngine
 from emberkeep.engine.facts import Stored
 from emberkeep.errors import MemoryFailed
 from emberkeep.kv.disk.chunk_files import ChunkFiles
-from emberkeep.kv.disk.folders import stores_under
+from emberkeep.kv.disk.index import stores_under
 from emberkeep.kv.disk.vector_file import VectorFile, delete_vectors
 from emberkeep.kv.expiry import UnusedStores
 from emberkeep.kv.forgetting import Holders

@@ -28,26 +28,20 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 
-from emberkeep.files import locked, private_folder, sync
+from emberkeep.files import bytes_below, delete, list_folder, locked, private_folder, remove_if_unused, sync
 from emberkeep.kv.disk import chunkfile
-from emberkeep.kv.disk.chunkfile import Buffers, Damaged, Description
-from emberkeep.kv.disk.folders import (
+from emberkeep.kv.disk.chunkfile import (
     CHUNKS,
-    INDEX,
     OWNER,
     QUARANTINE,
     TMP,
-    Quarantine,
-    bytes_below,
-    delete,
-    hold,
+    Buffers,
+    Damaged,
+    Description,
     is_chunk_name,
-    list_folder,
-    remove_if_unused,
-    stores_under,
     sweep_files,
 )
-from emberkeep.kv.disk.index import Index, Unreadable, model_with, row_of
+from emberkeep.kv.disk.index import INDEX, Index, Unreadable, model_with, row_of, stores_under
 from emberkeep.kv.forgetting import ForgottenRecord, Whose
 from emberkeep.kv.policy import ChunkRow
 from emberkeep.kv.tree import ChunkKey, store_name
@@ -183,8 +177,8 @@ class ChunkFiles:
     @property
     def side_bytes(self) -> int:
         """What is in the store's folder besides chunks that are known, as of the last look."""
-        beside = self._unfinished_bytes + self._foreign_bytes + sum(list(self._strays.values()))
-        return self._quarantine.bytes + beside
+        strays = sum(list(self._strays.values()))
+        return self._quarantine.bytes + self._unfinished_bytes + self._foreign_bytes + strays
 
     def clean_up(self) -> None:
         """Count what is no chunk, and remove what dead processes have left."""
@@ -265,11 +259,10 @@ class ChunkFiles:
     def evicting(self) -> Iterator[bool]:
         """True while this process is the only evictor; the lock of a dead process is free."""
         with ExitStack() as stack:
-            try:
+            is_alone = False
+            with suppress(BlockingIOError):
                 stack.enter_context(locked(self.folder / "evict", fcntl.LOCK_EX | fcntl.LOCK_NB))
                 is_alone = True
-            except BlockingIOError:
-                is_alone = False
             yield is_alone
 
     def shrink_other_stores(self, allowed: int) -> int:
@@ -282,7 +275,7 @@ class ChunkFiles:
         for path in reversed(others):
             if sum(sizes.values()) <= allowed:
                 break
-            if remove_if_unused(path):
+            if remove_if_unused(path, "in-use"):
                 log.info("removed the stored state of a model that is no longer served (%d bytes)", sizes[path])
                 del sizes[path]
         return sum(sizes.values())
@@ -386,3 +379,72 @@ class ChunkFiles:
     def _note_stray(self, key: ChunkKey) -> None:
         with suppress(OSError):
             self._strays[key] = os.lstat(self._path(key)).st_size
+
+
+def hold(folder: Path, lock_name: str, mode: int) -> ExitStack:
+    """Make `folder` and lock it, until that is closed; begins again when another process removed it as unused in
+    between."""
+    while True:
+        private_folder(folder)
+        with suppress(FileNotFoundError), ExitStack() as stack:
+            stack.enter_context(locked(folder / lock_name, mode))
+            if (folder / lock_name).exists():
+                return stack.pop_all()
+
+
+# ── damaged files ──
+
+_MOST_QUARANTINED = 32
+_MOST_QUARANTINED_BYTES = 64 << 20
+
+
+class Quarantine:
+    """Safe to use from any thread; blocks on disk. Raises OSError from the constructor only, unless it says so."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = private_folder(folder)
+        self.bytes = 0
+        """What is in it, as of the last look: other processes use the same one."""
+        self.trim()
+
+    def put(self, path: Path) -> bool:
+        """Move a file here; one that cannot be moved is deleted. False: it is still where it was."""
+        try:
+            path.rename(self._folder / f"{path.stem}.{uuid.uuid4().hex[:8]}")
+        except FileNotFoundError:
+            return True
+        except OSError:
+            try:
+                delete(path)
+            except OSError:
+                return False
+        self.trim()
+        return True
+
+    def trim(self) -> None:
+        """Delete the oldest until there are few enough, and count what is left."""
+        found: list[tuple[int, Path, int]] = []
+        with suppress(OSError):
+            for entry in list_folder(self._folder):
+                with suppress(OSError):
+                    status = entry.stat(follow_symlinks=False)
+                    found.append((status.st_ctime_ns, Path(entry.path), status.st_size))
+        found.sort()
+        size = sum(bytes_ for _, _, bytes_ in found)
+        excess = len(found) - _MOST_QUARANTINED
+        for place, (_, path, bytes_) in enumerate(found):
+            if place >= excess and size <= _MOST_QUARANTINED_BYTES:
+                break
+            with suppress(OSError):
+                delete(path)
+                size -= bytes_
+        self.bytes = size
+
+    def empty(self) -> None:
+        """Raises OSError. What is left counts until the next `trim`."""
+        for path in self.paths():
+            delete(path)
+
+    def paths(self) -> list[Path]:
+        """Raises OSError."""
+        return list(self._folder.iterdir())

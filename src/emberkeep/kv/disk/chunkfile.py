@@ -25,17 +25,19 @@ import fcntl
 import hashlib
 import mmap
 import os
+import re
 import stat
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
+from emberkeep.files import delete, list_folder
 from emberkeep.kv.tree import (
     MADE,
     Chunk,
@@ -52,6 +54,11 @@ from emberkeep.kv.tree import (
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.lineage import Lineage
 from emberkeep.values import dataclass
+
+CHUNKS, QUARANTINE, TMP = "chunks", "quarantine", "tmp"
+"""Folders of a store."""
+OWNER = "owner"
+is_chunk_name = re.compile(r"[0-9a-f]{64}\.kv").fullmatch
 
 MAGIC = b"EMBERKV2"
 _FIXED = struct.Struct("<8sIIQ16s16s")
@@ -245,6 +252,53 @@ def _digest(begin: bytes, packed: bytes) -> bytes:
 def _write_all(descriptor: int, data: memoryview) -> None:
     while data:
         data = data[os.write(descriptor, data) :]
+
+
+# ── what belongs to a user ──
+
+
+def sweep_files(folder: Path, whose: Container[str]) -> int:
+    """Delete their files in the store in `folder`; returns the bytes that went.
+
+    chunks      whatever says that it is theirs, and what is named like a chunk and does not say whose it is: no
+                lookup could use that
+    quarantine  the same, whatever its name
+    tmp         what says that it is theirs; the rest is being written, or was when its process died
+
+    Raises OSError when some could not be looked at or deleted: the others are gone all the same.
+    """
+    swept, failed = 0, None
+    known: dict[str | None, bool] = {}
+    for path, goes_unless_it_says in _candidates(folder):
+        try:
+            namespace = namespace_of(path)
+            if namespace not in known:
+                known[namespace] = namespace is not None and namespace in whose
+            if known[namespace] or (namespace is None and goes_unless_it_says):
+                size = os.lstat(path).st_size
+                delete(path)
+                swept += size
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            failed = error
+    if failed is not None:
+        raise failed
+    return swept
+
+
+def _candidates(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """Yields files, and whether one that does not say whose it is goes as well. Raises OSError."""
+    for inner in list_folder(folder / CHUNKS):
+        for entry in list_folder(Path(inner.path)) if inner.is_dir(follow_symlinks=False) else ():
+            if entry.is_file(follow_symlinks=False):
+                yield Path(entry.path), is_chunk_name(entry.name) is not None
+    for entry in list_folder(folder / QUARANTINE):
+        yield Path(entry.path), True
+    for inner in list_folder(folder / TMP):
+        for entry in list_folder(Path(inner.path)) if inner.is_dir(follow_symlinks=False) else ():
+            if entry.is_file(follow_symlinks=False) and entry.name != OWNER:
+                yield Path(entry.path), False
 
 
 # ── reading ──

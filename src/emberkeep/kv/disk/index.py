@@ -7,9 +7,12 @@ knows (when chunks were used, what people call them, why others went) is then lo
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import struct
 import threading
+from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +23,7 @@ import numpy as np
 import xxhash
 
 from emberkeep.kv.disk.chunkfile import Description
-from emberkeep.kv.entries import GHOST_LIMIT, Entry, EntryId, Ghost, Unsaved, unpack_tails
+from emberkeep.kv.entries import GHOST_LIMIT, RING, Entry, EntryId, Ghost, Tail, Unsaved
 from emberkeep.kv.policy import ChunkRow
 from emberkeep.kv.tree import MADE, ChunkKey, pack_spans, token_bytes, unpack_spans
 from emberkeep.types.cache import EntryKind, Label
@@ -30,6 +33,10 @@ from emberkeep.types.request import Ttl
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.kv")
+
+INDEX = "index.db"
+"""Its name in the folder of a store."""
+is_store_name = re.compile("[0-9a-f]{32}").fullmatch
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS chunk (
@@ -282,7 +289,21 @@ class Index:
                 self._db.executemany(sql, values)
 
 
-# ── other stores, which stay as they are ──
+# ── stores, which stay as they are ──
+
+
+def stores_under(root: Path) -> list[Path]:
+    """The folders of all stores, the latest used first."""
+    named = (path for path in root.iterdir() if is_store_name(path.name)) if root.is_dir() else ()
+    return sorted((one for one in named if one.is_dir() and not one.is_symlink()), key=last_change, reverse=True)
+
+
+def last_change(folder: Path) -> float:
+    """When a store was last written to, in seconds since 1970; 0 where that cannot be told."""
+    try:
+        return (folder / INDEX).stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def model_with(path: Path, sources: Sequence[str]) -> str | None:
@@ -359,13 +380,15 @@ def _check(key: bytes, namespace: str, parent: bytes, take: int, tokens: bytes) 
 def _entry(values: tuple[Any, ...]) -> Entry:
     namespace, kind, key, head, ttl, name, source, turns, used_at, is_pinned, tails = values
     label = Label(EntryKind(kind), key, head, None, name, source)
-    return Entry(label, Lineage.parse(namespace), Ttl(ttl), turns, used_at, bool(is_pinned), unpack_tails(tails))
+    ends = (Tail(ChunkKey(bytes.fromhex(end)), used, turn, tick) for end, used, turn, tick in json.loads(tails))
+    return Entry(label, Lineage.parse(namespace), Ttl(ttl), turns, used_at, bool(is_pinned), deque(ends, RING))
 
 
 def _entry_values(entry: Entry) -> tuple[Any, ...]:
     label = entry.label
     what = (entry.id, str(entry.lineage), label.kind, label.key, label.head, entry.ttl, label.name, label.source)
-    return (*what, entry.turns, entry.used_at, entry.is_pinned, entry.pack_tails())
+    tails = json.dumps([[tail.chunk.hex(), tail.used, tail.turn, tail.tick] for tail in entry.tails])
+    return (*what, entry.turns, entry.used_at, entry.is_pinned, tails)
 
 
 def _ghost(values: tuple[Any, ...]) -> Ghost:

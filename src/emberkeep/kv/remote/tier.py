@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from time import monotonic
 
@@ -226,7 +227,9 @@ class Lookup:
         self._lineage = lineage
         self._tokens = tokens
         self._arrival = arrival
-        self._lineages = _visible(lineage)
+        owners, bits = dict.fromkeys([SHARED, lineage.owner]), dict.fromkeys([EXACT_BITS, lineage.bits])
+        self._lineages = [Lineage(owner, each) for each in bits for owner in owners]
+        """Whose blocks the request may reuse; those on which more may build come first."""
         self._here = self._owner.advance(self._owner.origin(lineage), tokens)
         """The end of what is stored here."""
 
@@ -237,11 +240,16 @@ class Lookup:
     # ── state that can be cut by token ──
 
     def fetch_blocks(self) -> Cursor | None:
-        """Whole blocks, as many as are there and worth it; returns their end if that was all of them."""
+        """Whole blocks, as many as are there, faster to load than to evaluate, and find room; returns their end if
+        that was all of them."""
         if len(self._tokens) - self._here.position < WORTH_ASKING:
             return None
         path = self._path()
-        chosen = self._worth_it(path)
+        here = self._here.position
+        costs = [(min(one.expected.start + BLOCK_TOKENS - here, BLOCK_TOKENS), one.size) for one in path]
+        chosen = path[: self._owner.costs.worth_fetching(costs)]
+        sums = accumulate(found.size for found in chosen)
+        chosen = [found for found, size in zip(chosen, sums, strict=True) if size <= self._tier.most_bytes]
         begin = place_at(self._here, block_start(self._here.position))
         end = self._enter_all(begin, chosen)
         return end if end.position == begin.position + len(path) * BLOCK_TOKENS else None
@@ -289,13 +297,6 @@ class Lookup:
             path.append(found)
             above = found.lineage
         return path
-
-    def _worth_it(self, path: list[StoredBlock]) -> list[StoredBlock]:
-        """The part that is faster to load than to evaluate, and for which there is room."""
-        here = self._here.position
-        costs = [(min(one.expected.start + BLOCK_TOKENS - here, BLOCK_TOKENS), one.size) for one in path]
-        path = path[: self._owner.costs.worth_fetching(costs)]
-        return path[: _fitting([found.size for found in path], self._tier.most_bytes)]
 
     # ── state that cannot ──
 
@@ -389,13 +390,6 @@ class Lookup:
         return np.frombuffer(data, "<i4") if len(data) % 4 == 0 and len(data) <= 4 * BLOCK_TOKENS else None
 
 
-def _visible(lineage: Lineage) -> list[Lineage]:
-    """Lineages whose blocks a request may reuse; those on which more may build come first."""
-    owners = dict.fromkeys([SHARED, lineage.owner])
-    bits = dict.fromkeys([EXACT_BITS, lineage.bits])
-    return [Lineage(owner, each) for each in bits for owner in owners]
-
-
 def _lineage_at(cursor: Cursor) -> Lineage | None:
     """Returns that of what is there; None at the beginning of everything."""
     return None if cursor.chunk.is_root else cursor.chunk.lineage
@@ -404,11 +398,3 @@ def _lineage_at(cursor: Cursor) -> Lineage | None:
 def _may_hang(lineage: Lineage, above: Lineage | None) -> bool:
     """Whether a chunk of a lineage may build on one of another."""
     return above is None or lineage.sees(above)
-
-
-def _fitting(sizes: Sequence[int], room: int) -> int:
-    for count, size in enumerate(sizes):
-        room -= size
-        if room < 0:
-            return count
-    return len(sizes)
