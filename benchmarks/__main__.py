@@ -67,7 +67,7 @@ def _listing() -> str:
 
 
 def _first_sentence(name: str) -> str:
-    """Of a module that is not imported for that."""
+    """The docstring's, of a module that is not imported for that."""
     file = _HERE / f"{name}.py"
     source = (file if file.exists() else _HERE / name / "__init__.py").read_text(encoding="utf-8")
     about = (ast.get_docstring(ast.parse(source)) or "").partition("\n\n")[0]

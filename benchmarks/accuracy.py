@@ -79,7 +79,7 @@ class Answer:
     """An answer that is compared with the cold one to the same ids."""
 
     number: int
-    """Of the question."""
+    """The question's."""
     way: str
     compared: VerifyReport
     answers: tuple[str, ...] = ()

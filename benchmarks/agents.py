@@ -40,7 +40,7 @@ class AgentsPlan:
     answer_tokens: int = 48
     ctx: int = 8192
     turns: int = 40
-    """Of a session, at most; it ends earlier where the context is nearly full."""
+    """At most, of a session; it ends earlier where the context is nearly full."""
     summary_every: int = 4
 
     def quick(self) -> AgentsPlan:
@@ -59,7 +59,7 @@ class Played:
     evaluated: int = 0
     """Prompt tokens that were not reused, and those of the answers."""
     rules: set[str] = field(default_factory=set)
-    """Of hygiene."""
+    """Those of hygiene."""
     tree: set[int] = field(default_factory=set)
     """Every beginning of everything that the model had to read or wrote, as a hash."""
 

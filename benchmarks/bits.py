@@ -49,7 +49,7 @@ _OPENING = 24
 class BitsPlan:
     prompts: int = 50
     chunks: int = 4
-    """Of one prompt."""
+    """How many one prompt has."""
     answer: int = 32
 
     @property
@@ -121,7 +121,7 @@ class _Script(Sampler):
 
 @dataclass(slots=True)
 class _Findings:
-    """Of one number of bits."""
+    """What was found with one number of bits."""
 
     meter: _Meter = field(default_factory=_Meter)
     same_choice: list[float] = field(default_factory=list)

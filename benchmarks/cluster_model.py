@@ -46,7 +46,7 @@ class Machine:
     ram: int
     """Bytes that its store may hold."""
     token_bytes: int
-    """Of state."""
+    """The state of one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class DoorsPlan:
 class Door:
     path: str
     body: Callable[[str, int], dict[str, Json]]
-    """Of a text and the number of tokens to answer with."""
+    """It is made of a text and the number of tokens to answer with."""
 
 
 def _messages(text: str) -> list[dict[str, str]]:

@@ -26,7 +26,7 @@ class _Turn:
     reply: Reply
     plain_ms: float
     plain_tokens: int
-    """Of the prompt that transformers got."""
+    """Those of the prompt that transformers got."""
     state_before: int
     """Tokens that the conversation already had in the engine."""
 

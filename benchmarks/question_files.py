@@ -34,7 +34,7 @@ _FINAL = "####"
 class Question:
     text: str
     answers: tuple[str, ...] = ()
-    """Of which any is right. Empty: nobody says."""
+    """Any of them is right. Empty: nobody says."""
 
 
 @dataclass(frozen=True, slots=True)

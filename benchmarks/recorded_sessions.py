@@ -37,7 +37,7 @@ class Session:
 
 
 def read_sessions(path: Path) -> list[Session]:
-    """Of a file, or of every `*.json` in a folder. Those in which nobody asks are left out. Blocks. Raises
+    """Those of a file, or of every `*.json` in a folder. Those in which nobody asks are left out. Blocks. Raises
     EmberkeepError, OSError."""
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     sessions = [session for file in files for session in _of_file(file) if session.told]

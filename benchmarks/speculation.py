@@ -85,13 +85,13 @@ class Sample:
     wall_ms: float
     """From its first text to its end."""
     tokens: tuple[int, ...]
-    """Of its text."""
+    """Those of its text."""
     gap: float | None = None
     """Where it differs from the plain answer, by how many nats the plain one's token was the likeliest there."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Of decoding, by the server's own clock."""
+        """The speed of decoding, by the server's own clock."""
         step_ms = self.reply.timings["predicted_ms"] / max(self.reply.completion_tokens - 1, 1)
         return float(1e3 / max(step_ms, 1e-3))
 

@@ -34,7 +34,7 @@ class StorePlan:
     chunks: int = 100_000
     per_conversation: int = 40
     tokens: int = 4_000
-    """Of the prompts that are looked up."""
+    """The length of the prompts that are looked up."""
     lookups: int = 50
     repeat: int = 5
 

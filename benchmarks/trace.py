@@ -29,7 +29,7 @@ _NEVER = 1 << 62
 class TracePlan:
     trace: tuple[Path, ...]
     percents: tuple[int, ...] = (1, 3, 10, 30)
-    """Of the blocks that are different, how many the store holds."""
+    """How many of the blocks that are different the store holds."""
     requests: int | None = None
     """From the beginning; None: all of them."""
 
@@ -93,7 +93,7 @@ def _served(ledger: Ledger, visit: Visit, capacity: int) -> int:
         chunk.expires = inf
         ledger.enter_file(chunk, 1)
     if ledger.disk.chunks > capacity:
-        evict(ledger, capacity)
+        evict(ledger, capacity + ledger.to_remove_bytes)  # whose files are gone at once
     return place.position
 
 

@@ -51,7 +51,7 @@ def _middle(seconds: list[float]) -> float:
 
 
 def _step_seconds(engine: Engine, plan: GpuPlan, prompts: list[TokenArray], steps: int) -> list[float]:
-    """Of our engine, by the same clock as transformers: from the chosen tokens to the next ones."""
+    """Those of our engine, by the same clock as transformers: from the chosen tokens to the next ones."""
     chosen = [fill(engine, sequence, prompt, plan.slice) for sequence, prompt in enumerate(prompts)]
     seconds = []
     for done in range(steps):

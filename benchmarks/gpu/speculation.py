@@ -73,7 +73,7 @@ def answers(loop: Scheduler, count: int, prompts: list[TokenArray], *, speculati
 
 
 def tokens_per_second(endings: list[Ending]) -> float:
-    """Of all together, from each one's first token on."""
+    """The speed of all together, from each one's first token on."""
     return sum(1e3 * (ending.timings.predicted_n - 1) / ending.timings.predicted_ms for ending in endings)
 
 

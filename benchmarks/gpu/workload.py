@@ -26,7 +26,7 @@ class GpuPlan:
     """Tokens of an answer with a draft model."""
     streamed_layers: int = 64
     streamed_hidden: int = 5120
-    """Of a model in four bits, and what it may take of the device in all."""
+    """Those of a model in four bits, and what it may take of the device in all."""
     streamed_memory: int = 12_000_000_000
     streamed_steps: int = 16
     streamed_tokens: int = 64
@@ -38,7 +38,7 @@ class GpuPlan:
     turn_tokens: int = 256
     answer_tokens: int = 32
     requests: int = 40
-    """Of different lengths, whose memory is predicted."""
+    """They have different lengths, whose memory is predicted."""
     slice: int = 4096
     """Most prompt tokens in one step."""
     repeat: int = 5

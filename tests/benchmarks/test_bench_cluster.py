@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from benchmarks.policies import POLICIES, LeastLoaded, RoundRobin
 from benchmarks.trace_file import BLOCK, Visit
 from emberkeep.errors import EmberkeepError
 from emberkeep.routing import Affinity
-from helpers.benchmarks import measure
+from helpers.benchmarks import measure, prompts_in_turns
 
 MACHINE = Machine(slots=1, prefill=BLOCK, decode=1.0, import_=1e18, ram=1000 * BLOCK, token_bytes=1)
 """Evaluates a block in a second, imports in no time, and has room for a thousand blocks."""
@@ -154,14 +153,8 @@ def test_what_the_link_has_no_time_for_is_not_written():
 
 @st.composite
 def traces(draw: st.DrawFn) -> list[Visit]:
-    """Conversations in turns: each request goes on from the beginning of one that was before."""
-    fresh = count()
-    prompts: list[tuple[int, ...]] = [()]
-    for _ in range(draw(st.integers(1, 20))):
-        known = prompts[draw(st.integers(0, len(prompts) - 1))]
-        begin = known[: draw(st.integers(0, len(known)))]
-        prompts.append((*begin, *(next(fresh) for _ in range(draw(st.integers(0 if begin else 1, 3))))))
-    return [asked(*blocks, at=draw(st.integers(0, 30)), answer=draw(st.integers(0, 9))) for blocks in prompts[1:]]
+    prompts = draw(prompts_in_turns(20))
+    return [asked(*blocks, at=draw(st.integers(0, 30)), answer=draw(st.integers(0, 9))) for blocks in prompts]
 
 
 @given(traces(), st.integers(1, 8), st.integers(1, 3), st.integers(1, 8))

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import json
 from itertools import count
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.trace import found_by_belady, found_by_lru, found_by_the_store
 from benchmarks.trace_file import BLOCK, Visit
-from helpers.benchmarks import measure
+from helpers.benchmarks import measure, prompts_in_turns, written
 
 pytestmark = pytest.mark.slow
 
@@ -20,29 +18,11 @@ def asking(*prompts: tuple[int, ...]) -> list[Visit]:
     return [Visit(blocks, len(blocks) * BLOCK) for blocks in prompts]
 
 
-def written(path: Path, visits: list[Visit]) -> Path:
-    lines = [json.dumps({"hash_ids": visit.blocks, "input_length": visit.tokens}) for visit in visits]
-    path.write_text("".join(f"{line}\n" for line in lines))
-    return path
-
-
 def by_lru(visits: list[Visit], capacity: int) -> int:
     return max(found_by_lru(visits, capacity, leaf_first=leaf_first) for leaf_first in (False, True))
 
 
 CONVERSATION = asking((1,), (9,), (1, 2), (1, 2, 3), (9, 8), (1, 2, 3, 4))
-
-
-@st.composite
-def traces(draw: st.DrawFn) -> list[Visit]:
-    """Conversations in turns: each request goes on from the beginning of one that was before."""
-    fresh = count()
-    prompts: list[tuple[int, ...]] = [()]
-    for _ in range(draw(st.integers(1, 30))):
-        known = prompts[draw(st.integers(0, len(prompts) - 1))]
-        begin = known[: draw(st.integers(0, len(known)))]
-        prompts.append((*begin, *(next(fresh) for _ in range(draw(st.integers(0 if begin else 1, 3))))))
-    return asking(*prompts[1:])
 
 
 # ── what is found ──
@@ -90,8 +70,9 @@ def test_a_conversation_that_goes_on_alone_is_never_lost():
     assert found_by_the_store(visits, 40) == found_by_belady(visits, 40)
 
 
-@given(traces(), st.integers(1, 20))
-def test_no_policy_finds_more_than_belady(visits, capacity):
+@given(prompts_in_turns(), st.integers(1, 20))
+def test_no_policy_finds_more_than_belady(prompts, capacity):
+    visits = asking(*prompts)
     best = found_by_belady(visits, capacity)
     assert found_by_the_store(visits, capacity) <= best
     assert by_lru(visits, capacity) <= best

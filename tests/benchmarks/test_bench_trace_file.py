@@ -1,18 +1,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from benchmarks.trace_file import Visit, read_trace
 from emberkeep.errors import EmberkeepError
-
-
-def written(path: Path, visits: list[Visit]) -> Path:
-    lines = [json.dumps({"hash_ids": visit.blocks, "input_length": visit.tokens}) for visit in visits]
-    path.write_text("".join(f"{line}\n" for line in lines))
-    return path
+from helpers.benchmarks import written
 
 
 def test_a_trace_is_read_as_it_was_recorded(tmp_path):

@@ -21,7 +21,7 @@ from emberkeep.runtime.parts import ModelParts
 from emberkeep.runtime.served_models import open_models
 from emberkeep.types.models import RemoteModel
 from helpers.gguf_builders import tiny_llama
-from helpers.hub_repo_server import ServedRepo, serving_repo
+from helpers.model_file_server import ServedRepo, serving_repo
 from helpers.page_view import open_view, who_is_shut_out
 from helpers.scripted_server import ScriptedBackend, running
 from helpers.several_models import install, load_fake_engines, serving

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,15 +57,6 @@ def test_the_second_turn_reuses_the_first(client: ollama.Client, model: str) -> 
     reused = raw["emberkeep"]["reused"]
     # A second without requests is used to measure, and what rested in the engine is in RAM then.
     assert reused["hot"] + reused["warm"] >= (answer.prompt_eval_count or 0) - 1
-
-
-def test_a_chat_in_asyncio(server: ServerProcess, client: ollama.Client, model: str) -> None:
-    async def ask() -> str:
-        parts = await ollama.AsyncClient(server.url).chat(model, QUESTION, options=GREEDY, stream=True)
-        return "".join([part.message.content or "" async for part in parts])
-
-    client.chat(model, QUESTION, options=GREEDY)
-    assert asyncio.run(ask()) == client.chat(model, QUESTION, options=GREEDY).message.content
 
 
 def test_a_generated_text_goes_on_with_its_context(client: ollama.Client, model: str) -> None:

@@ -10,7 +10,7 @@ import ollama
 import pytest
 
 from helpers.gguf_builders import tiny_llama
-from helpers.hub_repo_server import ServedRepo, serving_repo
+from helpers.model_file_server import ServedRepo, serving_repo
 from helpers.server_process import serve
 from helpers.several_models import install
 

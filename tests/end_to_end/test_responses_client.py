@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,12 +145,3 @@ def test_a_prompt_that_is_too_long_is_refused_or_shortened(client: openai.OpenAI
     assert refused.value.code == "context_length_exceeded"
     counted = client.responses.input_tokens.count(model="default", input=history)
     assert counted.input_tokens > 8192
-
-
-def test_the_async_client_streams_too(server: ServerProcess) -> None:
-    async def stream() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            return [event.type async for event in await client.responses.create(input=ASK, stream=True, **GREEDY)]
-
-    kinds = asyncio.run(stream())
-    assert kinds[0] == "response.created" and kinds[-1] == "response.incomplete"

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event as Event_
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -142,9 +141,7 @@ class Harbour:
     def __enter__(self) -> Harbour:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._runner.run(self.backend.close())
         self._runner.close()
 

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -160,9 +159,7 @@ class Rig:
     def __enter__(self) -> Rig:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import httpx
 
@@ -119,9 +118,7 @@ class ServerProcess:
     def __enter__(self) -> ServerProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
         self._reader.join()
         self.http.close()
@@ -174,11 +171,9 @@ class ServerLives:
     def __enter__(self) -> ServerLives:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for life in self._lives:
-            life.__exit__(kind, error, trace)
+            life.__exit__(*_)
 
 
 RULES = "You are the careful secretary of a small harbour. " + " ".join(

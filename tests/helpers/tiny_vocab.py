@@ -19,43 +19,13 @@ from emberkeep.engine.llamacpp.vocab import LlamaVocab
 
 SPECIALS = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 PRE_TOKENIZERS = (
-    *(
-        "default",
-        "llama-bpe",
-        "deepseek-llm",
-        "deepseek-coder",
-        "deepseek-v3",
-        "spark2_5",
-        "youtu",
-        "falcon",
-        "mpt",
-    ),
-    *("starcoder", "gpt-2", "jais-2", "gemma4", "sarvam-moe", "roberta-bpe", "refact", "command-r"),
-    *(
-        "qwen2",
-        "qwen35",
-        "stablelm2",
-        "olmo",
-        "dbrx",
-        "smaug-bpe",
-        "poro-chat",
-        "glm4",
-        "viking",
-        "jais",
-        "tekken",
-    ),
-    *("smollm", "codeshell", "bloom", "gpt3-finnish", "exaone", "exaone-moe", "chameleon", "minerva-7b", "gpt-4o"),
-    *(
-        "granite-embed-multi-97m",
-        "tiny_aya",
-        "superbpe",
-        "trillion",
-        "granite-docling",
-        "bailingmoe",
-        "seed-coder",
-    ),
-    *("hunyuan", "hunyuan-dense", "hy_v4", "joyai-llm", "kimi-k2", "ufakzeka", "grok-2", "afmoe", "laguna"),
-    *("minicpm5", "minimax-m2", "solar-open", "mellum2"),
+    *("default", "llama-bpe", "deepseek-llm", "deepseek-coder", "deepseek-v3", "spark2_5", "youtu", "falcon"),
+    *("mpt", "starcoder", "gpt-2", "jais-2", "gemma4", "sarvam-moe", "roberta-bpe", "refact", "command-r"),
+    *("qwen2", "qwen35", "stablelm2", "olmo", "dbrx", "smaug-bpe", "poro-chat", "glm4", "viking", "jais"),
+    *("tekken", "smollm", "codeshell", "bloom", "gpt3-finnish", "exaone", "exaone-moe", "chameleon"),
+    *("minerva-7b", "gpt-4o", "granite-embed-multi-97m", "tiny_aya", "superbpe", "trillion", "granite-docling"),
+    *("bailingmoe", "seed-coder", "hunyuan", "hunyuan-dense", "hy_v4", "joyai-llm", "kimi-k2", "ufakzeka"),
+    *("grok-2", "afmoe", "laguna", "minicpm5", "minimax-m2", "solar-open", "mellum2"),
 )
 """What `tokenizer.ggml.pre` may be for byte-pair vocabularies, one name for each of llama.cpp's own numbers."""
 OTHER_TOKENIZERS = ("llama", "bert", "rwkv", "plamo2")

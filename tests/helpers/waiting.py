@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from time import monotonic, sleep
-from types import TracebackType
 
 PATIENCE_S = 60.0
 
@@ -40,9 +39,7 @@ class Heartbeat:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
 

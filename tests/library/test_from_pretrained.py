@@ -9,7 +9,7 @@ import pytest
 from emberkeep import Emberkeep
 from emberkeep.errors import EngineError
 from helpers import tiny_gguf, tiny_hf
-from helpers.hub_repo_server import ServedRepo, serving_repo
+from helpers.model_file_server import ServedRepo, serving_repo
 
 pytestmark = pytest.mark.slow
 

@@ -121,15 +121,8 @@ def test_tools_say_whether_they_only_read(remembered):
 
     hints = asyncio.run(story())
     reading = {name for name, hint in hints.items() if hint.read_only_hint}
-    assert {
-        "read_file",
-        "list_files",
-        "file_exists",
-        "search_memory",
-        "get_fact",
-        "list_facts",
-        "http_get",
-    } <= reading
+    files = {"read_file", "list_files", "file_exists"}
+    assert files | {"search_memory", "get_fact", "list_facts", "http_get"} <= reading
     assert not {"write_file", "delete_file", "set_fact", "remember", "http_post"} & reading
     assert [hints[name].destructive_hint for name in ("delete_file", "set_fact", "http_get")] == [
         True,

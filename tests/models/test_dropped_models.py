@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import Result
 from folder_builders import write_folder
-from typer.testing import CliRunner
 
 from emberkeep.backend.base import ModelCard
 from emberkeep.backend.model_pool import ModelPool, ModelSource
 from emberkeep.backend.on_demand import OnDemandBackend
-from emberkeep.cli.models import app
 from emberkeep.config.settings import Config
 from emberkeep.errors import ModelBroken, ModelError
 from emberkeep.models import digest
@@ -154,23 +153,19 @@ def test_a_copy_of_it_knows_its_digest(library: ModelLibrary, root: Path) -> Non
 # ── commands and servers ──
 
 
-def _run(root: Path, *arguments: str, input: str | None = None) -> Result:
-    return CliRunner().invoke(app, [*arguments, "--data-dir", str(root.parent)], input=input)
-
-
-def test_the_commands_list_show_and_remove_it(root: Path) -> None:
+def test_the_commands_list_show_and_remove_it(root: Path, models: Callable[..., Result]) -> None:
     path = tiny_llama(root / "Mine.gguf")
     (root / "half.gguf").write_bytes(path.read_bytes()[:-50])
-    listed = _run(root, "list")
+    listed = models("list")
     assert listed.exit_code == 0
     assert listed.stdout.splitlines()[1].split()[:2] == ["mine", "F32"]
     assert "half.gguf is broken" in listed.stderr
-    shown = json.loads(_run(root, "show", "mine", "--json").stdout)
+    shown = json.loads(models("show", "mine", "--json").stdout)
     assert (shown["file"], shown["sha256"]) == (str(path), sha256_of(path))
-    asked = _run(root, "remove", "mine", input="n\n")
+    asked = models("remove", "mine", input="n\n")
     assert (asked.exit_code, f"Delete mine ({path})?" in asked.stderr) == (1, True)
-    assert _run(root, "remove", "mine", input="y\n").exit_code == 0
-    assert _run(root, "remove", "half", "--yes").exit_code == 0
+    assert models("remove", "mine", input="y\n").exit_code == 0
+    assert models("remove", "half", "--yes").exit_code == 0
     assert list(root.glob("*.gguf")) == []
 
 

@@ -16,7 +16,7 @@ from emberkeep.models.library import ModelLibrary
 from emberkeep.models.profile import EmbeddingProfile, embedding_folder, embedding_gguf
 from emberkeep.models.pull import pull
 from emberkeep.types.request import Json, Pooling
-from helpers.hub_repo_server import ServedRepo, serving_repo
+from helpers.model_file_server import ServedRepo, serving_repo
 
 TRANSFORMER = {"path": "", "type": "sentence_transformers.models.Transformer"}
 POOLING = {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}

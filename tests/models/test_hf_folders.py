@@ -2,21 +2,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import Result
 from folder_builders import KV_BYTES_PER_TOKEN, PARAMETERS, model_files, safetensors, write_folder
-from typer.testing import CliRunner
 
-from emberkeep.cli.models import app
 from emberkeep.errors import DownloadFailed, ModelBroken, ModelError, ModelNotFound
 from emberkeep.models.digest import model_digest
 from emberkeep.models.library import ModelLibrary
 from emberkeep.models.profile import ModelKind, profile_of
 from emberkeep.models.pull import pull
-from helpers.hub_repo_server import ServedRepo, serving_repo
+from helpers.model_file_server import ServedRepo, serving_repo
 
 pytestmark = pytest.mark.slow
 
@@ -192,22 +190,23 @@ def test_a_folder_that_lost_its_weights_is_damaged(library: ModelLibrary, folder
 # ── as commands ──
 
 
-def run(library: ModelLibrary, *arguments: str) -> Result:
-    result = CliRunner().invoke(app, [*arguments, "--data-dir", str(library.root.parent)])
-    assert result.exit_code == 0, result.output
-    return result
+def test_a_folder_is_listed_shown_and_removed(
+    library: ModelLibrary, folder: Path, models: Callable[..., Result]
+) -> None:
+    def run(*arguments: str) -> str:
+        result = models(*arguments)
+        assert result.exit_code == 0, result.output
+        return result.stdout
 
-
-def test_a_folder_is_listed_shown_and_removed(library: ModelLibrary, folder: Path) -> None:
-    run(library, "pull", str(folder), "--name", "mine")
-    (row,) = run(library, "list").stdout.splitlines()[1:]
+    run("pull", str(folder), "--name", "mine")
+    (row,) = run("list").splitlines()[1:]
     assert row.split()[:2] == ["mine", "BF16"]
-    shown = dict(line.split(maxsplit=1) for line in run(library, "show", "mine").stdout.splitlines())
+    shown = dict(line.split(maxsplit=1) for line in run("show", "mine").splitlines())
     assert shown["architecture"].startswith("llama, 2 layers")
     assert shown["sha256"].strip() == model_digest(library.get("mine").path, library.digests)
-    facts = json.loads(run(library, "show", "mine", "--json").stdout)
+    facts = json.loads(run("show", "mine", "--json"))
     assert (facts["profile"]["kind"], facts["file"]) == ("dense", os.fspath(library.get("mine").path))
-    run(library, "remove", "mine", "--yes")
+    run("remove", "mine", "--yes")
     assert not library.holds("mine")
 
 

@@ -1,57 +1,47 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
 
-from emberkeep.cli.models import app
 from emberkeep.errors import ModelNotFound
 from emberkeep.models.library import ModelLibrary
 from helpers.gguf_builders import KV_BYTES_PER_TOKEN, tiny_llama
 
 
-@pytest.fixture
-def data_dir(tmp_path: Path) -> Path:
-    return tmp_path / "data"
-
-
-def _run(data_dir: Path, *arguments: str, input: str | None = None) -> Result:
-    return CliRunner().invoke(app, [*arguments, "--data-dir", str(data_dir)], input=input)
-
-
-def _pull(data_dir: Path, path: Path, *flags: str) -> Result:
-    result = _run(data_dir, "pull", str(path), *flags)
+def _pull(models: Callable[..., Result], path: Path, *flags: str) -> Result:
+    result = models("pull", str(path), *flags)
     assert result.exit_code == 0, result.output
     return result
 
 
-def test_an_empty_list_says_how_to_begin(data_dir: Path) -> None:
-    assert "emberkeep models pull smollm2-135m" in _run(data_dir, "list").stdout
+def test_an_empty_list_says_how_to_begin(models: Callable[..., Result]) -> None:
+    assert "emberkeep models pull smollm2-135m" in models("list").stdout
 
 
-def test_a_pulled_model_is_listed(data_dir: Path, tmp_path: Path) -> None:
+def test_a_pulled_model_is_listed(models: Callable[..., Result], tmp_path: Path) -> None:
     source = tiny_llama(tmp_path / ("long-" * 30 + "name.gguf"), weights="Q4_1")
-    pulled = _pull(data_dir, source, "--name", "tiny")
+    pulled = _pull(models, source, "--name", "tiny")
     assert "--optimize" in pulled.stderr
     assert "tiny" in pulled.stdout
-    (row,) = _run(data_dir, "list").stdout.splitlines()[1:]
+    (row,) = models("list").stdout.splitlines()[1:]
     assert row.split()[:2] == ["tiny", "Q4_1"]
     assert row.split()[-1] == str(source)
 
 
-def test_the_list_as_json(data_dir: Path, tmp_path: Path) -> None:
-    _pull(data_dir, tiny_llama(tmp_path / "tiny.gguf"))
-    (entry,) = json.loads(_run(data_dir, "list", "--json").stdout)
+def test_the_list_as_json(models: Callable[..., Result], tmp_path: Path) -> None:
+    _pull(models, tiny_llama(tmp_path / "tiny.gguf"))
+    (entry,) = json.loads(models("list", "--json").stdout)
     assert (entry["id"], entry["quantisation"]) == ("tiny", "F32")
     assert Path(entry["file"]).is_file()
 
 
-def test_show_tells_what_a_model_is(data_dir: Path, tmp_path: Path) -> None:
-    _pull(data_dir, tiny_llama(tmp_path / "tiny.gguf", expert_count=4))
-    lines = dict(line.split(maxsplit=1) for line in _run(data_dir, "show", "tiny").stdout.splitlines())
+def test_show_tells_what_a_model_is(models: Callable[..., Result], tmp_path: Path) -> None:
+    _pull(models, tiny_llama(tmp_path / "tiny.gguf", expert_count=4))
+    lines = dict(line.split(maxsplit=1) for line in models("show", "tiny").stdout.splitlines())
     assert lines["architecture"].startswith("llama, 2 layers")
     assert lines["kind"].strip() == "moe (4 experts)"
     assert lines["context"].strip() == "256 tokens"
@@ -59,46 +49,47 @@ def test_show_tells_what_a_model_is(data_dir: Path, tmp_path: Path) -> None:
     assert len(lines["sha256"].strip()) == 64
 
 
-def test_show_works_on_a_path_and_as_json(data_dir: Path, tmp_path: Path) -> None:
+def test_show_works_on_a_path_and_as_json(models: Callable[..., Result], tmp_path: Path) -> None:
     path = tiny_llama(tmp_path / "tiny.gguf")
-    shown = json.loads(_run(data_dir, "show", str(path), "--json").stdout)
+    shown = json.loads(models("show", str(path), "--json").stdout)
     assert (shown["id"], shown["file"]) == ("tiny", str(path))
     assert shown["profile"]["kv_bytes_per_token"] == KV_BYTES_PER_TOKEN
     assert shown["profile"]["kind"] == "dense"
 
 
-def test_a_long_template_is_shortened_unless_asked_for(data_dir: Path, tmp_path: Path) -> None:
+def test_a_long_template_is_shortened_unless_asked_for(models: Callable[..., Result], tmp_path: Path) -> None:
     template = "\n".join(f"[bold]line {i}" for i in range(20))
     path = str(tiny_llama(tmp_path / "tiny.gguf", **{"tokenizer.chat_template": template}))
-    short = _run(data_dir, "show", path).stdout
+    short = models("show", path).stdout
     assert "[bold]line 4" in short
     assert "line 5" not in short
-    assert _run(data_dir, "show", path, "--template").stdout == template + "\n"
+    assert models("show", path, "--template").stdout == template + "\n"
 
 
-def test_a_model_cannot_control_the_terminal(data_dir: Path, tmp_path: Path) -> None:
+def test_a_model_cannot_control_the_terminal(models: Callable[..., Result], tmp_path: Path) -> None:
     path = str(tiny_llama(tmp_path / "tiny.gguf", **{"tokenizer.chat_template": "\x1b[2Jgone\x07"}))
     for flags in ([], ["--template"], ["--json"]):
-        output = _run(data_dir, "show", path, *flags).stdout
+        output = models("show", path, *flags).stdout
         assert "gone" in output
         assert "\x1b" not in output and "\x07" not in output
 
 
-def test_remove_asks_first(data_dir: Path, tmp_path: Path) -> None:
-    _pull(data_dir, tiny_llama(tmp_path / "tiny.gguf"))
-    library = ModelLibrary(data_dir / "models")
-    assert _run(data_dir, "remove", "tiny", input="n\n").exit_code == 1
+def test_remove_asks_first(models: Callable[..., Result], library: ModelLibrary, tmp_path: Path) -> None:
+    _pull(models, tiny_llama(tmp_path / "tiny.gguf"))
+    assert models("remove", "tiny", input="n\n").exit_code == 1
     assert library.holds("tiny")
-    assert _run(data_dir, "remove", "tiny", input="y\n").exit_code == 0
+    assert models("remove", "tiny", input="y\n").exit_code == 0
     assert not library.holds("tiny")
 
 
-def test_remove_can_go_without_asking(data_dir: Path, tmp_path: Path) -> None:
-    _pull(data_dir, tiny_llama(tmp_path / "tiny.gguf"))
-    assert _run(data_dir, "remove", "tiny", "--yes").exit_code == 0
-    assert not ModelLibrary(data_dir / "models").holds("tiny")
+def test_remove_can_go_without_asking(
+    models: Callable[..., Result], library: ModelLibrary, tmp_path: Path
+) -> None:
+    _pull(models, tiny_llama(tmp_path / "tiny.gguf"))
+    assert models("remove", "tiny", "--yes").exit_code == 0
+    assert not library.holds("tiny")
 
 
 @pytest.mark.parametrize("command", [["show", "nothing"], ["remove", "nothing"]])
-def test_an_unknown_model_is_an_error_for_main_to_print(data_dir: Path, command: list[str]) -> None:
-    assert isinstance(_run(data_dir, *command).exception, ModelNotFound)
+def test_an_unknown_model_is_an_error_for_main_to_print(models: Callable[..., Result], command: list[str]) -> None:
+    assert isinstance(models(*command).exception, ModelNotFound)

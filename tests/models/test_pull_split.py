@@ -5,14 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
 
-from emberkeep.cli.models import app
 from emberkeep.errors import DownloadFailed, ModelBroken, ModelError
 from emberkeep.models import digest
 from emberkeep.models import hub as url_source
@@ -22,8 +20,7 @@ from emberkeep.models.profile import profile_of
 from emberkeep.models.pull import pull
 from emberkeep.models.spec import HubFile, LocalFile, UrlFile, parse
 from helpers.gguf_builders import PARTS, split_llama, tiny_llama
-from helpers.hub_repo_server import ServedRepo, serving_repo
-from helpers.model_file_server import ServedFile, Watching, serving_folder
+from helpers.model_file_server import ServedFile, ServedRepo, Watching, serving_folder, serving_repo
 
 pytestmark = pytest.mark.slow
 
@@ -166,16 +163,16 @@ def test_a_part_or_a_quantisation_brings_all_parts(
 
 
 def test_the_command_takes_a_repository_and_a_quantisation(
-    hub: ServedRepo, contents: list[bytes], tmp_path: Path
+    hub: ServedRepo, contents: list[bytes], library: ModelLibrary, models: Callable[..., Result]
 ) -> None:
     # Only the folder says which quantisation it is.
     for name in [name for name in hub.files if name.startswith("Q8_0/")]:
         hub.files[name.replace("Big-Q8_0", "Big")] = hub.files.pop(name)
-    pulled = _run(tmp_path, "pull", REPO, "--quant", "q8_0")
+    pulled = models("pull", REPO, "--quant", "q8_0")
     assert pulled.exit_code == 0, pulled.output
-    model = ModelLibrary(tmp_path / "data" / "models").get("big-q8_0")
+    model = library.get("big-q8_0")
     assert (_kept(model), model.record.source) == (contents, f"hf:{REPO}:Q8_0")
-    wrong = _run(tmp_path, "pull", REPO, "--quant", "Q2_K").exception
+    wrong = models("pull", REPO, "--quant", "Q2_K").exception
     assert str(wrong).startswith(
         f"There is no Q2_K in hf:{REPO}, which has Big-IQ8_0.gguf, Big-Q4_K_M.gguf, Q8_0/"
     )
@@ -337,21 +334,19 @@ def test_parts_of_two_models_are_not_installed(
 # ── commands ──
 
 
-def _run(tmp_path: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(app, [*arguments, "--data-dir", str(tmp_path / "data")])
-
-
-def test_the_commands_see_one_model_with_its_whole_size(files: list[Path], tmp_path: Path) -> None:
-    pulled = _run(tmp_path, "pull", str(files[1]), "--name", "big")
+def test_the_commands_see_one_model_with_its_whole_size(
+    files: list[Path], library: ModelLibrary, models: Callable[..., Result]
+) -> None:
+    pulled = models("pull", str(files[1]), "--name", "big")
     assert pulled.exit_code == 0, pulled.output
-    (row,) = _run(tmp_path, "list").stdout.splitlines()[1:]
+    (row,) = models("list").stdout.splitlines()[1:]
     assert row.split()[0] == "big"
-    (entry,) = json.loads(_run(tmp_path, "list", "--json").stdout)
+    (entry,) = json.loads(models("list", "--json").stdout)
     whole = sum(file.stat().st_size for file in files)
     assert (entry["size"], entry["parts"]) == (whole, PARTS)
     for model in ("big", str(files[2])):
-        shown = _run(tmp_path, "show", model).stdout
+        shown = models("show", model).stdout
         assert "in 3 parts)" in shown
         assert entry["sha256"] in shown
-    assert _run(tmp_path, "remove", "big", "--yes").exit_code == 0
-    assert list((tmp_path / "data" / "models").rglob("*.gguf")) == []
+    assert models("remove", "big", "--yes").exit_code == 0
+    assert list(library.root.rglob("*.gguf")) == []

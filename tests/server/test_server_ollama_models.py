@@ -19,7 +19,7 @@ from emberkeep.backend.base import ModelCard
 from emberkeep.config.settings import Config
 from emberkeep.models.library import ModelLibrary, ModelRecord
 from helpers.gguf_builders import tiny_llama
-from helpers.hub_repo_server import ServedRepo, serving_repo
+from helpers.model_file_server import ServedRepo, serving_repo
 from helpers.scripted_server import ScriptedBackend, running
 from helpers.tiny_gguf import dense
 from helpers.waiting import PATIENCE_S

@@ -97,31 +97,16 @@ def test_a_program_that_does_not_want_its_input_is_fine(tmp_path: Path) -> None:
 
 
 def test_the_environment_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [
-        "OPENAI_API_KEY",
-        "GITHUB_TOKEN",
-        "EMBERKEEP_API_KEY",
-        "SSH_AUTH_SOCK",
-        "DATABASE_URL",
-        "LD_PRELOAD_",
-    ]:
+    secrets = ("OPENAI_API_KEY", "GITHUB_TOKEN", "EMBERKEEP_API_KEY", "SSH_AUTH_SOCK", "DATABASE_URL")
+    for name in (*secrets, "LD_PRELOAD_"):
         monkeypatch.setenv(name, "canary")
     seen = run(tmp_path, "env")["stdout"]
     names = {line.partition("=")[0] for line in seen.splitlines()}
     assert "canary" not in seen
     assert {"PATH", "TERM"} <= names
     of_the_shell = {"PWD", "OLDPWD", "SHLVL", "_"}
-    assert names - of_the_shell <= {
-        "PATH",
-        "HOME",
-        "USER",
-        "LOGNAME",
-        "LANG",
-        "TZ",
-        "TMPDIR",
-        "TERM",
-        "EMBER_COMMAND",
-    }
+    known = {"PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "TERM", "EMBER_COMMAND"}
+    assert names - of_the_shell <= known
 
 
 def test_of_long_output_both_ends_are_kept(tmp_path: Path) -> None:

@@ -267,9 +267,8 @@ def test_so_many_may_hang_and_no_more(gate: threading.Event) -> None:
 def test_a_tool_that_hangs_does_not_hold_up_the_exit() -> None:
     program = """
 import asyncio, threading
-from emberkeep.tools import as_tool, runner
-from emberkeep.tools.toolbox import ToolPolicy
-from emberkeep.tools.toolbox import ToolBox, ToolLimits
+from emberkeep.tools import as_tool, function
+from emberkeep.tools.toolbox import ToolBox, ToolLimits, ToolPolicy
 from emberkeep.types.events import Caller
 from emberkeep.types.request import ToolCall
 
@@ -286,7 +285,7 @@ async def stubborn() -> None:
             pass
 
 async def main():
-    runner._GRACE_S = 0.05
+    function._GRACE_S = 0.05
     box = ToolBox([as_tool(hang), as_tool(stubborn)], ToolPolicy(), limits=ToolLimits(0.05))
     for name in ("hang", "stubborn"):
         print((await box.run(ToolCall("1", name, "{}"), Caller())).failed)

@@ -86,12 +86,12 @@ class Handled:
     async def forget_rest(self, user: str, asked: frozenset[str]) -> None:
         try:
             sent = self.handle.broadcast("forget_rest", user, asked)
-            told = await sent.results_async(timeout_s=_ALL_S, return_exceptions=True)
+            outcomes = await sent.results_async(timeout_s=_ALL_S, return_exceptions=True)
         except (DeploymentUnavailableError, TimeoutError):
-            told = []
-        failures = [str(one) for one in told if one]
+            outcomes = []
+        failures = [str(one) for one in outcomes if one]
         machines = {name.rpartition("/")[0] for name in asked}
-        if failures or told.count("") < len(machines):
+        if failures or outcomes.count("") < len(machines):
             why = failures[0] if failures else "a replica does not answer"
             raise StoreFailed(f"Not everything of that user could be removed ({why}): ask again.")
 
@@ -189,8 +189,8 @@ def _for_gateway(config: Config) -> Config:
 def _version(config: Config, names: Iterable[str]) -> str:
     """The same as long as these settings are."""
     values = dict(zip(FIELDS, astuple(config), strict=True))
-    told = repr([__version__, *((name, values[name]) for name in sorted(names))])
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
+    text = repr([__version__, *((name, values[name]) for name in sorted(names))])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _gateway(config: Config) -> serve.Deployment:

@@ -181,14 +181,14 @@ def _run(name: str, app: serve.Application) -> None:
 
 def _gateway() -> dict[str, str]:
     """Empty where there is none that answers."""
-    told = _ask_all(GATEWAY, GATEWAY_APP)
-    return told[0] if told else {}
+    found = _ask_all(GATEWAY, GATEWAY_APP)
+    return found[0] if found else {}
 
 
 def _replicas() -> list[dict[str, Any]]:
     """Those that answer."""
-    told = _ask_all(REPLICAS, REPLICAS_APP)
-    return sorted(told, key=lambda about: (len(about["replica"]), about["replica"]))
+    replicas = _ask_all(REPLICAS, REPLICAS_APP)
+    return sorted(replicas, key=lambda about: (len(about["replica"]), about["replica"]))
 
 
 def _ask_all(deployment: str, app: str) -> list[dict[str, Any]]:
@@ -196,17 +196,17 @@ def _ask_all(deployment: str, app: str) -> list[dict[str, Any]]:
         return []
     try:
         asked = serve.get_deployment_handle(deployment, app).broadcast("about")
-        told = asked.results(timeout_s=_ASK_S, return_exceptions=True)
+        answers = asked.results(timeout_s=_ASK_S, return_exceptions=True)
     except (RayServeException, TimeoutError):
         return []
-    return [about for about in told if isinstance(about, dict)]
+    return [about for about in answers if isinstance(about, dict)]
 
 
 def _why(name: str, error: BaseException) -> str:
     """Why a deployment failed: the last line of the replica's own error, which is ours where there is one."""
     known = serve.status().applications.get(name)
-    told = [each.message for each in known.deployments.values() if each.message] if known else []
-    lines = [line.strip() for line in "\n".join([str(error), *told]).splitlines() if line.strip()]
+    messages = [each.message for each in known.deployments.values() if each.message] if known else []
+    lines = [line.strip() for line in "\n".join([str(error), *messages]).splitlines() if line.strip()]
     raised = [line.partition(": ")[2] for line in lines if line.startswith("emberkeep.errors.")]
     return raised[-1] if raised else lines[-1]
 
@@ -271,10 +271,10 @@ def _init_ray(**options: Any) -> None:
 
 def _wait_for_end() -> None:
     """Until a signal comes, or `emberkeep cluster stop` has ended what runs."""
-    told = threading.Event()
-    before = {number: signal.signal(number, lambda *_: told.set()) for number in ending_signals()}
+    is_told = threading.Event()
+    before = {number: signal.signal(number, lambda *_: is_told.set()) for number in ending_signals()}
     try:
-        while not told.wait(_LOOK_S) and GATEWAY_APP in serve.status().applications:
+        while not is_told.wait(_LOOK_S) and GATEWAY_APP in serve.status().applications:
             pass
     except RayError as error:
         raise EmberkeepError("Ray has ended, and the cluster with it: start it again.") from error

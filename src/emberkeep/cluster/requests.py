@@ -168,8 +168,8 @@ def _whose(path: str, fields: Mapping[str, Json]) -> tuple[str, str]:
     metadata = fields.get("metadata")
     if not path.endswith("/messages") or not isinstance(metadata, Mapping):
         return user, ""
-    told, session = user_of_metadata(_text(metadata.get("user_id")))
-    return user or told, session
+    named, session = user_of_metadata(_text(metadata.get("user_id")))
+    return user or named, session
 
 
 def _conversation(fields: Mapping[str, Json]) -> str:
@@ -285,7 +285,7 @@ def merged(merge: Merge, answers: Sequence[ReplicaAnswer]) -> ReplicaAnswer:
     if not done or (merge is Merge.SUM and failed):
         return _best(failed or answers)
     if merge is Merge.EACH:
-        return _whole({"object": "list", "replicas": [{"replica": name, "data": told} for name, told in done]})
+        return _whole({"object": "list", "replicas": [{"replica": name, "data": value} for name, value in done]})
     if merge is Merge.LISTS:
         return _whole(_one_list(done))
     return _whole(_sum([told for _, told in done]))
@@ -302,17 +302,17 @@ def _best(answers: Sequence[ReplicaAnswer]) -> ReplicaAnswer:
 
 
 def _health(answers: Sequence[ReplicaAnswer]) -> ReplicaAnswer:
-    told = {answer.replica: json.loads(answer.body) for answer in answers}
-    well = [name for name, health in told.items() if health.get("status") == "ok"]
-    status = "failed" if not well else "ok" if len(well) == len(told) else "degraded"
-    connected = any(health.get("backend_connected") for health in told.values())
-    return _whole({"status": status, "backend_connected": connected, "replicas": told}, 200 if well else 503)
+    healths = {answer.replica: json.loads(answer.body) for answer in answers}
+    well = [name for name, health in healths.items() if health.get("status") == "ok"]
+    status = "failed" if not well else "ok" if len(well) == len(healths) else "degraded"
+    connected = any(health.get("backend_connected") for health in healths.values())
+    return _whole({"status": status, "backend_connected": connected, "replicas": healths}, 200 if well else 503)
 
 
 def _one_list(done: Sequence[tuple[str, Mapping[str, Json]]]) -> dict[str, Json]:
-    entries = [{**entry, "replica": name} for name, told in done for entry in told["data"]]
-    merged = {**done[0][1], "data": entries, "has_more": any(told["has_more"] for _, told in done)}
-    totals = [told["totals"] for _, told in done if "totals" in told]
+    entries = [{**entry, "replica": name} for name, listing in done for entry in listing["data"]]
+    merged = {**done[0][1], "data": entries, "has_more": any(listing["has_more"] for _, listing in done)}
+    totals = [listing["totals"] for _, listing in done if "totals" in listing]
     return {**merged, "totals": _sum(totals)} if totals else merged
 
 
@@ -356,5 +356,5 @@ def _metrics(answers: Sequence[ReplicaAnswer]) -> ReplicaAnswer:
     return ReplicaAnswer("", 200, done[0].headers, generate_latest(registry))
 
 
-def _whole(told: Json, status: int = 200) -> ReplicaAnswer:
-    return ReplicaAnswer("", status, ((b"content-type", b"application/json"),), json.dumps(told).encode())
+def _whole(content: Json, status: int = 200) -> ReplicaAnswer:
+    return ReplicaAnswer("", status, ((b"content-type", b"application/json"),), json.dumps(content).encode())

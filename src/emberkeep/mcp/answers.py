@@ -117,8 +117,8 @@ async def _pages(
 
 def _resource(found: wire.Resource | wire.ResourceTemplate) -> dict[str, str]:
     uri = found.uri if isinstance(found, wire.Resource) else found.uri_template
-    told = {"uri": uri, "name": found.name, "description": found.description, "type": found.mime_type}
-    return {key: shorten(strip_hidden(value), 500) for key, value in told.items() if value}
+    fields = {"uri": uri, "name": found.name, "description": found.description, "type": found.mime_type}
+    return {key: shorten(strip_hidden(value), 500) for key, value in fields.items() if value}
 
 
 def _tools(server: McpServer, listed: Sequence[wire.Tool]) -> tuple[ListedTool, ...]:
@@ -202,13 +202,13 @@ def prompt_message(result: wire.GetPromptResult) -> Message:
     message of the assistant its control tokens would be taken for the model's own, and forge whole turns."""
     contents = [message.content for message in result.messages]
     images = [content for content in contents if isinstance(content, wire.ImageContent)]
-    said = [
+    texts = [
         f"Assistant: {text}" if message.role == "assistant" else text
         for message in result.messages
         if not isinstance(message.content, wire.ImageContent) and (text := _block_text(message.content))
     ]
     pictures = tuple(Image(f"data:{image.mime_type};base64,{image.data}") for image in images)
-    return Message("user", "\n\n".join(said), images=pictures)
+    return Message("user", "\n\n".join(texts), images=pictures)
 
 
 def _join(parts: Iterable[str]) -> str:

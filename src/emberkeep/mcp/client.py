@@ -60,6 +60,10 @@ class ServerState:
     """By the names that the server calls them by."""
     prompts: int
 
+    def as_tools(self) -> ToolServer:
+        unapproved = tuple(name for name, standing in self.tools.items() if standing is not Standing.APPROVED)
+        return ToolServer(self.name, self.status, self.reason, self.about, len(self.tools), unapproved)
+
 
 def open_clients(config: Config) -> McpClients:
     """All servers of the settings. Nothing is started."""
@@ -125,7 +129,7 @@ class McpClients:
         return [_state(link) for link in self._links.values()]
 
     def servers(self) -> list[ToolServer]:
-        return [_tool_server(state) for state in self.states()]
+        return [state.as_tools() for state in self.states()]
 
     def tools(self, name: str) -> list[ListedTool]:
         """What one server offers, approved or not. Raises NoSuchEntry."""
@@ -271,11 +275,6 @@ def _state(link: McpLink) -> ServerState:
     reason = session.reason if session is not None else ""
     listing = link.listing
     return ServerState(link.server.name, status, reason, listing.about, link.standings(), len(listing.prompts))
-
-
-def _tool_server(state: ServerState) -> ToolServer:
-    unapproved = tuple(name for name, standing in state.tools.items() if standing is not Standing.APPROVED)
-    return ToolServer(state.name, state.status, state.reason, state.about, len(state.tools), unapproved)
 
 
 def _quiet_sdk() -> None:

@@ -97,7 +97,8 @@ class McpLink:
         # What it offers may be another thing after a new start.
         await self._connect()
         tool = self._find(name)
-        self._check_approved(tool)
+        if (reason := self.refusal(tool)) is not None:
+            raise ToolFailed(reason)
         return tool
 
     async def call(self, name: str, arguments: Mapping[str, Json]) -> str:
@@ -185,10 +186,6 @@ class McpLink:
             case Standing.NEW:
                 return f"{tool.definition.name} is new and not approved: {self._way_out}"
         return None
-
-    def _check_approved(self, tool: ListedTool) -> None:
-        if (reason := self.refusal(tool)) is not None:
-            raise ToolFailed(reason)
 
     def _count_timeout(self, session: McpSession) -> None:
         self._timeouts += 1

@@ -196,5 +196,5 @@ def _read_memory(memory: Memory, owner: str, uri: str) -> Json:
 
 
 def _head(conversation: SavedConversation) -> dict[str, Json]:
-    told = {name: value for name, value in asdict(conversation).items() if name != "messages"}
-    return {"uri": f"{_CONVERSATIONS}/{quote(conversation.id, safe='')}", **told}
+    fields = {name: value for name, value in asdict(conversation).items() if name != "messages"}
+    return {"uri": f"{_CONVERSATIONS}/{quote(conversation.id, safe='')}", **fields}

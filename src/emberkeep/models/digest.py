@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,32 +31,35 @@ def model_digest(path: Path, cache_dir: Path, progress: Progress | None = None) 
 
     Blocks and raises as `weights_digest`, and as `part_files`.
     """
-    shaping = _shaping_files(path)
+    shaping = shaping_files(path)
     reports = split_progress(shaping, progress) if progress is not None else [None] * len(shaping)
     digests = [weights_digest(file, cache_dir, report) for file, report in zip(shaping, reports, strict=True)]
-    if path.is_dir():
-        names = (file.relative_to(path).as_posix() for file in shaping)
-        return folder_digest(dict(zip(names, digests, strict=True)))
-    return parts_digest(digests)
+    return joined_digest(path, digests)
 
 
 def file_versions(path: Path) -> list[FileVersion]:
     """The versions of the files that `model_digest` reads. Raises as that does."""
-    return [_version(file) for file in _shaping_files(path)]
+    return [_version(file) for file in shaping_files(path)]
 
 
-def _shaping_files(path: Path) -> Sequence[Path]:
+def shaping_files(path: Path) -> Sequence[Path]:
+    """The files that shape what the model at `path` computes. Raises as `part_files`."""
     return folder_files(path, SHAPING) if path.is_dir() else part_files(path)
 
 
 def known_digest(path: Path, cache_dir: Path) -> str | None:
     """What `model_digest` of a GGUF file gives, if it was computed before. Raises as `part_files`."""
     known = [recall(_version(file), cache_dir) for file in part_files(path)]
-    return parts_digest([digest for digest in known if digest]) if all(known) else None
+    return joined_digest(path, [digest for digest in known if digest]) if all(known) else None
 
 
-def parts_digest(digests: Sequence[str]) -> str:
-    """One digest for those of a GGUF model's files, by number; whatever the files are called."""
+def joined_digest(path: Path, digests: Sequence[str]) -> str:
+    """One digest for those of the model's shaping files: in a folder by name, of parts by number, whatever these
+    are called."""
+    if path.is_dir():
+        names = [file.relative_to(path).as_posix() for file in shaping_files(path)]
+        lines = [f"{name} {digest}" for name, digest in sorted(zip(names, digests, strict=True))]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
     if len(digests) == 1:
         return digests[0]
     lines = [f"{number} of {len(digests)} {digest}" for number, digest in enumerate(digests, 1)]
@@ -71,12 +74,6 @@ def split_progress(parts: Sequence[Path], progress: Progress) -> list[Progress]:
         return lambda done, _: progress(sum(sizes[:before]) + done, sum(sizes))
 
     return [report_after(number) for number in range(len(parts))]
-
-
-def folder_digest(digests: Mapping[str, str]) -> str:
-    """One digest for those of a folder's shaping files, by name."""
-    lines = [f"{name} {digest}" for name, digest in sorted(digests.items())]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def remember(path: Path, digest: str, cache_dir: Path) -> None:

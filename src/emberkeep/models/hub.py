@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from fnmatch import fnmatchcase
@@ -35,8 +35,8 @@ _LOOK_EVERY_S = 0.25
 # The client is imported inside functions because that takes half a second, which no other command should pay.
 
 
-def fetch_hub(source: HubFile | HubQuantisation, folder: Path, reporter: Reporter) -> list[Fetched]:
-    """The files of a GGUF model, each with the SHA-256 that the hub promises for it, if it does.
+def fetch_hub(source: HubSource, folder: Path, reporter: Reporter) -> list[Fetched]:
+    """The files of a model, each with the SHA-256 that the hub promises for it, if it does.
 
     Blocks. What an interrupted call has downloaded stays in `folder` for the next. Raises ModelError.
     """
@@ -44,21 +44,9 @@ def fetch_hub(source: HubFile | HubQuantisation, folder: Path, reporter: Reporte
         return [_fetch_file(source, folder, reporter)]
     with _explain_errors(source):
         seen = _model_info(source)
-        files, promised = _fetch_files(source, seen, _parts(source, _names(seen)), folder, reporter)
-    return [(file, promised.get(name)) for name, file in files.items()]
-
-
-def fetch_hub_repo(
-    source: HubRepo, folder: Path, reporter: Reporter
-) -> tuple[Mapping[str, Path], Mapping[str, str]]:
-    """By name the files of a model, and the SHA-256 that the hub promises for those that it does for.
-
-    Blocks. What an interrupted call has downloaded stays in `folder` for the next. Raises ModelError.
-    """
-    with _explain_errors(source):
-        seen = _model_info(source)
-        files, promised = _fetch_files(source, seen, _repo_files(source, _names(seen)), folder, reporter)
-    return files, promised
+        names = _names(seen)
+        wanted = _repo_files(source, names) if isinstance(source, HubRepo) else _parts(source, names)
+        return _fetch_files(source, seen, wanted, folder, reporter)
 
 
 def _fetch_file(source: HubFile, folder: Path, reporter: Reporter) -> Fetched:
@@ -76,7 +64,8 @@ def _fetch_file(source: HubFile, folder: Path, reporter: Reporter) -> Fetched:
                 local_dir=folder / "hub",
                 endpoint=endpoint,
             )
-    return Path(path), seen.etag if re.fullmatch("[0-9a-f]{64}", seen.etag or "") else None
+    promised = seen.etag if re.fullmatch("[0-9a-f]{64}", seen.etag or "") else None
+    return source.file, Path(path), promised
 
 
 def _model_info(source: HubSource) -> ModelInfo:
@@ -94,8 +83,8 @@ def _names(seen: ModelInfo) -> list[str]:
 
 def _fetch_files(
     source: HubSource, seen: ModelInfo, names: Sequence[str], folder: Path, reporter: Reporter
-) -> tuple[Mapping[str, Path], Mapping[str, str]]:
-    """By name, the files of one commit, and the SHA-256 that the hub promises for those that it does for."""
+) -> list[Fetched]:
+    """Files of one commit."""
     from huggingface_hub import snapshot_download
 
     total = sum(file.size or 0 for file in seen.siblings or () if file.rfilename in names)
@@ -108,7 +97,7 @@ def _fetch_files(
             endpoint=os.environ.get("HF_ENDPOINT"),
         )
     promised = {file.rfilename: file.lfs.sha256 for file in seen.siblings or () if file.lfs}
-    return {name: Path(path) / name for name in names}, promised
+    return [(name, Path(path) / name, promised.get(name)) for name in names]
 
 
 @contextmanager
@@ -259,20 +248,21 @@ class _Remote:
     total: int | None
 
 
-def fetch_url(source: UrlFile, folder: Path, reporter: Reporter) -> list[Path]:
+def fetch_url(source: UrlFile, folder: Path, reporter: Reporter) -> list[Fetched]:
     """The complete files of a model. Blocks. Raises DownloadFailed.
 
     What an interrupted call has downloaded stays in `folder` for the next, which asks again for every part of a
     split model: one that has changed since then is not used with the others.
     """
-    parts, files = source.parts(), []
+    parts, files = source.parts(), list[Fetched]()
     with httpx.Client(follow_redirects=True, timeout=TIMEOUT_S) as client:
         for number, part in enumerate(parts, 1):
             step, place = "Downloading", folder
             if len(parts) > 1:
                 step, place = f"Downloading part {number} of {len(parts)}", folder / f"part-{number}"
             report = partial(reporter.progress, step)
-            files.append(_fetch_one(_Download(part, private_folder(place), client, report)))
+            file = _fetch_one(_Download(part, private_folder(place), client, report))
+            files.append((file.name, file, None))
     return files
 
 

@@ -436,9 +436,9 @@ def _pooling(folder: Path) -> Pooling:
     config = read_json(folder / CONFIG)
     modes = [mode for mode, is_on in config.items() if mode.startswith("pooling_mode_") and is_on is True]
     if len(modes) != 1 or modes[0] not in _MODES:
-        said = ", ".join(modes) or "no way of pooling"
+        named = ", ".join(modes) or "no way of pooling"
         raise ModelBroken(
-            f"{folder.parent.name} has {said}, and mean, cls and last are known: choose another model."
+            f"{folder.parent.name} has {named}, and mean, cls and last are known: choose another model."
         )
     return _MODES[modes[0]]
 

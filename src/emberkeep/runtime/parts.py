@@ -80,28 +80,6 @@ def open_sessions(
     return Sessions(memory, policy, count)
 
 
-class OpenedOnce:
-    """The memory. Blocks until it was opened once, and never again: the event loop asks."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._opening = threading.Lock()
-        self._memory: Memory | None = None
-        self._is_opened = False
-
-    def __call__(self) -> Memory | None:
-        if not self._is_opened:
-            with self._opening:
-                if not self._is_opened:
-                    self._memory = open_memory_or_none(self._config)
-                    self._is_opened = True
-        return self._memory
-
-    def close(self) -> None:
-        if self._memory is not None:
-            self._memory.close()
-
-
 @dataclass(slots=True)
 class _Kept:
     store: KvStore
@@ -127,7 +105,9 @@ class ModelParts:
         """Guards what is kept. Held for moments, never over a look at the disk."""
         self._kept: list[_Kept] = []
         """The latest used one last."""
-        self._memory = OpenedOnce(config)
+        self._opening = threading.Lock()
+        self._memory: Memory | None = None
+        self._is_memory_open = False
 
     def store(
         self, fingerprint: bytes, about: Mapping[str, str], share: float = 1.0, *, is_draft: bool = False
@@ -158,8 +138,13 @@ class ModelParts:
             self._share_out()
 
     def memory(self) -> Memory | None:
-        """See `OpenedOnce`: a server asks before its model is there."""
-        return self._memory()
+        """Blocks until it was opened once, and never again: the event loop asks, before a model is there."""
+        if not self._is_memory_open:
+            with self._opening:
+                if not self._is_memory_open:
+                    self._memory = open_memory_or_none(self._config)
+                    self._is_memory_open = True
+        return self._memory
 
     def close_memory(self, memory: Memory) -> None:
         if not self._stays:
@@ -174,7 +159,8 @@ class ModelParts:
         """When all models are closed."""
         for kept in self._kept:
             kept.store.close()
-        self._memory.close()
+        if self._memory is not None:
+            self._memory.close()
 
     def _resting(self) -> list[KvStore]:
         with self._lock:

@@ -387,8 +387,8 @@ def _own_dtype(folder: Path) -> str:
     config = read_json(folder / CONFIG)
     inner = config.get("text_config")
     both = (config, inner if isinstance(inner, dict) else {})
-    said = (each.get(key) for each in both for key in ("dtype", "torch_dtype"))
-    return next((name for name in said if isinstance(name, str)), "bfloat16")
+    names = (each.get(key) for each in both for key in ("dtype", "torch_dtype"))
+    return next((name for name in names if isinstance(name, str)), "bfloat16")
 
 
 def _is_linear(name: str, shape: Sequence[int]) -> bool:

@@ -74,10 +74,10 @@ def begin_models(config: Config, prepare: Callable[[Reporter], None], reporter: 
     parts = ModelParts(config, stays=has_others)
 
     def open_first(report: Report) -> Backend:
-        told = _BothReporters(reporter, report)
-        prepare(told)
-        told.progress(f"Loading {name}", 0, None)
-        return open_backend(config, parts, told.progress)
+        both = _BothReporters(reporter, report)
+        prepare(both)
+        both.progress(f"Loading {name}", 0, None)
+        return open_backend(config, parts, both.progress)
 
     card, opening = ModelCard(name, 0, 0), EarlyOpening(open_first)
     pool = ModelPool(room_for_models(config, free_on_gpus))

@@ -89,17 +89,6 @@ class ToolSource(Protocol):
         """Why a tool that models may still know of cannot be called; None: it knows of none of that name."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    group: str
-    name: str | None
-    is_dangerous: bool
-    runs_beside: bool
-    timeout_s: float | None
-    only_reads: bool = False
-
-
-_UNMARKED = _Mark(USER_GROUP, None, False, True, None)
 _MARK = "_emberkeep_tool"
 
 
@@ -145,17 +134,24 @@ def tool(
     `dangerous`: the user is asked before it runs. `parallel`: it may run while others do. `timeout_s`: its own.
     `only_reads`: it changes nothing, which MCP clients are told.
     """
-    mark = _Mark(group, name, dangerous, parallel, timeout_s, only_reads)
+    mark = partial(
+        ToolFunction,
+        group=group,
+        is_dangerous=dangerous,
+        runs_beside=parallel,
+        timeout_s=timeout_s,
+        only_reads=only_reads,
+    )
 
     def apply(function: F) -> F:
-        setattr(function, _MARK, mark)
+        setattr(function, _MARK, (name, mark))
         return function
 
     return apply if function is None else apply(function)
 
 
 def is_marked(value: object) -> bool:
-    return isinstance(getattr(value, _MARK, None), _Mark)
+    return isinstance(getattr(value, _MARK, None), tuple)
 
 
 def as_tool(function: Callable[..., Any]) -> ToolFunction:
@@ -164,19 +160,11 @@ def as_tool(function: Callable[..., Any]) -> ToolFunction:
     A parameter of type `Caller` is not the model's to give. Raises ConfigError where a parameter has no type, or
     the function no docstring.
     """
-    mark: _Mark = getattr(function, _MARK, _UNMARKED)
-    signature = read_signature(function, mark.name)
+    name, mark = getattr(function, _MARK, (None, partial(ToolFunction, group=USER_GROUP)))
+    signature = read_signature(function, name)
     definition = Tool(signature.name, signature.description, signature.parameters)
-    run = _runner(function, signature)
-    return ToolFunction(
-        definition,
-        mark.group,
-        run,
-        mark.is_dangerous,
-        mark.runs_beside,
-        mark.timeout_s,
-        only_reads=mark.only_reads,
-    )
+    made: ToolFunction = mark(definition, run=_runner(function, signature))
+    return made
 
 
 def tools_of(owner: object) -> list[ToolFunction]:

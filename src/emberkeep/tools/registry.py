@@ -9,7 +9,7 @@ import inspect
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -80,11 +80,7 @@ def _read_offer(offered: Any) -> list[ToolFunction]:
         return [as_tool(offered)]
     if not callable(offered):
         raise ConfigError("it is neither a module nor a function.")
-    return _call_factory(offered)
-
-
-def _call_factory(factory: Callable[[], Iterable[Any]]) -> list[ToolFunction]:
-    made = [one if isinstance(one, ToolFunction) else as_tool(one) for one in factory()]
+    made = [one if isinstance(one, ToolFunction) else as_tool(one) for one in offered()]
     if not made:
         raise ConfigError("it returned no tools.")
     return made
@@ -129,10 +125,10 @@ def _line(error: BaseException, path: Path) -> str:
 
 
 def _say(error: BaseException) -> str:
-    said = error.msg if isinstance(error, SyntaxError) else str(error).partition("\n")[0]
+    text = error.msg if isinstance(error, SyntaxError) else str(error).partition("\n")[0]
     if isinstance(error, (ConfigError, OSError)):
-        return said
-    return f"{type(error).__name__}{f': {said}' if said else ''}."
+        return text
+    return f"{type(error).__name__}{f': {text}' if text else ''}."
 
 
 def _check_names(functions: Sequence[ToolFunction]) -> None:

@@ -100,9 +100,9 @@ def _hints(function: Callable[..., Any], name: str) -> dict[str, Any]:
 
 def _field(parameter: inspect.Parameter, hint: Any, description: str | None) -> tuple[Any, FieldInfo]:
     if description is not None:
-        said = getattr(hint, "__metadata__", ())
+        metadata = getattr(hint, "__metadata__", ())
         # First: what a type says of itself counts for more.
-        hint = typing.Annotated[_bare(hint), Field(description=description), *said]
+        hint = typing.Annotated[_bare(hint), Field(description=description), *metadata]
     # By alias: pydantic has names of its own, such as `schema` and `copy`, and refuses those that begin with _.
     if isinstance(parameter.default, FieldInfo):
         return typing.Annotated[hint, parameter.default], Field(alias=parameter.name)
@@ -171,9 +171,9 @@ _SHOWN = 5
 def _explain(error: ValidationError, known: Sequence[str]) -> str:
     """`known`: the names of all parameters."""
     found = error.errors(include_url=False)
-    told = [_fault(fault, known) for fault in found[:_SHOWN]]
+    faults = [_fault(fault, known) for fault in found[:_SHOWN]]
     more = f" (and {len(found) - _SHOWN} more)" if len(found) > _SHOWN else ""
-    return f"{'; '.join(told)}{more}"
+    return f"{'; '.join(faults)}{more}"
 
 
 def _fault(fault: Any, known: Sequence[str]) -> str:

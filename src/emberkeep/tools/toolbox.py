@@ -276,14 +276,14 @@ def _error_text(error: BaseException, name: str) -> str:
 
 def _say(error: BaseException) -> str:
     try:
-        said = str(error).strip()
+        text = str(error).strip()
     except Exception:  # one that cannot even say what it is
-        said = ""
+        text = ""
     kind = type(error).__name__
-    if isinstance(error, (EmberkeepError, ValueError, OSError)) and said:
-        return said[:_ERROR_CHARS]
+    if isinstance(error, (EmberkeepError, ValueError, OSError)) and text:
+        return text[:_ERROR_CHARS]
     # Only with its kind does `'colour'` say that a key is missing.
-    return f"{kind}: {said[:_ERROR_CHARS]}" if said else kind
+    return f"{kind}: {text[:_ERROR_CHARS]}" if text else kind
 
 
 # ── long results, page by page: the model gets the first, and can ask for the next ──
