@@ -107,6 +107,7 @@ def test_a_path_that_was_removed_says_what_to_use_instead(http: httpx.Client, pa
         ("POST", "/v1/models", "GET, HEAD"),
         ("PUT", "/health", "GET, HEAD"),
         ("PUT", "/v1/cache", "DELETE, GET, HEAD"),
+        ("POST", "/v1/memory/facts/x", "DELETE, GET, HEAD, PUT"),
         ("POST", "/v1/cache/0123456789ab", "DELETE, GET, HEAD"),
         ("GET", "/v1/cache/pin", "POST"),
         ("DELETE", "/v1/cache/gc", "POST"),

@@ -129,7 +129,8 @@ def test_an_allowed_origin_gets_its_preflight_without_a_key() -> None:
     "authorization", [None, "", "Bearer", "Bearer ", "Bearer wrong", KEY, f"Basic {KEY}", f"Bearer {KEY}x"]
 )
 @pytest.mark.parametrize(
-    "path", ["/", "/v1/models", "/v1/stats", "/openapi.json", "/nowhere", "/health/", "//health"]
+    "path",
+    ["/", "/v1/models", "/v1/stats", "/v1/memory/facts", "/openapi.json", "/nowhere", "/health/", "//health"],
 )
 def test_without_the_key_nothing_is_served(authorization: str | None, path: str) -> None:
     headers = {} if authorization is None else {"Authorization": authorization}

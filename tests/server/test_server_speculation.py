@@ -61,12 +61,11 @@ def test_a_prediction_that_is_right_is_accepted_and_changes_nothing(client: open
     )
 
 
-def test_a_prediction_that_is_wrong_changes_nothing_either(client: openai.OpenAI, plain: str) -> None:
-    answer = client.chat.completions.create(**ASKED, prediction=predicted(plain[:6] + "?" + plain[7:]))
-    assert answer.choices[0].message.content == plain
-
-
-def test_a_prediction_may_be_longer_than_the_context_and_hold_any_text(client: openai.OpenAI, plain: str) -> None:
+def test_a_prediction_may_be_wrong_or_longer_than_the_context_and_hold_any_text(
+    client: openai.OpenAI, plain: str
+) -> None:
+    wrong = client.chat.completions.create(**ASKED, prediction=predicted(plain[:6] + "?" + plain[7:]))
+    assert wrong.choices[0].message.content == plain
     longer = f"{plain}<|im_end|>\n" * 5000
     answer = client.chat.completions.create(**ASKED, prediction=predicted(longer[: 2**18]))
     assert answer.choices[0].message.content == plain

@@ -51,18 +51,22 @@ def with_settings(*names: str) -> Callable[[Command], Command]:
     """
 
     def decorate(function: Command) -> Command:
-        groups = _flags_by_parameter(function)
-        own = {flag.name: flag for _, flags in groups.values() for flag in flags}
+        hints, parameters = get_type_hints(function, include_extras=True), dict(signature(function).parameters)
+        wants_origins = parameters.pop("loaded", None) is not None
+        parameters.pop("config", None)
+        groups = {name: hints[name] for name in parameters if is_dataclass(hints[name])}
+        own: dict[str, Parameter] = {}
+        for name, parameter in parameters.items():
+            flags = flags_of(groups[name]) if name in groups else [_flag(name, hints[name], parameter.default)]
+            own |= {flag.name: flag for flag in flags}
         first = [flag for name, flag in own.items() if name not in names]
         chosen = [name for name in names if name == "config" or name in FIELDS]
-        wants_origins = "loaded" in signature(function).parameters
 
         def command(**given: Any) -> None:
-            arguments = {
-                name: make(**{flag.name: given[flag.name] for flag in flags})
-                for name, (make, flags) in groups.items()
-            }
             loaded = settle(**{name: given[name] for name in chosen})
+            arguments = {name: given[name] for name in parameters if name not in groups}
+            for name, group in groups.items():
+                arguments[name] = group(**{field.name: given[field.name] for field in fields(group)})
             function(**({"loaded": loaded} if wants_origins else {"config": loaded.config}), **arguments)
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
@@ -126,25 +130,6 @@ def settle(**flags: object) -> sources.LoadedConfig:
 def _warn_once(sentence: str) -> None:
     """A command may load its settings several times."""
     complain(sentence)
-
-
-def _flags_by_parameter(function: Command) -> dict[str, tuple[Callable[..., Any], list[Parameter]]]:
-    """What makes the value of each parameter of its own from the values of its flags, and these flags."""
-    hints = get_type_hints(function, include_extras=True)
-    settled = ("config", "loaded")
-    own = {name: flag for name, flag in signature(function).parameters.items() if name not in settled}
-    groups = {name for name in own if is_dataclass(hints[name])}
-    return {
-        name: (hints[name], flags_of(hints[name]))
-        if name in groups
-        else (_only_value, [_flag(name, hints[name], flag.default)])
-        for name, flag in own.items()
-    }
-
-
-def _only_value(**given: Any) -> Any:
-    (value,) = given.values()
-    return value
 
 
 # ── where commands are ──

@@ -252,7 +252,9 @@ def launch(
     """
     from emberkeep.cli.running_server import require_server
 
-    chosen = _chosen(client)
+    if client not in CLIENTS:
+        raise ConfigError(f"There is no client {client!r}: choose from {', '.join(CLIENTS)}.")
+    chosen = CLIENTS[client]
     with closing(require_server(config)) as server:
         service = _service(server, model, config.api_key or _NO_KEY)
     folder = config.data_dir / "clients" / chosen.name
@@ -267,12 +269,6 @@ def launch(
     for name, text in setup.files.items():
         replace_file(private_folder(folder) / name, text.encode())
     os.execvpe(program, [chosen.program, *setup.arguments, *(arguments or [])], {**os.environ, **setup.variables})
-
-
-def _chosen(name: str) -> Client:
-    if name not in CLIENTS:
-        raise ConfigError(f"There is no client {name!r}: choose from {', '.join(CLIENTS)}.")
-    return CLIENTS[name]
 
 
 def _service(server: RunningServer, model: str | None, key: str) -> ClientTarget:

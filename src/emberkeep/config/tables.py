@@ -11,7 +11,7 @@ from dataclasses import field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from emberkeep.config.kinds import MASK, Kind, parse_text, public_url
+from emberkeep.config.kinds import MASK, Kind, parse_text, pattern, public_url
 from emberkeep.errors import ConfigError
 from emberkeep.text import did_you_mean, shorten
 from emberkeep.types.hygiene import HygieneAction, HygieneRule, HygieneWhere, as_written
@@ -198,14 +198,6 @@ def _trust(value: object) -> bool | tuple[str, ...]:
     raise ValueError
 
 
-def _variable(value: object) -> str:
-    """Keys look different: one that was pasted here is not taken for a name, and so never shown."""
-    text = parse_text(value)
-    if re.fullmatch(r"[A-Z][A-Z0-9_]{0,63}", text) is None:
-        raise ValueError
-    return text
-
-
 def _url(value: object) -> str:
     text = parse_text(value)
     if not re.match(r"https?://\S+$", text) or not text.isprintable():
@@ -228,7 +220,11 @@ _REMOTE_PARSERS: Parsers = {
     "backend": (parse_text, "a text"),
     "model": (parse_text, "a text"),
     "base_url": (_url, _ADDRESS),
-    "api_key_env": (_variable, "the name of the variable that holds the key, such as OPENAI_API_KEY"),
+    # Keys look different: one that was pasted here is not taken for a name, and so never shown.
+    "api_key_env": (
+        pattern(r"[A-Z][A-Z0-9_]{0,63}", "").parse,
+        "the name of the variable that holds the key, such as OPENAI_API_KEY",
+    ),
     "max_tokens": (_count, "a whole number from 1 on"),
     "ctx": (_count, "a whole number from 1 on"),
     "description": (parse_text, "a text"),

@@ -218,14 +218,8 @@ class RequestMetrics:
         self._whole = Distribution(
             "e2e_request_latency_seconds", "From arrival to the end of the answer.", _WHOLES
         )
-
-    @property
-    def tallies(self) -> tuple[LabelCounts, ...]:
-        return self._requests, self._refused, self._misses
-
-    @property
-    def distributions(self) -> tuple[Distribution, ...]:
-        return self._first_token, self._per_token, self._queue, self._whole
+        self.tallies = self._requests, self._refused, self._misses
+        self.distributions = self._first_token, self._per_token, self._queue, self._whole
 
     def observe(self, record: RequestRecord, seconds: float) -> None:
         """Count a request that has ended after that many seconds."""

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from emberkeep.api.answer import Answer, Frames
-from emberkeep.api.body import INT32_MAX, B, Body, validate
+from emberkeep.api.body import INT32_MAX, Body, validate
 from emberkeep.backend.base import Backend
 from emberkeep.backend.models import Models, loaded
 from emberkeep.config.settings import Config
@@ -81,11 +81,6 @@ class OfModel(Parameters):
 class PageParameters(Parameters):
     limit: Annotated[int, Field(ge=1, le=PAGE)] = PAGE
     offset: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
-
-
-def read_parameters(http: HttpRequest, model: type[B]) -> B:
-    """Raises InvalidField."""
-    return validate(model, {**http.query_params, **http.path_params})
 
 
 def register_path_part(name: str, regex: str) -> None:
@@ -188,7 +183,7 @@ def _endpoint(handler: Handler, given: Mapping[str, Any]) -> Callable[[HttpReque
     async def endpoint(http: HttpRequest) -> Response:
         arguments: dict[str, Any] = {"http": http} if "http" in given else {}
         if "query" in given:
-            arguments["query"] = read_parameters(http, given["query"])
+            arguments["query"] = validate(given["query"], {**http.query_params, **http.path_params})
         if "body" in given:
             arguments["body"] = await read_body(http, given["body"])
         answer = await handler(**arguments)

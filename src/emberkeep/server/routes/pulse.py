@@ -55,13 +55,16 @@ class Pulse:
         try:
             silent_s = 0.0
             while not is_over():
-                frame = await _next_within(frames, 2 * self._every_s)
-                silent_s = 0.0 if frame else silent_s + 2 * self._every_s
-                if frame is not None:
-                    yield frame
-                elif silent_s >= _SILENCE_S:
-                    silent_s = 0.0
-                    yield b": nothing has changed\n\n"
+                try:
+                    async with asyncio.timeout(2 * self._every_s):
+                        frame = await frames.get()
+                except TimeoutError:
+                    silent_s += 2 * self._every_s
+                    if silent_s < _SILENCE_S:
+                        continue
+                    frame = b": nothing has changed\n\n"
+                silent_s = 0.0
+                yield frame
         finally:
             self._watchers.discard(frames)
 
@@ -80,13 +83,6 @@ class Pulse:
                         frames.get_nowait()  # only the latest counts
                     frames.put_nowait(frame)
             await asyncio.sleep(self._every_s)
-
-
-async def _next_within(frames: asyncio.Queue[bytes], seconds: float) -> bytes | None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            return await frames.get()
-    return None
 
 
 def routes(served: Served) -> Routes:
