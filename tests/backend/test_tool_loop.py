@@ -29,7 +29,6 @@ from emberkeep.types.events import (
     Usage,
 )
 from emberkeep.types.request import Message, Request, ToolCall
-from helpers.scripted_backend import text_of
 
 ASK = Request(messages=(Message("user", "How deep is the harbour?"),))
 COMPLETED = Completed(Usage(10, 5), Timings(), LookupRecord())
@@ -102,12 +101,6 @@ def test_a_shown_exchange_is_told_and_the_next_round_has_it() -> None:
     assert [type(event) for event in events] == kinds
     assert model.asked[1].messages == (*ASK.messages, *transcript.exchanges[0])
     assert [message.content for message in transcript.exchanges[0]] == ["", "7 metres"]
-
-
-def test_where_it_is_not_shown_the_client_gets_one_text() -> None:
-    events = run(Model(calling(3, text="Let me see."), ANSWER), Kept(is_shown=False))
-    assert not any(isinstance(event, Exchanged) for event in events)
-    assert text_of(events) == "Let me see.\n\n7 metres."
 
 
 def test_what_the_gate_refuses_does_not_run_and_the_model_reads_why() -> None:

@@ -152,18 +152,6 @@ def test_a_conversation_of_which_only_turns_are_archived_is_not_a_saved_one(memo
     assert memory.conversations("") == [] and memory.conversation("", "c") is None
 
 
-def test_facts_are_set_read_listed_and_deleted(memory: Memory) -> None:
-    memory.set_fact("", "town", "Graz")
-    memory.set_fact("", "cat", "Tom")
-    memory.set_fact("", "town", "Linz")
-    assert [(fact.name, fact.value) for fact in memory.facts("")] == [("cat", "Tom"), ("town", "Linz")]
-    town = memory.fact("", "town")
-    assert town is not None and town.value == "Linz" and town.at > 0
-    assert memory.delete_fact("", "town")
-    assert not memory.delete_fact("", "town")
-    assert memory.fact("", "town") is None
-
-
 def test_a_clock_that_goes_back_does_not_keep_a_fact_from_changing(
     memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

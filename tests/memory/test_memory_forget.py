@@ -84,13 +84,6 @@ def test_what_is_not_there_is_forgotten_already(memory: Memory) -> None:
     assert memory.stats("")["turns"] == 1
 
 
-def test_a_turn_can_be_archived_again_after_it_was_forgotten(memory: Memory) -> None:
-    memory.archive("", [turn("hello again")])
-    memory.forget("")
-    assert memory.archive("", [turn("hello again")]) == 1
-    assert len(memory.search("", "hello again")) == 1
-
-
 def test_forgetting_raises_while_a_reader_still_holds_the_old_bytes(
     memory: Memory, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,19 +25,6 @@ def next_example(db: apsw.Connection) -> None:
     db.execute("ALTER TABLE facts ADD COLUMN source TEXT NOT NULL DEFAULT ''")
 
 
-def test_an_empty_file_gets_the_newest_schema(db: apsw.Connection) -> None:
-    migrate(db)
-    assert db.pragma("user_version") == len(MIGRATIONS)
-    assert {"turns", "words", "facts", "notes", "messages"} <= {name for _, name, *_ in schema(db)}
-
-
-def test_migrating_again_changes_nothing(db: apsw.Connection) -> None:
-    migrate(db)
-    before = schema(db)
-    migrate(db)
-    assert schema(db) == before
-
-
 def test_a_file_of_an_earlier_version_keeps_what_is_in_it(path: Path) -> None:
     memory = Memory(path, limit_bytes=PLENTY)
     memory.set_fact("", "town", "Graz")

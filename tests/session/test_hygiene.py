@@ -154,16 +154,25 @@ def test_what_a_user_says_beside_its_question_is_moved():
     assert [message.content for message in seen] == [RULES, "Why?", "So.", "How?\n\nTime: 10:05\nTime: 10:06"]
 
 
-def test_nothing_of_a_users_is_moved_into_what_the_system_says():
-    said = (Message("user", "a"), Message("system", "Be brief."), Message("developer", "Be kind."))
-    assert with_moved(said, "moved") == (Message("user", "a\n\nmoved"), *said[1:])
-    said = (*said[:1], Message("tool", "result"), *said[1:])
-    assert with_moved(said, "moved")[1] == Message("tool", "result\n\nmoved")
+USER, SYSTEM, DEVELOPER = Message("user", "a"), Message("system", "b"), Message("developer", "c")
 
 
-def test_what_the_system_alone_says_stays_with_it():
-    said = (Message("system", "a"), Message("system", "b"))
-    assert with_moved(said, "moved") == (said[0], Message("system", "b\n\nmoved"))
+@pytest.mark.parametrize(
+    ("messages", "place"),
+    [
+        ((USER, SYSTEM, DEVELOPER), 0),
+        ((USER, Message("tool", "result"), SYSTEM, DEVELOPER), 1),
+        ((SYSTEM, DEVELOPER), 1),
+        ((Message("assistant", "I"),), None),
+    ],
+)
+def test_what_is_moved_stands_in_the_latest_message_of_those_whose_it_may_be(messages, place):
+    """The system's only where nobody else said anything, and never the model's."""
+    expected = list(messages)
+    if place is not None:
+        expected[place] = replace(messages[place], content=f"{messages[place].content}\n\nmoved")
+    assert with_moved(messages, "moved") == tuple(expected)
+    assert with_moved(messages, "") == messages
 
 
 def test_a_dropped_part_of_a_line_leaves_the_rest_of_it():
@@ -195,9 +204,3 @@ def test_a_rule_that_takes_too_long_leaves_the_rest_and_says_so_once(monkeypatch
     assert hygiene.apply(request) is request
     assert hygiene.apply(request) is request
     assert len(caplog.records) == 1 and "the hygiene rule own takes longer" in caplog.text
-
-
-@pytest.mark.parametrize("moved", ["", "It is late."])
-def test_nothing_is_moved_into_what_the_model_says(moved):
-    messages = (Message("assistant", "I"),)
-    assert with_moved(messages, moved) == messages

@@ -14,7 +14,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 from emberkeep.errors import NoSuchEntry, RequestError
-from emberkeep.kv.forgetting import Holders
 from emberkeep.types.cache import CacheEntry, CacheTree, EntryText, Explanation, Removed, Verified, Warmed
 from emberkeep.types.events import Completed, Events, TextDelta, Usage
 from emberkeep.types.models import AttentionTier, ExpertStats, SpeculationStats, TimelineRecord

@@ -7,14 +7,17 @@ from collections.abc import Mapping
 from dataclasses import field, replace
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from emberkeep.backend.remote.base import OpenProvider, Provider
 from emberkeep.errors import ConfigError, RemoteRefused
 from emberkeep.text import did_you_mean
 from emberkeep.types.models import RemoteModel
 from emberkeep.types.request import Json
 from emberkeep.values import dataclass
+
+if TYPE_CHECKING:
+    from emberkeep.backend.remote.base import OpenProvider, Provider
 
 GROUP = "emberkeep.backends"
 """The group of entry points: the name is the vendor, the value an `OpenProvider`."""
