@@ -45,9 +45,9 @@ def begin_with(path: Path) -> EarlyLoad:
 def scores(model: LlamaModel) -> bytes:
     engine = LlamaEngine(model, LlamaSettings(256, 256, sequences=2, batch=64, threads=1), "digest")
     engine.evaluate([Rows(0, 0, np.arange(20, dtype=np.int32), outputs=1)])
-    told = engine.logits(0).tobytes()
+    logits = engine.logits(0).tobytes()
     engine.close()
-    return told
+    return logits
 
 
 def test_they_compute_what_weights_compute_that_are_loaded_when_asked_for(path: Path) -> None:
@@ -86,7 +86,7 @@ def test_they_are_handed_out_once_and_for_their_file_only(path: Path) -> None:
 
 
 def test_who_waits_is_told_how_far_it_is_also_what_was_told_before(path: Path) -> None:
-    half, goes_on, told = threading.Event(), threading.Event(), queue.Queue[tuple[str, int, int | None]]()
+    half, goes_on, steps = threading.Event(), threading.Event(), queue.Queue[tuple[str, int, int | None]]()
 
     def prove(tell: Tell) -> tuple[str | None, bool]:
         tell("Checking mine", 1, 2)
@@ -97,11 +97,11 @@ def test_who_waits_is_told_how_far_it_is_also_what_was_told_before(path: Path) -
 
     early = EarlyLoad(path, [FileVersion.of(path)], prove)
     assert half.wait(30)
-    waiting = threading.Thread(target=early.proved, args=(lambda *step: told.put(step),))
+    waiting = threading.Thread(target=early.proved, args=(lambda *step: steps.put(step),))
     waiting.start()
-    assert told.get(timeout=30) == ("Checking mine", 1, 2)
+    assert steps.get(timeout=30) == ("Checking mine", 1, 2)
     goes_on.set()
-    assert told.get(timeout=30) == ("Checking mine", 2, 2)
+    assert steps.get(timeout=30) == ("Checking mine", 2, 2)
     waiting.join(30)
     assert early.take(lambda fraction: None) is None  # what does not work is not loaded
 

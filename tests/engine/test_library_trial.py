@@ -82,15 +82,15 @@ def test_serving_with_it_is_a_sentence_and_status_1_and_doctor_explains(trapping
     last = served.stderr.strip().splitlines()[-1]
     assert "does not run on this CPU" in last
     assert "Traceback" not in served.stderr
-    told = subprocess.run(
+    checked = subprocess.run(
         [*command, "doctor", "--data-dir", str(tmp_path)],
         env=environment,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert told.returncode == 1
-    line = next(line for line in told.stdout.splitlines() if "llama.cpp" in line)
+    assert checked.returncode == 1
+    line = next(line for line in checked.stdout.splitlines() if "llama.cpp" in line)
     assert line.startswith("fail")
     assert "SIGILL" in line
 

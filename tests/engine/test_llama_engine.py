@@ -243,7 +243,7 @@ def test_no_text_is_tokenized_with_a_model_that_is_being_freed(tmp_path, monkeyp
 
 
 def test_a_model_tells_how_much_of_it_is_loaded(tmp_path):
-    told: list[float] = []
-    LlamaModel(tiny_gguf.dense(tmp_path / "tiny.gguf"), report=told.append).close()
-    assert told == sorted(told)
-    assert told[-1] == 1
+    reported: list[float] = []
+    LlamaModel(tiny_gguf.dense(tmp_path / "tiny.gguf"), report=reported.append).close()
+    assert reported == sorted(reported)
+    assert reported[-1] == 1

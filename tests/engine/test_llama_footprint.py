@@ -130,7 +130,7 @@ def gpu(number: int, free: int, total: int = 24 * GIB) -> Gpu:
 
 
 @pytest.fixture
-def told() -> list[Allocation]:
+def buffers() -> list[Allocation]:
     take_buffers()
     for line in LOG.splitlines():
         _on_log(1, line, None)
@@ -138,13 +138,13 @@ def told() -> list[Allocation]:
 
 
 @pytest.fixture
-def planned(model_file, told):
+def planned(model_file, buffers):
     """The footprint of a tiny model whose buffers are on GPUs."""
     models = []
 
     def plan(*found: Gpu, kind: str = "dense", kv_type: str = "f16") -> Footprint | None:
         models.append(LlamaModel(model_file(kind)))
-        return on_gpu(models[-1], replace(SETTINGS, kv_type=kv_type), told, KV_BYTES, found)
+        return on_gpu(models[-1], replace(SETTINGS, kv_type=kv_type), buffers, KV_BYTES, found)
 
     yield plan
     for model in models:

@@ -21,8 +21,8 @@ CLIFF = StepTable((1, 8, 63, 64, 128), (64, 2112), ((10, 80, 630, 100, 200), (60
 
 def test_measured_steps_are_told_as_they_were_measured() -> None:
     for depth, times in zip(PLAIN.depths, PLAIN.milliseconds, strict=True):
-        told = [round(1e3 * PLAIN.seconds(rows, depth)) for rows in PLAIN.rows]
-        assert told == pytest.approx(list(times), rel=0.04)
+        found = [round(1e3 * PLAIN.seconds(rows, depth)) for rows in PLAIN.rows]
+        assert found == pytest.approx(list(times), rel=0.04)
 
 
 def test_between_and_beyond_what_was_measured_lies_a_straight_line() -> None:

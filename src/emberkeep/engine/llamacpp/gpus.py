@@ -116,7 +116,8 @@ def gpus() -> list[Gpu]:
 
 def seen_devices() -> list[Device]:
     """All but the CPU that the backends of this llama.cpp see, also those that another one sees already."""
-    return [_device(device, props) for device, props in _devices() if props.type != _CPU]
+    found = [(_gpu(device, props), _backend(device)) for device, props in _devices() if props.type != _CPU]
+    return [Device(backend, gpu.name, gpu.description, gpu.free, gpu.total) for gpu, backend in found]
 
 
 def _devices() -> list[tuple[Handle, DeviceProps]]:
@@ -130,10 +131,9 @@ def _devices() -> list[tuple[Handle, DeviceProps]]:
     return found
 
 
-def _device(device: Handle, props: DeviceProps) -> Device:
-    gpu = _gpu(device, props)
-    backend = llama().ggml_backend_reg_name(llama().ggml_backend_dev_backend_reg(device))
-    return Device(backend.decode("utf-8", "replace"), gpu.name, gpu.description, gpu.free, gpu.total)
+def _backend(device: Handle) -> str:
+    name: bytes = llama().ggml_backend_reg_name(llama().ggml_backend_dev_backend_reg(device))
+    return name.decode("utf-8", "replace")
 
 
 def _gpu(device: Handle, props: DeviceProps) -> Gpu:

@@ -51,7 +51,7 @@ Numbers = npt.NDArray[np.unsignedinteger]
 Chosen = slice | npt.NDArray[np.intp]
 """Which rows: neighbours, or those at these places."""
 HEAD_BYTES = 8
-"""Of a state: magic and sequence."""
+"""A state begins with magic and sequence."""
 PAIR = struct.Struct("<II")
 TENSOR = struct.Struct("<iQ")
 TRANSPOSED = struct.Struct("<iII")
@@ -60,7 +60,7 @@ _RECURRENT_CELL = struct.Struct("<iI")
 EMPTY = PAIR.pack(1, 0)
 """A part of attention layers without cells."""
 _NUMBER_BYTES = {0: 4, 1: 2, 30: 2}
-"""Of those of ggml's types whose numbers stand alone: f32, f16, bf16."""
+"""How many a number has, by those of ggml's types whose numbers stand alone: f32, f16, bf16."""
 _BLOCK = 64
 """Numbers of a row that are moved at once: more would displace each other from the CPU's cache."""
 
@@ -222,7 +222,7 @@ class Attention:
 @dataclass(frozen=True, slots=True)
 class Recurrent:
     layers: int
-    """Of the model, recurrent or not."""
+    """All that the model has, recurrent or not."""
     tensors: tuple[tuple[int, int], ...]
     """Type and bytes of one row: one for each R layer, then one for each S layer."""
 
