@@ -37,11 +37,11 @@ def ask_for_large_pages() -> None:
 
 def asking(variables: Mapping[str, str], mode: str | None) -> dict[str, str] | None:
     """The environment of a process that asks; None where it would not help, or does so already. Pure."""
-    said = variables.get(_VARIABLE, "")
-    if mode != "madvise" or _TUNABLE in said:
+    given = variables.get(_VARIABLE, "")
+    if mode != "madvise" or _TUNABLE in given:
         return None
-    tunables = f"{said}:{_TUNABLE}=1" if said else f"{_TUNABLE}=1"
-    return {**variables, _VARIABLE: tunables, _MARK: said}
+    tunables = f"{given}:{_TUNABLE}=1" if given else f"{_TUNABLE}=1"
+    return {**variables, _VARIABLE: tunables, _MARK: given}
 
 
 def mode() -> str | None:
@@ -64,8 +64,8 @@ def _has_glibc() -> bool:
 
 def _forget() -> None:
     """Give the variable the value back that it had, if it was set here."""
-    said = os.environ.pop(_MARK, None)
-    if said:
-        os.environ[_VARIABLE] = said
-    elif said is not None:
+    before = os.environ.pop(_MARK, None)
+    if before:
+        os.environ[_VARIABLE] = before
+    elif before is not None:
         os.environ.pop(_VARIABLE, None)

@@ -325,7 +325,7 @@ def answers_again(rig: Rig) -> list[str]:
     """Every question once more, now that all is well."""
     wrong = []
     for prompt in PROMPTS:
-        told = rig.run(prompt, max_new=NEW)
-        if told.answer != answer_of(rig, prompt):
-            wrong.append(f"{len(prompt)} tokens, {told.lookup}")
+        again = rig.run(prompt, max_new=NEW)
+        if again.answer != answer_of(rig, prompt):
+            wrong.append(f"{len(prompt)} tokens, {again.lookup}")
     return wrong

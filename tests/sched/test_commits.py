@@ -254,14 +254,12 @@ def store(tmp_path):
     store.close()
 
 
-def test_an_answer_that_comes_back_as_text_gets_the_ids_that_were_sampled(store):
+def test_an_answer_that_comes_back_as_text_gets_the_ids_that_were_sampled_for_its_user(store):
     look = StoredText(store, RecentAnswers(4), VOCAB, Lineage("alice"))
     assert replayed(look, QUESTION.tolist(), "then") == tuple(ANSWER)
     assert VOCAB.tokenize("then") != ANSWER
-
-
-def test_other_users_answers_are_not_replayed(store):
-    assert replayed(StoredText(store, RecentAnswers(4), VOCAB, Lineage("bob")), QUESTION.tolist(), "then") == ()
+    theirs = StoredText(store, RecentAnswers(4), VOCAB, Lineage("bob"))
+    assert replayed(theirs, QUESTION.tolist(), "then") == ()
 
 
 def test_once_a_prompt_has_left_the_store_nothing_is_replayed(store):

@@ -240,15 +240,15 @@ def test_the_same_for_state_that_cannot_be_spliced(unit):
 
 
 def test_a_full_answer_can_be_cancelled(rig):
-    told = threading.Event()
+    is_full = threading.Event()
 
     def full() -> bool:
-        told.set()
+        is_full.set()
         return True
 
     sequence = rig.sequence(PROMPT, max_new=5, on_full=full)
     rig.scheduler.submit(sequence)
-    assert told.wait(10)
+    assert is_full.wait(10)
     rig.scheduler.cancel(sequence)
     rig.settle()
     rig.scheduler.make_room(sequence, None)

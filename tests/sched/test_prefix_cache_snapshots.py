@@ -67,9 +67,9 @@ def test_a_branch_restores_the_nearest_border_before_it(rig, unit):
     rig.run(PROMPT, borders=borders)
     branch = [*PROMPT[:500], *text(100, seed=3)]
     rig.run(text(50, seed=9))
-    told = rig.run(branch)
-    assert told.lookup.reused_tokens == 450
-    assert told.answer == fresh(unit, branch)
+    found = rig.run(branch)
+    assert found.lookup.reused_tokens == 450
+    assert found.answer == fresh(unit, branch)
     earlier = [*PROMPT[:300], *text(80, seed=4)]
     assert rig.run(earlier).lookup.reused_tokens == 200
     assert rig.run([*PROMPT[:100], *text(80, seed=5)]).lookup.reused_tokens == 0
@@ -94,10 +94,10 @@ def test_a_lost_snapshot_costs_an_evaluation_and_no_answer(tmp_path, unit):
     path.write_bytes(path.read_bytes()[:-3])
     turn = [*PROMPT, *first.answer, *CLOSING, *text(40, seed=1)]
     with Rig(tmp_path, engine(unit)) as rig:
-        told = rig.run(turn)
-        assert told.lookup.reused_tokens == 0
-        assert told.lookup.reason is MissReason.CORRUPT
-        assert told.answer == fresh(unit, turn)
+        found = rig.run(turn)
+        assert found.lookup.reused_tokens == 0
+        assert found.lookup.reason is MissReason.CORRUPT
+        assert found.answer == fresh(unit, turn)
 
 
 def test_sequences_side_by_side_do_not_mix_their_state(rig, unit):
@@ -132,9 +132,9 @@ def test_any_history_of_branches_gives_the_answers_of_a_fresh_engine(tmp_path_fa
     with Rig(folder, engine(unit), warm=warm) as rig:
         for kept, length, seed, borders in turns:
             prompt = [*text_so_far[:kept], *text(length, seed=seed)]
-            told = rig.run(prompt, max_new=4, borders=frozenset(borders))
-            assert told.answer == fresh(unit, prompt, max_new=4)
-            text_so_far = [*prompt, *told.answer, *CLOSING]
+            found = rig.run(prompt, max_new=4, borders=frozenset(borders))
+            assert found.answer == fresh(unit, prompt, max_new=4)
+            text_so_far = [*prompt, *found.answer, *CLOSING]
         check_ledger(rig.store)
 
 

@@ -68,17 +68,11 @@ def test_right_drafts_save_steps(plain, kind):
     assert spoken.ending.timings.draft_n_accepted == spoken.ending.timings.draft_n > len(plain) / 2
 
 
-def test_a_stored_path_is_drafted_from_the_first_token_on(plain):
-    spoken = answer_of(corpus=ToldCorpus(path=plain))
-    assert spoken.answer == plain
-    assert spoken.ending.timings.draft_n_accepted > len(plain) / 2
-
-
-def test_a_prediction_is_drafted_and_found_again_after_a_difference(plain):
+def test_a_stored_path_is_drafted_from_the_first_token_on_and_a_prediction_also_after_a_difference(plain):
     prediction = (*plain[:5], 33, *plain[6:])
-    spoken = answer_of(corpus=ToldCorpus(), prediction=prediction)
-    assert spoken.answer == plain
-    assert spoken.ending.timings.draft_n_accepted > len(plain) / 2
+    for spoken in answer_of(corpus=ToldCorpus(path=plain)), answer_of(corpus=ToldCorpus(), prediction=prediction):
+        assert spoken.answer == plain
+        assert spoken.ending.timings.draft_n_accepted > len(plain) / 2
 
 
 class WritingEngine(FakeEngine):

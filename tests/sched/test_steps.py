@@ -111,13 +111,27 @@ def planner() -> Planner:
     return Planner(batch=512, largest_slice=512, speed=Rate(1e6))
 
 
-def test_a_prompt_alone_gets_the_largest_slice(planner):
-    assert planned(planner, sequence(0, 2000)) == {0: 512}
-
-
-def test_the_last_prompt_token_is_evaluated_alone(planner):
-    assert planned(planner, sequence(0, 100)) == {0: 99}
-    assert planned(planner, sequence(0, 100, computed=99)) == {0: 1}
+@pytest.mark.parametrize(
+    ("prompts", "plan"),
+    [
+        pytest.param([(2000, 0)], [512], id="a prompt alone gets the largest slice"),
+        pytest.param([(100, 0)], [99], id="all but the last token"),
+        pytest.param([(100, 99)], [1], id="which is evaluated alone"),
+        pytest.param(
+            [(3000, 0), (51, 0), (2000, 0)], [128, 50, 334], id="short ones first, a quarter for the oldest"
+        ),
+        pytest.param([(541, 0)], [270], id="no prompt ends in a tiny slice"),
+        pytest.param([(541, 270)], [270], id="so it is cut in half"),
+        pytest.param([(700, 0)], [512], id="unless what is left is large enough"),
+        pytest.param(
+            [(50, 49), (2000, 0), (60, 59)], [1, 510, 1], id="every answer gets its token beside prompts"
+        ),
+    ],
+)
+def test_a_step_is_shared_by_prompts_and_answers(planner, prompts, plan):
+    """Each prompt with how much of it is computed."""
+    sequences = [sequence(slot, length, computed=done) for slot, (length, done) in enumerate(prompts)]
+    assert planned(planner, *sequences) == dict(enumerate(plan))
 
 
 def test_only_the_last_token_wants_logits(planner):
@@ -125,22 +139,6 @@ def test_only_the_last_token_wants_logits(planner):
     (last,) = planner.plan([sequence(0, 100, computed=99)])
     assert not first.rows.outputs
     assert last.rows.outputs
-
-
-def test_short_prompts_go_first_and_the_oldest_keeps_a_quarter(planner):
-    plan = planned(planner, sequence(0, 3000), sequence(1, 51), sequence(2, 2000))
-    assert plan == {0: 128, 1: 50, 2: 334}
-
-
-def test_no_prompt_ends_in_a_tiny_slice(planner):
-    assert planned(planner, sequence(0, 541)) == {0: 270}
-    assert planned(planner, sequence(0, 541, computed=270)) == {0: 270}
-    assert planned(planner, sequence(0, 700)) == {0: 512}
-
-
-def test_every_answer_gets_its_token_beside_prompts(planner):
-    plan = planned(planner, sequence(0, 50, computed=49), sequence(1, 2000), sequence(2, 60, computed=59))
-    assert plan == {0: 1, 2: 1, 1: 510}
 
 
 def test_slices_follow_the_measured_speed():

@@ -112,29 +112,29 @@ def test_what_was_reused_saved_the_time_of_evaluating_it(tmp_path):
         assert rig.scheduler.counters.saved_s == pytest.approx(6.99, rel=1e-2)
 
 
-def told(lookup: LookupRecord) -> list[tuple[str, int]]:
+def sources_of(lookup: LookupRecord) -> list[tuple[str, int]]:
     return [(part.source.value, part.tokens) for part in lookup.sources]
 
 
 def test_a_new_prompt_is_evaluated_and_the_next_one_is_in_the_engine(rig):
-    assert told(rig.run(PROMPT).lookup) == [("evaluated", 700)]
-    assert told(rig.run(PROMPT).lookup) == [("hot", 699), ("evaluated", 1)]
+    assert sources_of(rig.run(PROMPT).lookup) == [("evaluated", 700)]
+    assert sources_of(rig.run(PROMPT).lookup) == [("hot", 699), ("evaluated", 1)]
 
 
 def test_what_left_the_engine_comes_from_ram_and_after_a_restart_from_disk(rig, tmp_path):
     rig.run(PROMPT)
     rig.scheduler.forget({""}).result(PATIENCE)
-    assert told(rig.run([*PROMPT, *text(50, seed=9)]).lookup) == [("warm", 700), ("evaluated", 50)]
+    assert sources_of(rig.run([*PROMPT, *text(50, seed=9)]).lookup) == [("warm", 700), ("evaluated", 50)]
     rig.close()
     with Rig(tmp_path) as again:
-        assert told(again.run(PROMPT).lookup) == [("cold", 699), ("evaluated", 1)]
+        assert sources_of(again.run(PROMPT).lookup) == [("cold", 699), ("evaluated", 1)]
 
 
 def test_a_part_in_the_engine_and_a_part_in_ram_are_told_apart(rig):
     rig.run(PROMPT)
     rig.scheduler.forget({""}).result(PATIENCE)
     rig.run(PROMPT[:256], max_new=0)
-    parts = told(rig.run(PROMPT).lookup)
+    parts = sources_of(rig.run(PROMPT).lookup)
     assert sum(tokens for _, tokens in parts) == 700
     assert [source for source, _ in parts] == ["hot", "warm", "evaluated"]
 

@@ -94,8 +94,8 @@ class Cpu:
 def read_cpu(cpuinfo: Path = _CPUINFO) -> Cpu:
     """Never an error: what the system does not tell is left out."""
     facts = _mac_facts() if sys.platform == "darwin" else _linux_facts(cpuinfo)
-    said = {word.lower() for word in facts.get("features", "").split()}
-    features = dict.fromkeys(name for word, name in _FEATURES.items() if word in said)
+    named = {word.lower() for word in facts.get("features", "").split()}
+    features = dict.fromkeys(name for word, name in _FEATURES.items() if word in named)
     name = facts.get("name") or platform.processor() or platform.machine()
     return Cpu(name, _core_count(), tuple(features))
 
@@ -110,16 +110,16 @@ def _linux_facts(cpuinfo: Path) -> dict[str, str]:
     except OSError:
         return {}
     pairs = (line.partition(":") for line in reversed(lines))
-    said = {key.strip(): value.strip() for key, _, value in pairs}  # of the first core, which is read last
-    arm = _ARM_PARTS.get(said.get("CPU part", "")) if said.get("CPU implementer") == "0x41" else None
+    fields = {key.strip(): value.strip() for key, _, value in pairs}  # of the first core, which is read last
+    arm = _ARM_PARTS.get(fields.get("CPU part", "")) if fields.get("CPU implementer") == "0x41" else None
     return {
-        "name": said.get("model name") or arm or "",
-        "features": said.get("flags") or said.get("Features") or "",
+        "name": fields.get("model name") or arm or "",
+        "features": fields.get("flags") or fields.get("Features") or "",
     }
 
 
 def _mac_facts() -> dict[str, str]:
-    said: dict[str, str] = {}
+    values: dict[str, str] = {}
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
             with_default_signals(["sysctl", "machdep.cpu.brand_string", "hw.optional"]),
@@ -128,9 +128,9 @@ def _mac_facts() -> dict[str, str]:
             timeout=5,
             check=False,
         )
-        said = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
-    present = (key.rpartition(".")[2] for key, value in said.items() if value == "1")
-    return {"name": said.get("machdep.cpu.brand_string", ""), "features": " ".join(present)}
+        values = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
+    present = (key.rpartition(".")[2] for key, value in values.items() if value == "1")
+    return {"name": values.get("machdep.cpu.brand_string", ""), "features": " ".join(present)}
 
 
 # ── AMD's GPUs ──
@@ -139,7 +139,7 @@ def _mac_facts() -> dict[str, str]:
 def amd_advice(variables: Mapping[str, str], nodes: Path = _KFD_NODES) -> str | None:
     """One sentence where ROCm needs to be told to take the GPUs here for others of their family; else None.
 
-    It is told for all GPUs of a process at once, so nothing is said where one of them is known as it is.
+    It is told for all GPUs of a process at once, so nothing is fields where one of them is known as it is.
     """
     targets = list(amd_targets(nodes))
     runs_as = {_RUNS_AS.get(target[:-1]) for target in targets}
@@ -156,8 +156,8 @@ def amd_targets(nodes: Path = _KFD_NODES) -> Iterator[str]:
     """What compilers call each of the GPUs that the driver tells of, as `gfx1031`."""
     for properties in sorted(nodes.glob("*/properties")):
         with suppress(OSError, ValueError):
-            said = dict(line.split() for line in properties.read_text().splitlines())
-            number = int(said["gfx_target_version"]) if "gfx_target_version" in said else 0
+            fields = dict(line.split() for line in properties.read_text().splitlines())
+            number = int(fields["gfx_target_version"]) if "gfx_target_version" in fields else 0
             if number:  # a CPU is a node, too, and has none
                 yield f"gfx{number // 10_000}{number // 100 % 100}{number % 100:x}"
 

@@ -252,7 +252,8 @@ class FakeEngine:
     def _values(self, payload: Payload, start: int) -> list[int]:
         """Those of the positions from `start` on. Raises EngineError for a payload of others."""
         is_packed = bytes(payload[: len(_PACKED_MAGIC)]) == _PACKED_MAGIC
-        if not is_packed and (len(payload) % _CELLS.itemsize or (len(payload) and not self._unit.has_ranges)):
+        is_odd = not is_packed and len(payload) % _CELLS.itemsize
+        if is_odd or (len(payload) and not self._unit.has_ranges):
             raise EngineError("A stored KV payload has another size than its chunk.")
         table = _unpacked(payload) if is_packed else np.frombuffer(payload, _CELLS)
         if not np.array_equal(table["position"], np.arange(start, start + len(table))):
@@ -290,8 +291,12 @@ class FakeEngine:
             raise EngineError(f"Nothing can be moved to {rows.start} in sequence {rows.sequence}.")
         kept: dict[int, int] = {}
         for piece in pieces:
-            again = math.ceil(ratio * (piece.end - piece.start))
-            kept |= dict(enumerate(self._values_of(piece)[again:], piece.start + again))
+            values = self._values(piece.payload, piece.payload_start)
+            begin, length = piece.source - piece.payload_start, piece.end - piece.start
+            if not 0 <= begin < begin + length <= len(values):
+                raise EngineError("A stored KV payload does not hold the positions asked for.")
+            again = math.ceil(ratio * length)
+            kept |= dict(enumerate(values[begin + again : begin + length], piece.start + again))
         if self._lacks_room(len(rows.tokens)):
             return Blended(Outcome.NO_ROOM)
         for position, token in enumerate(rows.tokens.tolist(), rows.start):
@@ -304,15 +309,6 @@ class FakeEngine:
         self.evaluated_tokens += evaluated
         self._latest = [(rows.sequence, state.end)]
         return Blended(Outcome.DONE, sum(piece.end - piece.start for piece in pieces) - len(kept), evaluated)
-
-    def _values_of(self, piece: Piece) -> list[int]:
-        """What goes to a piece's positions. Raises EngineError."""
-        values = self._values(piece.payload, piece.payload_start)
-        begin = piece.source - piece.payload_start
-        end = begin + piece.end - piece.start
-        if not 0 <= begin < end <= len(values):
-            raise EngineError("A stored KV payload does not hold the positions asked for.")
-        return values[begin:end]
 
     def copy_kv(self, source: int, target: int, end: int) -> None:
         state = self._state(source)
@@ -405,11 +401,7 @@ class FakeEngine:
         return len({id(cell) for state in self._states.values() for cell in state.cells}) > room
 
 
-_Table = npt.NDArray[np.void]
-"""Of `_CELLS`."""
-
-
-def _table(start: int, values: npt.ArrayLike) -> _Table:
+def _table(start: int, values: npt.ArrayLike) -> npt.NDArray[np.void]:
     values = np.asarray(values, np.uint64)
     table = np.empty(len(values), _CELLS)
     table["position"] = np.arange(start, start + len(values))
@@ -417,13 +409,13 @@ def _table(start: int, values: npt.ArrayLike) -> _Table:
     return table
 
 
-def _packed(table: _Table, bits: int) -> Payload:
+def _packed(table: npt.NDArray[np.void], bits: int) -> Payload:
     values = table["value"] >> np.uint64(64 - 4 * bits)
     head = _PACKED.pack(_PACKED_MAGIC, bits, int(table["position"][0]), len(table))
     return memoryview(head + values.astype(_PACKED_VALUES[bits]).tobytes())
 
 
-def _unpacked(payload: Payload) -> _Table:
+def _unpacked(payload: Payload) -> npt.NDArray[np.void]:
     """Raises EngineError."""
     try:
         _, bits, start, count = _PACKED.unpack_from(payload)

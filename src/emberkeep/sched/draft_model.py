@@ -218,7 +218,7 @@ class DraftModel:
 
     def _write(self, draft: _Writing, index: int, chance: Chance, least: float) -> bool:
         """The next token of a draft; False: it goes no further."""
-        logits = self._engine.logits(index, draft.latest_row())
+        logits = self._engine.logits(index, 0 if draft.tokens else draft.outputs - 1)
         token, sure = draft.target.sampler.look_ahead(logits, draft.tokens)
         if token in self._engine.vocab.eog:
             return False
@@ -312,10 +312,6 @@ class _Writing:
         tokens = shadow.tokens[shadow.computed :]
         self.outputs = len(tokens) if len(tokens) <= _FEW else 1
         return Rows(shadow.slot, shadow.computed, tokens, self.outputs)
-
-    def latest_row(self) -> int:
-        """Which of its rows of logits is that of the latest token."""
-        return 0 if self.tokens else self.outputs - 1
 
     def next_rows(self) -> Rows:
         return Rows(self.shadow.slot, self.shadow.computed, np.array(self.tokens[-1:], np.int32), outputs=1)

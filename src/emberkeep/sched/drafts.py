@@ -120,7 +120,7 @@ class SequenceDrafts:
         each."""
         self._take_in(text, sampled)
         for draft in self._sources(text, sampled, limit):
-            if count := self._sampler.count_allowed(draft.tokens[: self._count_said(draft.tokens)]):
+            if count := self._sampler.count_allowed(draft.tokens[: self._count_usable(draft.tokens)]):
                 yield replace(draft, tokens=draft.tokens[:count], agreement=draft.agreement[:count])
 
     def was_used(self, is_used: bool) -> None:
@@ -132,7 +132,7 @@ class SequenceDrafts:
             self._in_vain = min(self._in_vain + 1, 2 * _LONGEST_REST)
             self._steps_without = self._in_vain // 2
 
-    def _count_said(self, tokens: TokenArray) -> int:
+    def _count_usable(self, tokens: TokenArray) -> int:
         """How many come before the end of the answer, and are tokens of this model: files may hold anything."""
         vocab = self._vocab
         ends = (i for i, token in enumerate(tokens.tolist()) if token in vocab.eog or not 0 <= token < vocab.size)

@@ -125,14 +125,11 @@ class SchedulerParts:
 class Beginnings:
     """Belongs to the engine's thread."""
 
-    def __init__(
-        self, parts: SchedulerParts, endings: Endings, report_progress: Callable[[Sequence], None]
-    ) -> None:
+    def __init__(self, parts: SchedulerParts, endings: Endings) -> None:
         self._parts = parts
         self._slots, self._cache, self._waiting = parts.slots, parts.cache, parts.waiting
         self._commits = parts.cache.commits
         self._endings, self._only = endings, endings.only
-        self._report_progress = report_progress
 
     def admit(self) -> None:
         """Start waiting sequences in turn, passing over those for which waiting saves work."""
@@ -171,7 +168,7 @@ class Beginnings:
         self.note_forks(self._waiting)
         with self._only(sequence):
             self._parts.calibration.started(sequence, alone=alone)
-            self._report_progress(sequence)
+            sequence.report_progress()
             self._end_if_all_is_there(sequence)
         return True
 

@@ -74,7 +74,7 @@ class ChainedSampler(Sampler):
         best = [
             place for place in (-shares).argsort(kind="stable")[: self._top_logprobs].tolist() if shares[place]
         ]
-        likeliest = [(draw.token_at(place), math.log(shares[place])) for place in best]
+        likeliest = [(draw.candidates.token(place), math.log(shares[place])) for place in best]
         top = tuple(TokenLogprob(other, pieces[other], chance) for other, chance in likeliest)
         return TokenLogprob(token, pieces[token], math.log(max(draw.probability, 1e-30)), top)
 

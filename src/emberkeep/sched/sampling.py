@@ -31,7 +31,7 @@ _BLOCK = 64
 
 
 class TokenConstraint(Protocol):
-    """A constraint on the next token (a grammar)."""
+    """A constraint on the next token: a grammar's, which is imported when a request wants one."""
 
     def mask(self) -> npt.NDArray[np.uint32] | None:
         """Packed bits over the vocabulary, set where a token is allowed; None when everything is."""
@@ -147,10 +147,10 @@ class Sampler:
     def _draw(self, logits: Floats, drafted: Sequence[int] = (), ahead: int | None = None) -> Draw:
         """With the random number for the token after `ahead` others, which stays to be taken; None: the next."""
         uniform = self._uniforms.take() if ahead is None else self._uniforms.peek(ahead)
-        ids, kept = self._candidates(logits, drafted, ahead)
-        cumulative = weights(kept).cumsum()
+        left = self._candidates(logits, drafted, ahead)
+        cumulative = weights(left.logits).cumsum()
         place = int(cumulative.searchsorted(uniform * cumulative[-1], side="right"))
-        return Draw(min(place, len(kept) - 1), cumulative, ids)
+        return Draw(min(place, len(left.logits) - 1), cumulative, left)
 
     def _candidates(self, logits: Floats, drafted: Sequence[int], ahead: int | None) -> Candidates:
         """What may be drawn, with the temperature in the logits."""
@@ -177,15 +177,11 @@ class Draw(NamedTuple):
     place: int
     cumulative: Floats
     """How likely each candidate is or one before it (not of 1)."""
-    ids: Ints | None
-    """None: the whole vocabulary."""
+    candidates: Candidates
 
     @property
     def token(self) -> int:
-        return self.token_at(self.place)
-
-    def token_at(self, place: int) -> int:
-        return place if self.ids is None else int(self.ids[place])
+        return self.candidates.token(self.place)
 
     @property
     def probability(self) -> float:

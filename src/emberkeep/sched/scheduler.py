@@ -69,7 +69,7 @@ class Scheduler:
         self._waiting, self._slots, self._draft = parts.waiting, parts.slots, parts.draft
         self._endings = Endings(parts)
         self._steps = Steps(parts, self._endings, self._flush)
-        self._beginnings = Beginnings(parts, self._endings, self._steps.report_progress)
+        self._beginnings = Beginnings(parts, self._endings)
         self._gaps = Gaps(parts, lambda: not self._inbox.is_empty)
         self._thread = thread or EngineThread()
         self._running = self._thread.submit(self._run)

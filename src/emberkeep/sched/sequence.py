@@ -30,7 +30,7 @@ from emberkeep.sched.sequence_state import (
 )
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types.cache import Label
-from emberkeep.types.events import LookupRecord, Marked, Source
+from emberkeep.types.events import LookupRecord, Marked, Progress, Source
 from emberkeep.types.lineage import EXACT_BITS, Approximation, Lineage
 from emberkeep.types.request import Request
 
@@ -425,6 +425,13 @@ class Sequence:
         self.last_used = monotonic()
         if entry is not None:
             self.entry, self.turn = entry.id, entry.turns
+
+    def report_progress(self) -> None:
+        """Tell a client who wants to know how much of the prompt is there."""
+        if self.output is None or not self.request.want_progress or self.sampled_count:
+            return
+        cached, elapsed_ms = self.lookup_record().cached_tokens, 1e3 * (monotonic() - self.started)
+        self.output.progress(Progress(self.prompt_length, cached, self.computed, elapsed_ms, self.marked))
 
     def lookup_record(self) -> LookupRecord:
         is_approximate = self.approximate_from is not None or self.holds_packed

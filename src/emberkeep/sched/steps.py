@@ -20,7 +20,7 @@ from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.sequence import FAIR_SLICE, Sequence, slice_within
 from emberkeep.sched.sequence_state import EndReason, Phase
 from emberkeep.sched.speculation import Chosen, Speculation
-from emberkeep.types.events import Progress, TokenLogprob
+from emberkeep.types.events import TokenLogprob
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")
@@ -153,7 +153,7 @@ class Steps:
 
     def _go_on(self, sequence: Sequence) -> None:
         if sequence.pending:
-            self.report_progress(sequence)
+            sequence.report_progress()
         else:
             self._endings.end(sequence, EndReason.LENGTH)
 
@@ -199,7 +199,7 @@ class Steps:
         assert sequence.output is not None
         if sequence.first_token_at is None:
             sequence.first_token_at = monotonic()
-            self.report_progress(sequence)
+            sequence.report_progress()
         if token in self._engine.vocab.eog:
             return EndReason.END_OF_TURN
         sequence.add_sampled(token)
@@ -247,20 +247,6 @@ class Steps:
             sequence.tokens.cut(length)
             sequence.computed = length
         self._endings.end(sequence, EndReason.STOPPED)
-
-    def report_progress(self, sequence: Sequence) -> None:
-        output = sequence.output
-        if output is None or not sequence.request.want_progress or sequence.sampled_count:
-            return
-        output.progress(
-            Progress(
-                total=sequence.prompt_length,
-                cached=sequence.lookup_record().cached_tokens,
-                processed=sequence.computed,
-                elapsed_ms=1e3 * (monotonic() - sequence.started),
-                marked=sequence.marked,
-            )
-        )
 
 
 _STEP_S = 2.5

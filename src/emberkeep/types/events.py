@@ -402,7 +402,7 @@ def merge_usage(completed: Sequence[Completed], *, are_rounds: bool = False) -> 
     prompts = [last] if are_rounds else completed
     usages, timings = [one.usage for one in completed], [one.timings for one in completed]
     of_prompts = [one.timings for one in prompts]
-    fits = _merge_fits([one.fit for one in prompts])
+    fits = [one.fit for one in prompts]
     return Completed(
         usage=replace(
             last.usage,
@@ -417,7 +417,11 @@ def merge_usage(completed: Sequence[Completed], *, are_rounds: bool = False) -> 
             queue_ms=first.timings.queue_ms if are_rounds else max(one.queue_ms for one in timings),
         ),
         lookup=_merge_lookups([one.lookup for one in prompts]),
-        fit=replace(fits, evictions=tuple(eviction for one in completed for eviction in one.fit.evictions)),
+        fit=replace(
+            max(fits, key=lambda fit: fit.predicted_bytes),  # the plan that was predicted to need most
+            **_sums(fits, "truncated_tokens", "truncated_messages", "recalled"),
+            evictions=tuple(eviction for one in completed for eviction in one.fit.evictions),
+        ),
         answered_by=prompts[0].answered_by,
         hygiene=tuple(dict.fromkeys(name for one in completed for name in one.hygiene)),
     )
@@ -438,12 +442,4 @@ def _merge_lookups(lookups: Sequence[LookupRecord]) -> LookupRecord:
         is_approximate=any(one.is_approximate for one in lookups),
         reason=missed.reason,
         divergence=missed.divergence,
-    )
-
-
-def _merge_fits(fits: Sequence[Fit]) -> Fit:
-    """The plan is the one that was predicted to need most."""
-    return replace(
-        max(fits, key=lambda one: one.predicted_bytes),
-        **_sums(fits, "truncated_tokens", "truncated_messages", "recalled"),
     )
