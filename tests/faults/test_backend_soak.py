@@ -31,6 +31,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberkeep.sched.slots.REMEMBERED", REMEMBERED)
     monkeypatch.setattr("emberkeep.session.sessions._REMEMBERED", REMEMBERED)
     monkeypatch.setattr("emberkeep.session.hygiene._REMEMBERED", REMEMBERED)
+    monkeypatch.setattr("emberkeep.session.hygiene._PARTS_REMEMBERED", REMEMBERED)
     monkeypatch.setattr("emberkeep.chat.prompt_tokens._REMEMBERED_CHARS", 2000)
 
 

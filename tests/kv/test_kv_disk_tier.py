@@ -56,29 +56,27 @@ def test_moves_between_tiers_and_evictions_are_logged(tmp_path, caplog):
         assert any(line.startswith(beginning) and " bytes" in line for line in lines), beginning
 
 
-def test_without_a_disk_the_deepest_chunks_go_first():
+def test_without_a_disk_the_deepest_chunks_go_first_and_all_where_none_has_room():
     store = new_store(None, warm=6 * CHUNK_BYTES)
     put(store, LONG)
     kept = load(store, LONG)
-    assert 0 < kept <= 6 * 128
-    assert kept % 128 == 0
-
-
-def test_a_ram_budget_too_small_for_one_chunk_keeps_nothing_and_ends():
-    store = new_store(None, warm=CHUNK_BYTES // 2)
+    assert 0 < kept <= 6 * 128 and kept % 128 == 0
+    store.resize_ram(CHUNK_BYTES // 2)
     put(store, LONG)
     assert chunks_of(store) == []
 
 
-def test_pinned_chunks_stay_in_ram(tmp_path):
-    store = new_store(tmp_path, warm=3 * CHUNK_BYTES)
+def test_what_a_lookup_uses_stays_in_ram_and_on_disk(tmp_path):
+    store = new_store(tmp_path, warm=3 * CHUNK_BYTES, cold=30_000)
     put(store, LONG[:256])
     store.flush()
     match = store.match(EXACT, LONG[:256])
-    put(store, prompt(900, seed=1))
-    store.flush()
-    assert all(segment.chunk.payload is not None for segment in match.segments)
+    for seed in range(4):
+        put(store, prompt(900, seed=seed))
+        store.flush()
+    assert all(segment.chunk.payload is not None and segment.chunk.on_disk for segment in match.segments)
     store.release(match)
+    assert load(store, LONG[:256]) == 256
 
 
 def test_the_disk_stays_within_its_budget(tmp_path):
@@ -114,17 +112,6 @@ def test_what_is_used_survives_what_is_not(tmp_path):
         assert load(store, favourite) == 500
         store.flush()
     assert load(store, favourite) == 500
-
-
-def test_a_pinned_chunk_is_not_evicted_from_disk(tmp_path):
-    store = new_store(tmp_path, cold=30_000)
-    put(store, LONG[:500])
-    match = store.match(EXACT, LONG[:500])
-    for seed in range(6):
-        put(store, prompt(500, seed=seed))
-        store.flush()
-    store.release(match)
-    assert load(store, LONG[:500]) == 500
 
 
 def test_other_models_stores_count_towards_the_budget(tmp_path):

@@ -171,23 +171,16 @@ def test_a_shared_beginning_lives_as_long_as_the_longest_that_needs_it(store, ti
 
 
 def test_a_machine_whose_clock_jumps_loses_nothing(tmp_path, time):
-    monotonic, wall = Time(), Time()
-
-    store = KvStore(
-        FINGERPRINT,
-        Budgets(PLENTY, PLENTY),
-        ChunkFiles(tmp_path, FINGERPRINT),
-        keeping=Keeping(clock=lambda saved: StoreClock(saved, monotonic=monotonic, wall=wall)),
-    )
+    wall, budgets = Time(), Budgets(PLENTY, PLENTY)
+    keeping = Keeping(clock=lambda saved: StoreClock(saved, monotonic=time, wall=wall))
+    store = KvStore(FINGERPRINT, budgets, ChunkFiles(tmp_path, FINGERPRINT), keeping=keeping)
     turn(store, LONG[:300], "travel")
-    wall.pass_(1e9)
-    assert store.catalogue.gc().entries == 0
-    wall.pass_(-3e9)
-    assert store.catalogue.gc().entries == 0
+    for jump in (1e9, -3e9):
+        wall.pass_(jump)
+        assert store.catalogue.gc().entries == 0
     store.close()
     # By the real clock, decades away from the one that was saved.
-    again = KvStore(FINGERPRINT, Budgets(PLENTY, PLENTY), ChunkFiles(tmp_path, FINGERPRINT))
-    assert listed(again)
+    assert listed(KvStore(FINGERPRINT, budgets, ChunkFiles(tmp_path, FINGERPRINT)))
 
 
 # ── turns ──
@@ -360,18 +353,12 @@ def test_what_was_evicted_is_remembered_with_its_hits(tmp_path, time):
     assert back and min(back) == 3
 
 
-def test_a_prompt_that_ends_inside_what_is_gone_is_explained_too(store):
-    one = turn(store, LONG[:100], "one")
-    store.catalogue.remove(one)
-    assert store.why_gone(store.origin(EXACT), LONG[:90]) is MissReason.REMOVED
-    assert store.why_gone(store.origin(EXACT), LONG[:10]) is None  # too little to know it by
-
-
-def test_something_else_at_the_same_place_was_never_there(store):
-    one = turn(store, LONG[:256], "one")
-    store.catalogue.remove(one)
-    other = prompt(256, seed=77)
-    assert store.why_gone(store.advance(store.origin(EXACT), other), other) is None
+def test_a_prompt_that_ends_inside_what_is_gone_is_explained_and_another_at_its_place_is_not(store):
+    store.catalogue.remove(turn(store, LONG[:100], "one"))
+    origin, other = store.origin(EXACT), prompt(256, seed=77)
+    assert store.why_gone(origin, LONG[:90]) is MissReason.REMOVED
+    assert store.why_gone(origin, LONG[:10]) is None  # too little to know it by
+    assert store.why_gone(origin, other) is None
 
 
 # ── how much is written ──

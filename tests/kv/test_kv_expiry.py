@@ -143,21 +143,17 @@ def test_without_the_setting_it_stays_on_disk(tmp_path: Path, time: Time) -> Non
     assert load(store, ANN.tokens, namespace=ANN.namespace) == TOKENS
 
 
-def test_a_store_in_ram_lets_it_go_too(time: Time) -> None:
-    store = opened(None, time)
+@pytest.mark.parametrize("has_disk", [True, False])
+def test_a_store_in_ram_lets_it_go_too_and_a_miss_says_that_it_had_expired(
+    tmp_path: Path, time: Time, has_disk: bool
+) -> None:
+    store, lineage = opened(tmp_path if has_disk else None, time), Lineage(ANN.namespace)
     keep(store, ANN, Ttl.SHORT)
     time.pass_(SHORT_S)
     store.sweep()
     assert load(store, ANN.tokens, namespace=ANN.namespace) == 0
     assert store.held_bytes() == (0, 0)
-
-
-def test_a_miss_still_says_that_it_had_expired(store: KvStore, time: Time) -> None:
-    keep(store, ANN, Ttl.SHORT)
-    time.pass_(SHORT_S)
-    store.sweep()
-    cursor = store.advance(store.origin(Lineage(ANN.namespace)), ANN.tokens)
-    assert store.why_gone(cursor, ANN.tokens) is MissReason.EXPIRED
+    assert store.why_gone(store.advance(store.origin(lineage), ANN.tokens), ANN.tokens) is MissReason.EXPIRED
 
 
 def test_what_was_written_before_a_restart_is_gone_before_anything_is_served(tmp_path: Path, time: Time) -> None:

@@ -1,7 +1,8 @@
 """What a person would call the store's contents: conversations and prefixes, over the chunks that hold them.
 
 An entry says where its latest states end (a ring of tails), how many turns it has had and how long it is wanted.
-It owns no chunk: equal prefixes are stored once, for all that use them.
+It owns no chunk: equal prefixes are stored once, for all that use them. Also what is remembered of chunks that are
+gone.
 """
 
 from __future__ import annotations

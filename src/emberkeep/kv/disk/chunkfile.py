@@ -1,4 +1,5 @@
-"""The file of one chunk. What it says about itself is enough to rebuild the index and to refuse it.
+"""The file of one chunk. What it says about itself is enough to rebuild the index, to refuse it, and to find all
+files of a user.
 
     0   magic "EMBERKV2"
     8   u32 length of the description, u32 padding before the payload

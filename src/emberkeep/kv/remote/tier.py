@@ -55,7 +55,6 @@ class RemoteTier(SharedTier):
         link.breaker.on_change = lambda event: log.warning("the remote tier %s", event)
         self.owner = owner
         self.most_bytes = most_bytes
-        self._store = store_name(owner.fingerprint)
         self._lock = threading.Lock()
         self._entering = threading.Lock()
         """Held while something is entered, so that nothing is of a user who is being forgotten."""
@@ -65,7 +64,8 @@ class RemoteTier(SharedTier):
         """What came for prompts that have not asked for it yet."""
         self._lookups = self._hits = self._late = 0
         self.forgotten = ForgottenLog(link, self._let_go, folder)
-        self._writer = RemoteWriter(link, owner, self.forgotten, self.name)
+        self.name = partial(link.name, store_name(owner.fingerprint))
+        self._writer = RemoteWriter(link, owner, self.forgotten)
         self.reader = BlockReader(link, owner.costs, self._writer.remove)
         self._threads = ThreadPoolExecutor(_THREADS, "kv-remote-read")
 
@@ -151,9 +151,6 @@ class RemoteTier(SharedTier):
                 del self._arrived[key]
             self._hits += bool(came)
         return came
-
-    def name(self, lineage: Lineage, key: ChunkKey) -> bytes:
-        return self.link.name(self._store, lineage, key)
 
     # ── writing ──
 

@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -22,8 +23,8 @@ from emberkeep.kv.lookups import StillElsewhere
 from emberkeep.kv.remote.blocks import BlockPlaces, Placed
 from emberkeep.kv.remote.link import FOLLOWERS, SNAPSHOTS, ForgottenLog, RemoteLink, Unreachable
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.tree import Chunk, ChunkKey, token_bytes
-from emberkeep.types.lineage import SHARED, Lineage
+from emberkeep.kv.tree import Chunk, ChunkKey, store_name, token_bytes
+from emberkeep.types.lineage import SHARED
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
@@ -71,13 +72,11 @@ class _Item:
 class RemoteWriter:
     """Safe to use from any thread. Methods return at once unless they say otherwise."""
 
-    def __init__(
-        self, link: RemoteLink, owner: KvStore, forgotten: ForgottenLog, name: Callable[[Lineage, ChunkKey], bytes]
-    ) -> None:
+    def __init__(self, link: RemoteLink, owner: KvStore, forgotten: ForgottenLog) -> None:
         self._link = link
         self._owner = owner
         self._forgotten = forgotten
-        self._name = name
+        self._name = partial(link.name, store_name(owner.fingerprint))
         self._places = BlockPlaces(owner.fingerprint)
         self._changed = threading.Condition()
         self._offers: tuple[dict[ChunkKey, Chunk], dict[ChunkKey, Chunk]] = {}, {}
