@@ -76,6 +76,8 @@ def test_facts_are_set_told_listed_and_deleted(memory: UserMemory) -> None:
     assert fact is not None
     assert (fact.name, fact.value) == ("name/of the cat", "Kater Murr 🐈")
     assert memory.facts() == [fact]
+    memory.set_fact("a dog", "Rex")
+    assert [each.name for each in memory.facts()] == ["a dog", "name/of the cat"]
     assert [memory.delete_fact("name/of the cat"), memory.delete_fact("name/of the cat")] == [True, False]
     assert memory.fact("name/of the cat") is None
 
