@@ -34,6 +34,20 @@ def test_no_prompt_is_longer_than_the_context(monkeypatch, context):
     assert 0 < max(ends) <= context
 
 
+def test_a_step_adds_nothing_where_memory_was_freed_meanwhile(monkeypatch):
+    """As of an engine closed while this one measures: peaks are then less than what lay there before."""
+    for name, bytes_used in (
+        ("reset_peak_memory_stats", 0),
+        ("max_memory_allocated", 900),
+        ("memory_allocated", 1000),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda device, bytes_used=bytes_used: bytes_used)
+    engine = RecordingEngine(cells=1 << 14, context=4096, batch=512)
+    step = measure_step(ESTIMATE, torch.device("cuda"), engine, 512)
+    assert step == {"per_step_token": 0, "per_pair": 0}
+    assert with_step(ESTIMATE, step).per_step_token == 0
+
+
 class Slow(RecordingEngine):
     """A step of 128 rows takes so long."""
 

@@ -125,7 +125,8 @@ def _measure(device: torch.device, engine: Stepper, batch: int) -> tuple[float, 
     base = torch.cuda.memory_allocated(device)
     peaks = [_peak_of(engine, device, tokens, 0) - base for tokens in (small, large)]
     behind = _peak_of(engine, device, small, large) - base
-    each = max((peaks[1] - peaks[0]) / max(large - small, 1), peaks[1] / large)
+    # Never less than nothing: what lay there before may have gone meanwhile, of another engine, say.
+    each = max((peaks[1] - peaks[0]) / max(large - small, 1), peaks[1] / large, 0)
     return each, max(behind - peaks[0], 0) / (small * (small + large))
 
 
