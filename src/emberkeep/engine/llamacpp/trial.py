@@ -231,10 +231,9 @@ def _try_all(
     # -P: the folder that a command was started in is no place to import from.
     program = [sys.executable, "-P", "-c", f"from {__name__} import main; main()", str(library), str(model), *ways]
     # Two threads find what threads get wrong; more would only wait for each other.
-    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
-    program, pipe = with_default_signals(program), subprocess.PIPE
+    env, pipe = {**os.environ, "OMP_NUM_THREADS": "2"}, subprocess.PIPE
     try:
-        process = subprocess.Popen(program, env=environment, stdin=pipe, stdout=pipe, stderr=pipe)
+        process = subprocess.Popen(with_default_signals(program), env=env, stdin=pipe, stdout=pipe, stderr=pipe)
     except OSError as error:
         raise EngineError(f"llama.cpp could not be tried ({error.strerror}): try again.") from error
     with process:
