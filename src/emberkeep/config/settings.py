@@ -141,7 +141,7 @@ class Config:
     ctx: int | None = _harmless(
         None,
         or_word(whole(128, 1 << 24), "auto"),
-        "Longest conversation in tokens; auto takes the model's own length, capped.",
+        "Longest conversation in tokens; auto takes the model's own length, 32,768 at most.",
     )
     lora: tuple[LoraFile, ...] = _setting(
         (), LORAS, "LoRA adapters (GGUF) to apply to a GGUF model, and how strongly; 1 unless told."
