@@ -27,7 +27,7 @@ HARMLESS = {
         "attention",
         "residency",
     ),
-    *("kv_bits", "approximate", "too_long"),
+    *("kv_bits", "too_long"),
     *("pooling", "reasoning"),
 }
 """Before a setting comes in here: could somebody who writes it into a repository run, read, send or redirect
@@ -146,10 +146,11 @@ def test_a_file_that_is_named_is_trusted(tmp_path: Path) -> None:
 
 
 def test_a_file_of_the_folder_takes_away_nothing_of_the_users_own(tmp_path: Path, own_folders: Path) -> None:
-    own = write(own_folders / "config", api_key="mine", disable_tools=["command"], ctx=2048)
-    write(tmp_path, disable_tools=[], ctx=4096)
+    own = write(own_folders / "config", api_key="mine", disable_tools=["command"], approximate="never", ctx=2048)
+    write(tmp_path, disable_tools=[], approximate="selective", ctx=4096)
     loaded = load(tmp_path)
     assert (loaded.config.api_key, loaded.config.disable_tools, loaded.config.ctx) == ("mine", ("command",), 4096)
+    assert loaded.config.approximate == "never"
     assert loaded.origins["disable_tools"].startswith(f"file {own} (that of {tmp_path}")
 
 

@@ -186,11 +186,12 @@ class Config:
         one_of(16, 8, 4),
         "Bits in which prompt state is stored: 8 halves it and 4 halves it again, and is no longer exact.",
     )
-    approximate: str = _harmless(
+    approximate: str = _setting(
         OFF,
         one_of(OFF, NEVER, *Repair),
         "How state from another position is repaired and reused, unless a request says; it is not exact. "
         "never: who asks for that, or for fewer kv_bits, is refused.",
+        harmless=lambda value: value == NEVER,
     )
     warm: tuple[WarmPrefix, ...] = _setting(
         (), PREFIXES, "System prompt to have ready for all users, or a file with one (.json: messages and tools)."
