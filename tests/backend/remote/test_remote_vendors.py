@@ -81,6 +81,8 @@ def test_every_kind_can_be_opened(backend: str) -> None:
         ("gemini", "https://proxy.example", "https://proxy.example/v1beta/openai", "gemini"),
         ("grok", "https://eu-west-1.api.x.ai", "https://eu-west-1.api.x.ai/v1", "grok"),
         ("ollama", "http://nas:11434", "http://nas:11434/v1", "ollama"),
+        ("ollama", "https://nas/ollama", "https://nas/ollama/v1", "ollama"),
+        ("trtllm", "https://nas/trt/", "https://nas/trt/v1", "trtllm"),
     ],
 )
 def test_an_address_says_where_the_api_is_and_how_it_is_spoken_to(

@@ -404,6 +404,7 @@ def test_what_a_filter_held_back_is_no_answer(reason: str, kind: type[EmberkeepE
     ("message", "kind"),
     [
         ({"type": "invalid_request_error", "code": "context_length_exceeded"}, RemoteFull),
+        ({"type": "exceed_context_size_error", "code": 400}, RemoteFull),
         ({"type": "overloaded", "code": "overloaded"}, RemoteDown),
         ({"type": "BadRequestError", "code": 400}, RequestError),
         ({"type": "InternalServerError"}, RemoteDown),

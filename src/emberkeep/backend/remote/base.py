@@ -199,8 +199,8 @@ class Service:
         details: Mapping[str, Any] = body if isinstance(body, Mapping) else {"message": body}
         message = details.get("message")
         words = [str(details.get(name)) for name in ("code", "type")]
-        known = (_STATUSES.get(word) or int(word) for word in words if word in _STATUSES or word.isdecimal())
-        status, wait_s = next(known, 500), None
+        known = [_STATUSES.get(word) or int(word) for word in words if word in _STATUSES or word.isdecimal()]
+        status, wait_s = 413 if 413 in known else next(iter(known), 500), None
         if response is not None and not response.is_success:
             status = 413 if status == 413 else response.status_code
             delay = _DELAY.search(str(body))

@@ -160,9 +160,11 @@ def vendor_of(remote: RemoteModel) -> Vendor:
 
 def api_url(remote: RemoteModel) -> str:
     """Where the API is. An address without a path is that of a server, whose API is where the vendor's is."""
-    usual = VENDORS[remote.backend].url
-    url = (remote.base_url or usual).rstrip("/")
-    return url if urlsplit(url).path else url + (urlsplit(usual).path or "/v1")
+    vendor = VENDORS[remote.backend]
+    url = (remote.base_url or vendor.url).rstrip("/")
+    if vendor.base_url:  # a path is the whole server's, which has more than this API
+        return f"{url.removesuffix('/v1')}/v1"
+    return url if urlsplit(url).path else url + (urlsplit(vendor.url).path or "/v1")
 
 
 def open_provider(remote: RemoteModel, env: Mapping[str, str]) -> Provider:
