@@ -80,12 +80,23 @@ def test_a_conversation_with_it_is_saved_and_goes_on(served: ScriptedBackend) ->
 
 
 @pytest.mark.usefixtures("server")
-@pytest.mark.parametrize("arguments", [("--own",), ("--ctx", "512"), ("-m", "another")])
+@pytest.mark.parametrize(
+    "arguments", [("--own",), ("--ctx", "512"), ("-m", "another"), ("--too-long", "truncate")]
+)
 def test_a_chat_that_wants_another_model_loads_its_own(
     arguments: tuple[str, ...], served: ScriptedBackend
 ) -> None:
     assert ok(*arguments, "hello") == "My own words.\n"
     assert served.requests == []
+
+
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize(("too_long", "evict"), [("evict", True), ("refuse", False)])
+def test_whether_messages_may_leave_is_said_to_the_server(
+    too_long: str, evict: bool, served: ScriptedBackend
+) -> None:
+    assert ok("--too-long", too_long, "hello") == "Hello world\n"
+    assert served.last.evict is evict
 
 
 def test_without_a_server_it_loads_its_own(own: scripted_backend.ScriptedBackend) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from emberkeep.cli.console import complain, console
-from emberkeep.config.settings import Config
+from emberkeep.config.settings import Config, TooLong
 from emberkeep.errors import EmberkeepError, NoSuchEntry
 from emberkeep.server.presence import server_urls
 from emberkeep.types.request import Json
@@ -111,7 +111,9 @@ def find_running_model(config: Config, flags: Set[str]) -> RunningModel | None:
     from emberkeep.runtime.parts import open_memory_or_none
     from emberkeep.runtime.served_models import LOCAL, backend_names
 
-    if flags - _OF_A_CHAT or backend_names(config)[0] != LOCAL:
+    # Whether messages leave is said with each of them, but what is cut is up to who has loaded the model.
+    own = _OF_A_CHAT if config.too_long == TooLong.TRUNCATE else _OF_A_CHAT | {"too_long"}
+    if flags - own or backend_names(config)[0] != LOCAL:
         return None
     server = find_server(config, is_patient=True)
     if server is None:
