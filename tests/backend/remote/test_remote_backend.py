@@ -36,9 +36,9 @@ from emberkeep.types.events import (
     Timings,
     Usage,
 )
-from emberkeep.types.request import Message, ReasoningFormat, Recall, Request, Tool, ToolChoice
+from emberkeep.types.request import JsonFormat, Message, ReasoningFormat, Recall, Request, Tool, ToolChoice
 from helpers.remote_model import ScriptedProvider, Step, remote, said, tokens_of
-from helpers.scripted_backend import outcomes_of, read_events, text_of
+from helpers.scripted_backend import calls_of, outcomes_of, read_events, text_of
 from helpers.tool_calls import calling, depth
 
 HELLO = Request(messages=(Message("user", "Hello"),))
@@ -398,3 +398,43 @@ def test_a_long_turn_of_calls_goes_on_when_the_context_is_full(tmp_path: Path) -
     assert text_of(events) == "All read."
     assert len(outcomes_of(events)) == 8
     assert "left out to make room" in "".join(m.content for m in provider.asked[-1].messages)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": ToolChoice("none")},
+        {"tools": (Tool("ferry"),)},
+        {"tools": (Tool("ferry"),), "tool_choice": ToolChoice("named", "ferry")},
+        {"format": JsonFormat()},
+        {"n": 2},
+    ],
+    ids=str,
+)
+def test_services_are_told_of_our_tools_only_where_nothing_else_is_wanted(fields: dict[str, object]) -> None:
+    provider = ScriptedProvider(lambda request: said("Yes."))
+    read_events(remote(provider, tools=box(depth)), replace(HELLO, **fields))  # type: ignore[arg-type]
+    assert all(request.tools == fields.get("tools", ()) for request in provider.asked)
+
+
+def test_what_a_tool_gave_is_found_when_its_turn_has_left(tmp_path: Path) -> None:
+    provider = honest(calling("depth", '{"pier": 38}'), *(said("Noted.") for _ in range(30)))
+    backend = remote(provider, tmp_path, tools=box(depth))
+    messages: list[Message] = []
+    for i in range(30):
+        messages.append(Message("user", note(i)))
+        messages.append(Message("assistant", text_of(read_events(backend, Request(messages=tuple(messages))))))
+    assert backend.memory is not None
+    found = backend.memory.search("", "ship number 0 metres", max_results=10)
+    assert "42 metres" in [use.result for one in found for use in one.tool_uses]
+
+
+@pytest.mark.parametrize("tools", [(), (Tool("ferry"),)])
+def test_a_tool_that_there_is_not_is_for_a_client_that_has_tools_and_else_told_to_the_model(
+    tmp_path: Path, tools: tuple[Tool, ...]
+) -> None:
+    backend = remote(rounds(calling("sail"), said("I cannot.")), tmp_path, recall=Recall.TOOL)
+    events = read_events(backend, replace(HELLO, tools=tools))
+    told = [("There is no tool 'sail': use search_memory, or answer.", True)]
+    assert outcomes_of(events) == ([] if tools else told)
+    assert [call.name for call in calls_of(events)] == (["sail"] if tools else [])
