@@ -238,6 +238,23 @@ def test_the_api_key_is_never_shown(tmp_path: Path) -> None:
     assert "canary-2" not in refusal(tmp_path)
 
 
+@pytest.mark.parametrize("url", ["valkey://ann:canary@nas:6379/1", "unix://:canary@/run/valkey.sock"])
+def test_the_password_of_a_shared_server_is_never_shown(tmp_path: Path, url: str) -> None:
+    config = load(tmp_path, {"remote": url})
+    assert config.remote == url
+    assert "canary" not in f"{config!r} {public_values(config)} {show_value(config, 'remote')}"
+
+
+@pytest.mark.parametrize(
+    "url", ["valkey://ann:ca/nary@nas", "valkey://:6/nary@nas", "redis://:1#nary@nas", "http://ann:canary@nas"]
+)
+def test_a_password_that_ends_the_address_of_a_shared_server_too_early_is_refused(
+    tmp_path: Path, url: str
+) -> None:
+    message = refusal(tmp_path, {"remote": url})
+    assert message.startswith("remote = '***' (flag --remote) is not valkey://") and "nary" not in message
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.8.8.8"])
 def test_this_machine_may_connect_without_a_key(host: str) -> None:
     check_exposure(Config(host=host))

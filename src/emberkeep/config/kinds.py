@@ -88,14 +88,17 @@ def public_url(url: str) -> str:
 
 def _is_shared_server(url: str) -> bool:
     parts = urlsplit(url)
-    return parts.scheme in ("valkey", "valkeys", "redis", "rediss", "unix") and bool(parts.hostname or parts.path)
+    # A password with / or # in it ends the address too early, and what is left of it would be shown.
+    is_whole = parts.port != 0 and "@" not in f"{parts.path}{parts.query}{parts.fragment}"
+    is_known = parts.scheme in ("valkey", "valkeys", "redis", "rediss", "unix")
+    return is_known and is_whole and bool(parts.hostname or parts.path)
 
 
 TEXT = Kind(parse_text, "a text that is not empty", "text")
 URL = replace(TEXT, show=public_url, public=public_url)
 SHARED_SERVER = Kind(
     _checked(parse_text, _is_shared_server),
-    "valkey://host:port, redis:// (with TLS valkeys:// or rediss://) or unix://path",
+    "valkey://host:port, redis:// (with TLS valkeys:// or rediss://) or unix://path (in a password, %2F for /)",
     "url",
     show=public_url,
     public=public_url,
