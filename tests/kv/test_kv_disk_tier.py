@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from threading import Event, current_thread, main_thread
 
+import apsw
 import pytest
 
 from emberkeep.errors import StoreFailed
@@ -190,6 +191,21 @@ def test_a_file_that_cannot_be_read_at_opening_counts_and_is_found_later(tmp_pat
     assert disk_bytes(store) == size == store.held_bytes()[1]
 
 
+def test_a_file_that_could_not_be_read_and_was_written_anew_counts_once_and_stays(tmp_path, monkeypatch):
+    only_on_disk(tmp_path, LONG[:128]).close()
+    for path in tmp_path.glob("*/index.db*"):
+        path.unlink()
+    with monkeypatch.context() as broken:
+        broken.setattr(chunkfile, "read_description", no_space)
+        store = new_store(tmp_path)
+    put(store, LONG[:128])
+    store.flush()
+    assert disk_bytes(store) == store.held_bytes()[1]
+    store._disk.files.drop_strays()
+    store = reopened(store, tmp_path)
+    assert load(store, LONG) == 128
+
+
 def test_unreachable_and_unreadable_files_go_before_anything_that_is_of_use(tmp_path, monkeypatch):
     store = only_on_disk(tmp_path, LONG)
     match = store.match(EXACT, LONG)
@@ -350,6 +366,44 @@ def test_refused_chunks_are_written_when_the_disk_is_well_again(tmp_path, monkey
     put(store, LONG)
     again = reopened(store, tmp_path)
     assert load(again, LONG) == 1000
+
+
+def test_a_broken_disk_does_not_make_the_queue_grow(tmp_path, monkeypatch):
+    monkeypatch.setattr("emberkeep.kv.disk.chunkfile.write", no_space)
+    store = new_store(tmp_path, warm=4 * CHUNK_BYTES)
+    for seed in range(20):
+        put(store, prompt(300, seed=seed))
+    store.flush()
+    store._disk.writer._paused_until = 0.0
+    put(store, prompt(20, seed=99))
+    store.flush()
+    assert store.stats()["cold"]["pending_chunks"] <= store.stats()["warm"]["chunks"]
+
+
+def test_a_chunk_that_is_queued_twice_is_written_once(store, monkeypatch):
+    written, real = [], chunkfile.write
+    monkeypatch.setattr(chunkfile, "write", lambda path, *rest: written.append(path) or real(path, *rest))
+    writer = store._disk.writer
+    with writer._changed:  # so that both are in one batch
+        writer.put(put(store, LONG[:128]).chunk, None)
+    store.flush()
+    assert len(written) == len(chunks_of(store)) == 1
+
+
+def test_an_index_that_refuses_does_not_stop_the_writer_and_is_told_later(tmp_path, monkeypatch):
+    monkeypatch.setattr("emberkeep.kv.disk.index._BUSY_MS", 1)
+    store = new_store(tmp_path)
+    holder = apsw.Connection(str(store._disk.files.folder / "index.db"))
+    holder.execute("BEGIN IMMEDIATE")
+    put(store, LONG[:500])
+    store.flush()
+    assert len(chunk_files(tmp_path)) == 4
+    holder.execute("COMMIT")
+    holder.close()
+    put(store, LONG)
+    store.flush()
+    rows = store._disk.files.index.rows_after(0)
+    assert {row.key for row in rows} == {chunk.key for chunk in chunks_of(store)}
 
 
 def test_a_write_that_loses_its_race_with_eviction_leaves_no_file(tmp_path, monkeypatch):

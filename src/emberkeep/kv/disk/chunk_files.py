@@ -191,8 +191,7 @@ class ChunkFiles:
 
     def drop_strays(self) -> None:
         """Their room is needed."""
-        gone, _ = self.remove(list(self._strays))
-        for key in gone:
+        for key in self.remove(list(self._strays))[0]:
             self._strays.pop(key, None)
 
     def erase_traces(self) -> None:
@@ -322,6 +321,7 @@ class ChunkFiles:
             if temporary.exists():
                 raise
             return False
+        self._strays.pop(key, None)  # what could not be read there was replaced
         return True
 
     def _reconcile(self) -> tuple[list[ChunkRow], int]:
