@@ -94,6 +94,13 @@ def test_a_store_at_rest_is_taken_again_and_one_in_use_is_not(tmp_path: Path) ->
     shared.close()
 
 
+def test_state_that_takes_no_room_by_the_token_leaves_it_to_the_draft_model(tmp_path: Path) -> None:
+    shared = ModelParts(Config(data_dir=tmp_path), stays=True)
+    stores = shared.store(ONE, {}, 0.0), shared.store(OTHER, {}, 1.0, is_draft=True)
+    assert [store.ram_room() > 0 for store in stores] == [False, True]
+    shared.close()
+
+
 @pytest.mark.parametrize(("user", "is_kept"), [("ann", True), ("", False)])
 def test_vectors_are_forgotten_though_no_model_that_embeds_is_loaded(
     tmp_path: Path, user: str, is_kept: bool

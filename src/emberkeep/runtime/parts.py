@@ -180,7 +180,7 @@ class ModelParts:
         budgets = rest_budgets(held, self._config.ram_budget // _REST_SHARE if used else self._config.ram_budget)
         for kept, budget in zip(resting, budgets, strict=True):
             kept.store.resize_ram(budget)
-        left, shares = self._config.ram_budget - sum(budgets), sum(kept.share for kept in used)
+        left, shares = self._config.ram_budget - sum(budgets), sum(kept.share for kept in used) or 1.0
         for kept in used:
             kept.store.resize_ram(int(left * kept.share / shares))
 
