@@ -479,6 +479,23 @@ def test_stores_that_nobody_has_open_are_swept(tmp_path: Path, time: Time) -> No
     assert found_in(tmp_path, BOB) == []
 
 
+def test_a_store_in_which_nothing_can_have_expired_is_not_opened(tmp_path: Path, time: Time) -> None:
+    left_alone(tmp_path, time, Ttl.LONG)
+    looked_into = []
+
+    def expire(root: Path, fingerprint: bytes, keeping: Keeping) -> float:
+        looked_into.append(fingerprint)
+        return expire_closed(root, fingerprint, keeping)
+
+    unused = UnusedStores(tmp_path, Keeping(expire=True), expire, time)
+    unused.sweep()
+    unused.sweep()
+    assert looked_into == [OTHER]
+    time.pass_(LONG_S)
+    unused.sweep()
+    assert looked_into == [OTHER, OTHER]
+
+
 def test_a_store_that_cannot_be_read_just_now_stays(
     tmp_path: Path, time: Time, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

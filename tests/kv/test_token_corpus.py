@@ -255,6 +255,14 @@ def test_what_was_evicted_stays_until_its_entry_is_removed():
     assert draft(corpus, ALICE, secret[300:340]) is None
 
 
+def test_what_has_expired_goes_with_its_text(store, monkeypatch):
+    store.turn_ended(label("old"), put(store, LONG, namespace=ALICE))
+    corpus = ready(store, ALICE)
+    monkeypatch.setattr(store._ledger.clock, "now", lambda: 1e12)
+    store.catalogue.gc()
+    assert draft(corpus, ALICE, LONG[100:140]) is None
+
+
 def test_what_another_process_removed_is_dropped_when_that_is_noticed(tmp_path):
     here, there = new_store(tmp_path), new_store(tmp_path)
     entry = here.turn_ended(label("secret"), put(here, LONG, namespace=ALICE))
