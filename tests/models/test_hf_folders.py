@@ -88,6 +88,7 @@ def test_kinds_are_read_from_the_configuration(tmp_path: Path, config: dict[str,
         ("model.safetensors", (2).to_bytes(8, "little") + b"{}"),
         ("model.safetensors", (2).to_bytes(8, "little") + b"[]"),
         ("model.safetensors", (9).to_bytes(8, "little") + b'{"a": 17}'),
+        ("model.safetensors", safetensors({"a": ("F32", [0])})),
     ],
 )
 def test_hostile_files_are_broken_models(folder: Path, file: str, content: bytes) -> None:

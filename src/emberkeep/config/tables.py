@@ -25,7 +25,7 @@ _OURS = ("auto", "local")
 
 T = TypeVar("T")
 Parsers = Mapping[str, tuple[Callable[[Any], Any], str]]
-"""Of each key: reads its value or raises ValueError, and what it accepts in words."""
+"""For each key what reads its value or raises ValueError, and what it accepts in words."""
 
 
 @dataclass(frozen=True, slots=True)

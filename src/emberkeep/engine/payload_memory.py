@@ -25,7 +25,7 @@ Bytes = npt.NDArray[np.uint8]
 SLAB = 64 << 20
 """Bytes that are prepared at once, about: whoever computes or copies meanwhile is held up for so long."""
 _LARGEST = 256 << 20
-"""Of a payload that memory is prepared for."""
+"""Bytes of the largest payload that memory is prepared for."""
 _PAUSE_S = 0.01
 """Between slabs, unless less than half of what is to be ready is."""
 _AHEAD, _PART_AHEAD = 1 << 30, 16

@@ -11,6 +11,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import BinaryIO, TypeGuard
@@ -223,7 +224,7 @@ _RECURRENT = frozenset({"linear_attention", "mamba", "recurrent", "conv"})
 
 def is_model_folder(path: Path) -> bool:
     """Whether it holds a model that can be loaded without running code."""
-    return (path / CONFIG).is_file() and any(path.glob(WEIGHTS))
+    return (path / CONFIG).is_file() and bool(folder_files(path, (WEIGHTS,)))
 
 
 def profile_of(path: Path) -> ModelProfile:
@@ -248,13 +249,15 @@ def _folder_profile(folder: Path) -> ModelProfile:
     kv_heads = _count(config, "num_key_value_heads") or heads
     width = _count(config, "head_dim") or _count(config, "hidden_size", "n_embd") // max(heads, 1)
     weights = folder_files(folder, (WEIGHTS,))
-    sizes = [_tensors(file) for file in weights]
+    counts: Counter[str] = sum(map(_numbers_by_type, weights), Counter())
+    if not counts:
+        raise ModelBroken(f"{folder.name} holds no weights; pull the model again.")
     return ModelProfile(
         architecture=str(config.get("model_type", "unknown")),
         name=folder.name,
         kind=_kind(config),
-        parameters=sum(sum(counts.values()) for counts in sizes),
-        quantisation=sum(sizes, Counter()).most_common(1)[0][0],
+        parameters=counts.total(),
+        quantisation=counts.most_common(1)[0][0],
         size=sum(file.stat().st_size for file in weights),
         context_length=_count(config, "max_position_embeddings", "n_positions"),
         layers=layers,
@@ -288,16 +291,14 @@ def _sliding_window(config: Mapping[str, Json]) -> int | None:
 
 
 def _chat_template(folder: Path) -> str | None:
-    try:
+    with suppress(OSError, ValueError):
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        pass
     path = folder / "tokenizer_config.json"
     template = read_json(path).get("chat_template") if path.is_file() else None
     return template if isinstance(template, str) else None
 
 
-def _tensors(file: Path) -> Counter[str]:
+def _numbers_by_type(file: Path) -> Counter[str]:
     """How many numbers of each type a safetensors file holds."""
     counts: Counter[str] = Counter()
     for kind, shape in read_tensor_shapes(file).values():
@@ -445,5 +446,4 @@ def _pooling(folder: Path) -> Pooling:
 
 def _longest(folder: Path) -> int | None:
     path = folder / LENGTHS
-    length = read_json(path).get("max_seq_length") if path.is_file() else None
-    return length if isinstance(length, int) and length > 0 else None
+    return (_count(read_json(path), "max_seq_length") or None) if path.is_file() else None

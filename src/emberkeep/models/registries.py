@@ -16,6 +16,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from emberkeep.config.kinds import readable_size
@@ -80,8 +81,9 @@ def fetch_npm(package: str, version: str, integrity: str, inside: str, target: P
 def _remove_old(folder: Path) -> None:
     """What processes that were killed have left: with Node itself in it that is a hundred megabytes."""
     for left in folder.glob(".tmp-*"):
-        if time.time() - left.stat().st_mtime > _HOUR_S:
-            shutil.rmtree(left, ignore_errors=True)
+        with suppress(FileNotFoundError):  # a process that is done removes its own
+            if time.time() - left.stat().st_mtime > _HOUR_S:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _pack(wanted: str, work: Path) -> Path:

@@ -21,7 +21,7 @@ _CPU, _GPU, _INTEGRATED = 0, 1, 2
 _EXPERTS = r"blk\.{layer}\.ffn_(up|down|gate|gate_up)_(ch|)exps"
 """As llama.cpp's own --n-cpu-moe has it."""
 _MARGIN = 1 << 30
-"""Of each GPU: what its driver and its other programs may want, and what estimates are wrong by."""
+"""Bytes left on each GPU for its driver, its other programs, and what estimates are wrong by."""
 _GRID = 512 << 20
 """Free memory is rounded down to multiples of it, so that a few MiB more or less change no plan."""
 

@@ -320,9 +320,9 @@ _MIXED = 64
 _FRESH, _MOVED, _BYSTANDER = range(3)
 _FROM, _TO = 90, 2
 _TOLERANCE = {"f16": 0.02, "q8_0": 0.05, "q4_0": 0.4}
-"""Of the largest number in a key: rotating in 16 bits costs a tenth of that, quantising three times the rest."""
+"""Shares of a key's largest number: rotating in 16 bits costs a tenth of that, quantising three times the rest."""
 _SCALE_TOLERANCE = 0.1
-"""Of all keys together, in which the errors of quantising cancel out."""
+"""All keys together may be larger or smaller by this share: there the errors of quantising cancel out."""
 
 
 def can_reposition(model: LlamaModel, layout: Layout, live: LlamaSettings) -> bool:

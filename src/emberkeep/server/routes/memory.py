@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 _ROWS = 256
 _BYTES = 1 << 20
-"""Of an export, at a time: whichever is reached first."""
+"""An export sends so much at a time: whichever is reached first."""
 
 
 class FactBody(UserFields):
