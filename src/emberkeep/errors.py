@@ -1,32 +1,32 @@
-"""Every error a user can meet.
+"""Users meet no other errors than these.
 
     EmberkeepError
     ├── ConfigError            a setting is unknown or has a bad value
-    ├── ModelError             something about a model file
+    ├── ModelError             a model is not usable here
     │   ├── ModelNotFound      no such model here
-    │   ├── ModelBroken        the file is not a usable GGUF
-    │   └── DownloadFailed     a pull did not finish
+    │   ├── ModelBroken        its files cannot be used
+    │   └── DownloadFailed     a download failed
     ├── RequestError           the caller asked for something that cannot be done
     │   ├── InvalidField       one named field has a bad value
     │   ├── ContextExceeded    the prompt is longer than the context
     │   │   └── InputTooLong   a text to embed is
     │   ├── TooLarge           there is not enough memory for the prompt
-    │   ├── NoSuchEntry        nothing of that name is stored
+    │   ├── NoSuchEntry        nothing of that name is here
     │   └── TemplateFailed     the chat template refused these messages
     ├── StoreFailed            what is stored could not be removed
     ├── MemoryFailed           what should be remembered cannot be written or read
     │   └── MemoryOff          nothing is remembered here
     ├── ToolFailed             a tool could not do what it was called for
     ├── RemoteError            a model that runs somewhere else did not answer
-    │   ├── RemoteDown         it cannot be reached or has too much to do: later, or another one
+    │   ├── RemoteDown         it is unreachable or busy: try later, or another one
     │   ├── RemoteRefused      its key is missing or wrong
-    │   ├── RemoteLoop         it passes on to others what it is asked, and these to it
+    │   ├── RemoteLoop         servers pass a request round in a circle
     │   └── RemoteFull         the conversation is longer than its context
     ├── Overloaded             the queue is full, or the server is shutting down
     ├── RateLimited            one user has as many requests here as a user may have
     ├── DeadlineExceeded       the request ran out of its time
-    └── EngineError            the engine could not evaluate
-        └── StepFailed         it ran out of memory, or its model failed: not because of stored state
+    └── EngineError            the engine cannot do its work
+        └── StepFailed         memory or the model failed, and not because of stored state
 
 A message is one sentence that says what is wrong and what to do about it. Foreign errors (ctypes, SQLite,
 HTTP) are translated where they enter; `api/errors.py` maps this tree to HTTP statuses.
@@ -76,7 +76,7 @@ class ContextExceeded(RequestError):
     def __init__(
         self, prompt_tokens: int, context: int, *, may_evict: bool = True, is_counted: bool = True
     ) -> None:
-        """`may_evict`: old messages would have left if there were any. Not `is_counted`: there may be more."""
+        """`may_evict`: old messages may leave, but none is left. Not `is_counted`: there may be more."""
         also = "" if may_evict else "let old messages leave (evict), "
         count = str(prompt_tokens) if is_counted else f"at least {prompt_tokens}"
         super().__init__(
@@ -139,7 +139,7 @@ class MemoryOff(MemoryFailed):
 
 
 class ToolFailed(EmberkeepError):
-    """For the model to read, and to try something else."""
+    """The model reads it, and tries something else."""
 
 
 class RemoteError(EmberkeepError):
@@ -147,7 +147,7 @@ class RemoteError(EmberkeepError):
 
 
 class RemoteDown(RemoteError):
-    """`retry_after` is in seconds, where the service has said."""
+    """`retry_after`: seconds; None: the service gave none."""
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)

@@ -357,7 +357,7 @@ class LocalBackend:
             lookup = await asyncio.to_thread(self._locate, request, prompt, lookup)
         self._lookups.add(request, lookup)
         if prompt.keys.stable and request.execution.is_kept:
-            self.warmer.seen(request, prompt.lineage.stored, prompt.keys)
+            self.warmer.seen(request, prompt.lineage.in_place, prompt.keys)
         return lookup
 
     def _locate(self, request: Request, prompt: Prompt, lookup: LookupRecord) -> LookupRecord:

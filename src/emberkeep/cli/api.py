@@ -46,7 +46,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="What it is called her
 
 @dataclass(frozen=True, slots=True)
 class RemoteFlags:
-    """As `RemoteModel` has them."""
+    """Fields of `RemoteModel`."""
 
     name: Name
     backend: Annotated[
@@ -123,20 +123,20 @@ async def _ask(remote: RemoteModel) -> tuple[RemoteAbout, WholeAnswer]:
         await provider.close()
 
 
-# ── as a person reads about them ──
+# ── what people read ──
 
 
 def _cells(remote: RemoteModel, env: Mapping[str, str]) -> tuple[str, str, str, str]:
     from emberkeep.backend.remote.vendors import has_key, with_defaults
 
     try:
-        usual = with_defaults(remote, env)
+        remote = with_defaults(remote, env)
     except ConfigError:
         return f"{remote.backend} (not installed)", remote.model, public_url(remote.base_url or ""), ""
-    address = public_url(usual.base_url) if usual.base_url else "the vendor's own"
-    variable = usual.api_key_env
+    address = public_url(remote.base_url) if remote.base_url else "the vendor's own"
+    variable = remote.api_key_env
     key = f"{variable} is {'set' if has_key(remote, env) else 'not set'}" if variable else "none needed"
-    return remote.backend, usual.model or "(the first there)", address, key
+    return remote.backend, remote.model or "(the first there)", address, key
 
 
 def _figures(remote: RemoteModel, about: RemoteAbout, answer: WholeAnswer) -> Iterator[tuple[str, str]]:

@@ -277,14 +277,14 @@ def _stored_after(tree: RadixTree, lineage: Lineage, tokens: TokenArray, limit: 
         end = _leaves_at(way)
         parts.append(way.chunk.tokens[way.used : end])
         missing -= end - way.used
-        places = [way.moved(way.chunk, end)]
+        places = [way.at(way.chunk, end)]
     return np.concatenate(parts)[:limit]
 
 
 def _ways_on(place: Cursor) -> Iterator[Cursor]:
     """Branches first: among equals they are taken, since what leads to them is used with them."""
     for group in place.chunk.branches.get(place.used, {}).values():
-        yield from (place.moved(child, 0) for child in group if place.sees(child) and not child.is_snapshot)
+        yield from (place.at(child, 0) for child in group if place.sees(child) and not child.is_snapshot)
     if place.used < len(place.chunk.tokens):
         yield place
 

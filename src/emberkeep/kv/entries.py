@@ -20,7 +20,7 @@ from emberkeep.kv.tree import (
     Cursor,
     RadixTree,
     chunk_key,
-    held_at,
+    chunks_at,
     pack_fields,
     path_to,
     token_bytes,
@@ -221,7 +221,7 @@ class Entries:
 
     def _held_by(self, entry: Entry) -> Iterator[Chunk]:
         cursor = self.tail_of(entry)
-        return held_at(cursor) if cursor else iter(())
+        return chunks_at(cursor) if cursor else iter(())
 
     def _set_tails(self, entry: Entry, tails: list[Tail]) -> None:
         self._unnote_tails(entry)

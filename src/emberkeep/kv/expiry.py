@@ -30,7 +30,7 @@ from emberkeep.kv.disk.tier import DiskTier
 from emberkeep.kv.entries import Entry, EntryId, latest_tail
 from emberkeep.kv.ledger import Ledger, Transact
 from emberkeep.kv.policy import Keeping, StoreClock, steady_wall
-from emberkeep.kv.tree import Chunk, ChunkKey, held_at, store_name
+from emberkeep.kv.tree import Chunk, ChunkKey, chunks_at, store_name
 from emberkeep.types.events import MissReason
 from emberkeep.values import dataclass
 
@@ -113,7 +113,7 @@ class Expiry:
         def learn(ledger: Ledger) -> set[ChunkKey]:
             _put_off(ledger, later)
             tails = [latest_tail(entry, ledger.tree.by_key) for entry in later.pinned]
-            return {chunk.key for tail in tails if tail for chunk in held_at(tail)}
+            return {chunk.key for tail in tails if tail for chunk in chunks_at(tail)}
 
         return self._transact(learn), {entry.id for entry in later.pinned}
 

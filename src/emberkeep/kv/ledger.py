@@ -24,7 +24,7 @@ from emberkeep.kv.policy import (
     WriteBudget,
     worth_writing,
 )
-from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, RadixTree, Span, held_at
+from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, RadixTree, Span, chunks_at
 from emberkeep.token_arrays import common_prefix
 from emberkeep.types.cache import Label
 from emberkeep.types.events import MissReason
@@ -117,7 +117,7 @@ class Ledger:
         alone for some turns gives back its RAM."""
         now = self.clock.now()
         entry = self.entries.turn_ended(label, cursor, self.tick, now)
-        for chunk in held_at(cursor):
+        for chunk in chunks_at(cursor):
             chunk.expires = max(chunk.expires, now + self.keeping.ttl[entry.ttl])
             chunk.is_pinned |= entry.is_pinned
             self.entries.changes.used[chunk.key] = chunk

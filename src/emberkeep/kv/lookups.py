@@ -197,7 +197,7 @@ class StoreLookups:
             is_tail = not chunk.is_fork and len(chunk.tokens) < self.chunk_tokens
             if at_end and is_theirs and is_tail and chunk.is_leaf:
                 assert chunk.parent is not None
-                return cursor.moved(chunk.parent, chunk.take)
+                return cursor.at(chunk.parent, chunk.take)
             return cursor
 
     def has_snapshot(self, cursor: Cursor) -> bool:
@@ -247,7 +247,7 @@ def stored_ids(
         chunk, index, offset, path, sampled = todo.pop()
         ids = list(path)
         while True:
-            is_first = offset == first_border and not best[0] and not chunk.given and index < len(chunk.tokens)
+            is_first = offset == first_border and not best[0] and not chunk.is_given and index < len(chunk.tokens)
             is_whole = is_first and int(chunk.tokens[index]) in specials
             if (offset in borders and sampled > most) or is_whole:
                 best, most = (tuple(ids), offset), sampled

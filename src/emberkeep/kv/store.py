@@ -34,8 +34,8 @@ from emberkeep.kv.tree import (
     Cursor,
     Made,
     Span,
-    forget_lineages,
-    held_at,
+    chunks_at,
+    clear_lineage_caches,
     new_chunk,
     no_garbage_collection,
 )
@@ -117,7 +117,7 @@ class KvStore(StoreLookups):
 
     def _open(self, files: ChunkFiles, about: Mapping[str, Any]) -> DiskTier:
         ledger = self._ledger
-        with no_garbage_collection():  # it would look at a hundred thousand new objects again and again
+        with no_garbage_collection():
             rows, damaged = files.open_rows()
             notes = files.index.notes()
             if "clock" in notes.meta:
@@ -195,7 +195,7 @@ class KvStore(StoreLookups):
         """Owners were forgotten, here or by another process."""
         self.holders.drop(owners)
         self.corpus.forget(owners)  # last: until the holders are told, their turns may still add to it
-        forget_lineages()
+        clear_lineage_caches()
 
     def readahead(self, lineage: Lineage, text: bytes, pieces: Sequence[bytes]) -> set[ChunkKey]:
         """Begin to read from disk what is probably stored for `text`; returns what it began to read.
@@ -268,7 +268,7 @@ class KvStore(StoreLookups):
         chunk = new_chunk(self.fingerprint, cursor, tokens, len(payload), made)
         chunk.sampled, chunk.is_fork = tuple(sampled), fork
         entered = self._enter(cursor, chunk, payload)
-        return cursor.moved(entered, len(tokens)) if entered else self.origin(cursor.lineage)
+        return cursor.at(entered, len(tokens)) if entered else self.origin(cursor.lineage)
 
     def insert_snapshot(self, cursor: Cursor, payload: memoryview, made: Made = Made.UNKNOWN) -> Chunk | None:
         """Add the state at exactly `cursor`; None, where there is one, or no room for it."""
@@ -314,7 +314,7 @@ class KvStore(StoreLookups):
             if cursor.chunk.is_root or cursor.chunk not in self._tree:
                 return None
             entry = self._ledger.turn_ended(label, cursor)
-            held = list(held_at(cursor)) if self.shared.is_shared else []
+            held = list(chunks_at(cursor)) if self.shared.is_shared else []
         if self._disk:
             self._disk.writer.wake()
         self.shared.offer(held)

@@ -6,12 +6,12 @@
 A chunk begins at `parent.start + take`: a branch point inside a chunk needs no split, because an import can
 stop anywhere. Matching compares every token. The tree holds no locks: its store does.
 
-A snapshot is a chunk of no tokens: the state after exactly the tokens above it that cannot be cut by token. It
+A snapshot is a chunk without tokens: state that cannot be cut by token, after exactly the tokens above it. It
 hangs where it was taken, beside the chunks that go on from there.
 
 Each owner has a root. What hangs below `SHARED`'s root may belong to any owner: a user's own text after a prefix
 that the operator shares. A lookup sees what is shared and what belongs to its owner, and nothing else. Approximate
-state hangs below the exact state that it continues, with a lineage that only lookups see which ask for it.
+state hangs below the exact state that it continues: only lookups that ask for its lineage see it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _common_part(fingerprint: bytes, lineage: Lineage) -> hashlib.blake2b:
     return hashlib.blake2b(pack_fields(fields), digest_size=32)
 
 
-def forget_lineages() -> None:
+def clear_lineage_caches() -> None:
     """Drop what is remembered of lineages for speed: their owners are users."""
     _common_part.cache_clear()
     Lineage.parse.cache_clear()
@@ -101,11 +101,11 @@ def unpack_spans(data: bytes) -> tuple[Span, ...]:
 
 
 _SNAPSHOT = -1
-"""Where a snapshot stands among its siblings, which stand under their first token."""
+"""The key of snapshots among siblings; others have their first token as key."""
 
 
 class Made(IntFlag):
-    """How a chunk came about. Numbers in files: they mean the same for ever."""
+    """Says how a chunk was made. Files hold the numbers: they never change."""
 
     UNKNOWN = 0
     GIVEN = 1
@@ -113,14 +113,14 @@ class Made(IntFlag):
     WIDE = 2
     """Tokens of it were computed in steps with many rows of their sequence."""
     NARROW = 4
-    """Tokens of it were computed in steps with few: decoding, short turns, slices beside the answers of others."""
+    """Tokens of it were computed in steps with few rows: decoding, short turns, slices beside answers."""
     REPRODUCIBLE = 8
-    """All of it, and all that it was computed from, is of wide steps of an engine that held nothing else:
-    the same steps give the same bytes again."""
+    """It and all before it come from wide steps of an engine that held nothing else: the same steps give the
+    same bytes again."""
 
     @property
     def steps(self) -> Made:
-        """What it says about the steps alone. If it says nothing, they may have been narrow."""
+        """The flags about steps; NARROW if there is none, because they may have been."""
         return self & ~Made.GIVEN or Made.NARROW
 
 
@@ -157,9 +157,9 @@ class Chunk:
     last_used: int = 0
     """In ticks of the store's logical clock."""
     expires: float = 0.0
-    """Until when it is wanted, in the store's seconds."""
+    """It is wanted until then, in the store's seconds."""
     came_back: bool = False
-    """It was gone before, and asked for again."""
+    """It had left the store, and was stored again."""
     was_written: bool = False
     """It was on disk before, and evicted."""
     branches: dict[int, dict[int, list[Chunk]]] = field(default_factory=dict)
@@ -174,7 +174,7 @@ class Chunk:
         return self.start + len(self.tokens)
 
     @property
-    def given(self) -> bool:
+    def is_given(self) -> bool:
         return bool(self.made & Made.GIVEN)
 
     @property
@@ -191,7 +191,7 @@ class Chunk:
 
     @property
     def ends_text(self) -> bool:
-        """Nothing but state at positions inside it hangs below it."""
+        """Only snapshots hang below it."""
         return all(child.is_snapshot for child in self.children())
 
     @property
@@ -254,7 +254,7 @@ class Cursor:
     def sees(self, chunk: Chunk) -> bool:
         return self.lineage.sees(chunk.lineage)
 
-    def moved(self, chunk: Chunk, used: int) -> Cursor:
+    def at(self, chunk: Chunk, used: int) -> Cursor:
         return Cursor(chunk, used, self.lineage)
 
 
@@ -286,20 +286,20 @@ class RadixTree:
         return chunk.is_root or self.by_key.get(chunk.key) is chunk
 
     def root(self, owner: str) -> Chunk:
-        """Where the state of an owner begins: what is approximate grows on what is not. One under which nothing
-        hangs is not remembered: who hangs something there asks again."""
+        """The root of an owner's state, exact and approximate. It is new at each call until a chunk hangs below
+        it: before you attach one, ask again."""
         return self._roots.get(owner) or new_root(owner)
 
     def origin(self, lineage: Lineage) -> Cursor:
         return Cursor(self.root(lineage.owner), 0, lineage)
 
     def anchor(self, parent: Chunk) -> Chunk:
-        """The chunk to hang something under: for a root, the one that is in use now."""
+        """The chunk to attach to: for a root, the one that is in use now."""
         return self.root(parent.lineage.owner) if parent.is_root else parent
 
     def deepest(self, cursor: Cursor, tokens: TokenArray) -> Cursor:
-        """The deepest place at or below `cursor` that holds `tokens`; from the beginning, also what is shared."""
-        cursor = cursor.moved(self.anchor(cursor.chunk), cursor.used)
+        """The place from `cursor` (its origin, if it is gone) on that matches most; from 0, also shared ones."""
+        cursor = cursor.at(self.anchor(cursor.chunk), cursor.used)
         if cursor.chunk not in self:
             cursor = self.origin(cursor.lineage)
         best = descend(cursor, tokens)
@@ -332,7 +332,7 @@ class RadixTree:
 
 
 def new_chunk(fingerprint: bytes, cursor: Cursor, tokens: TokenArray, size: int, made: Made) -> Chunk:
-    """What goes on at `cursor` with `tokens` (none: a snapshot). The tree stays as it is."""
+    """A chunk of `tokens` (none: a snapshot) after `cursor`, not yet in the tree."""
     parent, lineage = cursor.chunk, cursor.lineage
     key = chunk_key(fingerprint, lineage, parent.key, cursor.used, tokens)
     return Chunk(key=key, parent=parent, take=cursor.used, tokens=tokens, bytes=size, lineage=lineage, made=made)
@@ -344,29 +344,29 @@ def new_root(owner: str) -> Chunk:
 
 
 def descend(cursor: Cursor, tokens: TokenArray) -> Cursor:
-    """The deepest place at or below `cursor` whose path holds `tokens` (the whole prompt, from 0)."""
+    """The place at or below `cursor` that matches most of `tokens` (the prompt, from 0)."""
     return max(places_along(cursor, tokens), key=lambda place: place.position)
 
 
 def places_along(cursor: Cursor, tokens: TokenArray) -> Iterator[Cursor]:
-    """Yields the last place in each chunk at or below `cursor` whose path holds `tokens`."""
+    """Yields where each chunk at or below `cursor` stops matching `tokens`, if it begins to."""
     todo = [cursor]
     while todo:
         chunk, used = (here := todo.pop()).chunk, here.used
         used += common_prefix(chunk.tokens[used:], tokens[here.position :])
-        yield cursor.moved(chunk, used)
+        yield cursor.at(chunk, used)
         for take, by_first in chunk.branches.items():
             begin = chunk.start + take
             if here.used <= take <= used and begin < len(tokens):
                 group = by_first.get(int(tokens[begin]), ())
-                todo += (cursor.moved(child, 0) for child in group if cursor.sees(child))
+                todo += (cursor.at(child, 0) for child in group if cursor.sees(child))
 
 
 def place_at(cursor: Cursor, position: int) -> Cursor:
     chunk = cursor.chunk
     while chunk.parent is not None and chunk.start >= position:
         chunk = chunk.parent
-    return cursor.moved(chunk, position - chunk.start)
+    return cursor.at(chunk, position - chunk.start)
 
 
 def last_snapshot(cursor: Cursor, limit: int) -> Chunk | None:
@@ -392,7 +392,7 @@ def path_to(cursor: Cursor) -> tuple[Segment, ...]:
     return tuple(reversed(segments))
 
 
-def held_at(cursor: Cursor) -> Iterator[Chunk]:
+def chunks_at(cursor: Cursor) -> Iterator[Chunk]:
     """The chunks that make up the state at `cursor`, with the snapshots taken inside them."""
     for segment in path_to(cursor):
         yield segment.chunk
@@ -409,7 +409,7 @@ def tokens_to(cursor: Cursor) -> TokenArray:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Making a hundred thousand objects would look at them again and again."""
+    """The collector would look at a hundred thousand new objects again and again."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -11,7 +11,7 @@ from emberkeep import files
 from emberkeep.errors import ModelBroken, ModelNotFound
 from emberkeep.files import Changed, FileVersion, Progress, recall, remembered_digest
 from emberkeep.models.parts import part_files
-from emberkeep.models.profile import SHAPING, folder_files
+from emberkeep.models.profile import SHAPING_FILES, folder_files
 
 
 def weights_digest(path: Path, cache_dir: Path, progress: Progress | None = None) -> str:
@@ -44,7 +44,7 @@ def file_versions(path: Path) -> list[FileVersion]:
 
 def shaping_files(path: Path) -> Sequence[Path]:
     """The files that shape what the model at `path` computes. Raises as `part_files`."""
-    return folder_files(path, SHAPING) if path.is_dir() else part_files(path)
+    return folder_files(path, SHAPING_FILES) if path.is_dir() else part_files(path)
 
 
 def known_digest(path: Path, cache_dir: Path) -> str | None:

@@ -45,13 +45,13 @@ class ModelProfile:
     kind: ModelKind
     parameters: int
     quantisation: str
-    """The weight format that holds most of the bytes."""
+    """The weight format of most bytes (GGUF) or numbers (folder)."""
     size: int
-    """Bytes of its files, as their headers account for them."""
+    """Bytes: GGUF by its headers, a folder by its files."""
     context_length: int
     layers: int
     kv_heads: tuple[int, ...]
-    """Per layer; 0 where a layer keeps no attention state."""
+    """Per layer; in GGUF 0 where a layer keeps no attention state."""
     key_length: int
     value_length: int
     kv_bytes_per_token: int
@@ -196,10 +196,12 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 # ── folders ──
 CONFIG = "config.json"
+MODULE_LIST = "modules.json"
+LENGTHS = "sentence_bert_config.json"
 WEIGHTS = "*.safetensors"
-MODULES = ("modules.json", "[0-9]_*/config.json", "[0-9]_*/model.safetensors")
-"""What an embedding model does with the states of its tokens, as sentence-transformers keeps it."""
-SHAPING = (WEIGHTS, "*.safetensors.index.json", CONFIG, "tokenizer*.json", "tokenizer.model", *MODULES)
+MODULES = (MODULE_LIST, "[0-9]_*/config.json", "[0-9]_*/model.safetensors")
+"""Files in which sentence-transformers says what becomes of the states of tokens."""
+SHAPING_FILES = (WEIGHTS, "*.safetensors.index.json", CONFIG, "tokenizer*.json", "tokenizer.model", *MODULES)
 """The files that shape what a model computes."""
 BESIDE_WEIGHTS = (
     "*.safetensors.index.json",
@@ -212,7 +214,7 @@ BESIDE_WEIGHTS = (
     "vocab.json",
     "merges.txt",
     "*.jinja",
-    "sentence_bert_config.json",
+    LENGTHS,
     *MODULES,
 )
 """What a model needs besides its weights. No scripts, no pickles."""
@@ -233,7 +235,7 @@ def profile_of(path: Path) -> ModelProfile:
 
 
 def folder_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    """Those that match, by their names in the folder."""
+    """Matching files, sorted by path in the folder."""
     found = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
     return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
 
@@ -326,7 +328,7 @@ def read_tensor_shapes(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def _header(file: BinaryIO) -> Json:
-    """Raises ValueError for what cannot be one."""
+    """Raises ValueError if there is none."""
     length = int.from_bytes(file.read(8), "little")
     data = file.read(length) if length <= _MAX_HEADER else b""
     if len(data) < length or not data:
@@ -359,10 +361,8 @@ def _count(config: Mapping[str, Json], *names: str) -> int:
     return next((value for value in values if type(value) is int and value > 0), 0)
 
 
-# ── whether a model embeds or ranks instead of writing, and how, read from its files alone ──
+# ── how a model embeds or ranks instead of writing ──
 
-MODULE_LIST = "modules.json"
-LENGTHS = "sentence_bert_config.json"
 _GGUF_POOLING = {1: Pooling.MEAN, 2: Pooling.CLS, 3: Pooling.LAST, 4: Pooling.RANK}
 _MODES = {
     "pooling_mode_mean_tokens": Pooling.MEAN,
@@ -370,7 +370,7 @@ _MODES = {
     "pooling_mode_lasttoken": Pooling.LAST,
 }
 _PLAIN = ("Model", "ForMaskedLM")
-"""How architectures end that have no head which writes."""
+"""Names of architectures without a writing head end so."""
 _RANKS = "ForSequenceClassification"
 
 
@@ -384,12 +384,12 @@ class EmbeddingProfile:
 
 
 def embedding_profile(model: Path) -> EmbeddingProfile | None:
-    """None for a model that writes. Blocks. Raises ModelNotFound, ModelBroken."""
+    """How it embeds or ranks; None if it writes. Blocks. Raises ModelNotFound, ModelBroken."""
     return embedding_folder(model) if model.is_dir() else embedding_gguf(read_header(model))
 
 
 def embedding_gguf(header: GgufHeader) -> EmbeddingProfile | None:
-    """None for a model that writes."""
+    """How it embeds or ranks; None if it writes."""
     architecture = str(header.metadata.get("general.architecture"))
     pooling = header.metadata.get(f"{architecture}.pooling_type")
     if isinstance(pooling, int) and pooling in _GGUF_POOLING:
@@ -399,16 +399,16 @@ def embedding_gguf(header: GgufHeader) -> EmbeddingProfile | None:
 
 
 def embedding_folder(folder: Path) -> EmbeddingProfile | None:
-    """None for a model that writes. Raises ModelNotFound, ModelBroken."""
+    """How it embeds or ranks; None if it writes. Raises ModelNotFound, ModelBroken."""
     config = read_json(folder / CONFIG)
     if (folder / MODULE_LIST).is_file():
         pooling, dense = _embedding_modules(folder)
-        return EmbeddingProfile(pooling, _longest(folder), dense)
+        return EmbeddingProfile(pooling, _max_length(folder), dense)
     architectures = [str(name) for name in config.get("architectures") or ()]
     if any(name.endswith(_RANKS) for name in architectures):
         return EmbeddingProfile(Pooling.RANK)
     if architectures and all(name.endswith(_PLAIN) for name in architectures):
-        return EmbeddingProfile(Pooling.MEAN, _longest(folder))
+        return EmbeddingProfile(Pooling.MEAN, _max_length(folder))
     return None
 
 
@@ -419,14 +419,14 @@ def _embedding_modules(folder: Path) -> tuple[Pooling, tuple[Path, ...]]:
         raise ModelBroken(f"{folder / MODULE_LIST} does not hold a list of JSON objects; pull the model again.")
     kinds = [(str(each.get("type")).rpartition(".")[2], str(each.get("path", ""))) for each in listed]
     unknown = [kind for kind, _ in kinds if kind not in ("Transformer", "Pooling", "Dense", "Normalize")]
-    poolings = [_pooling(_inside(folder, path)) for kind, path in kinds if kind == "Pooling"]
+    poolings = [_pooling(_subfolder(folder, path)) for kind, path in kinds if kind == "Pooling"]
     if unknown or len(poolings) != 1:
         what = unknown[0] if unknown else f"{len(poolings)} poolings"
         raise ModelBroken(f"{folder.name} has {what}, which is not known here: choose another embedding model.")
-    return poolings[0], tuple(_inside(folder, path) for kind, path in kinds if kind == "Dense")
+    return poolings[0], tuple(_subfolder(folder, path) for kind, path in kinds if kind == "Dense")
 
 
-def _inside(folder: Path, name: str) -> Path:
+def _subfolder(folder: Path, name: str) -> Path:
     """Raises ModelBroken for a name that leads out of the folder."""
     if not name or Path(name).is_absolute() or ".." in Path(name).parts:
         raise ModelBroken(f"{folder.name}/{MODULE_LIST} names {name!r}, which is not in it: pull the model again.")
@@ -444,6 +444,6 @@ def _pooling(folder: Path) -> Pooling:
     return _MODES[modes[0]]
 
 
-def _longest(folder: Path) -> int | None:
+def _max_length(folder: Path) -> int | None:
     path = folder / LENGTHS
     return (_count(read_json(path), "max_seq_length") or None) if path.is_file() else None

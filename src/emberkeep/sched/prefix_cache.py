@@ -1,8 +1,8 @@
-"""The prefix cache: the one way between sequences in the engine and the store.
+"""The prefix cache is the only way between sequences in the engine and the store.
 
-acquire     the longest prefix that exists (in the engine, in RAM, on disk) is brought into a sequence
-commits     what a sequence has computed is stored (see `Commits`)
-release     nothing of the store is held for it any more
+acquire     brings the longest prefix that exists (in the engine, in RAM, on disk) into a sequence
+commits     stores what a sequence has computed (see `Commits`)
+release     lets go of what the store holds for it
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from emberkeep.types.events import Divergence, MissReason
 log = logging.getLogger("emberkeep.sched")
 
 _WORTH_WAITING = 16
-"""Tokens that a sequence under way must be about to compute for a newcomer to wait for it."""
+"""A newcomer waits for a sequence that will compute so many more tokens of its prompt."""
 _WORTH_A_SNAPSHOT = 128
-"""The same where the one under way has to store its state as a whole for the newcomer: that takes as long as some
-tokens, and as much room as many."""
+"""The same where that sequence has to store a snapshot for the newcomer: that takes the time of some tokens, and
+the room of many."""
 
 
 class PrefixCache:
@@ -58,27 +58,27 @@ class PrefixCache:
     # ── acquire ──
 
     def worth_waiting_for(self, newcomer: Sequence) -> HotMatch | None:
-        """A sequence that is about to compute more of its prompt than exists anywhere now."""
+        """A sequence that will compute more of this prompt than exists anywhere now. If it has to store a snapshot
+        for that, it gets a border there (`end_slice_at`)."""
         if not newcomer.request.use_cache:
             return None
-        splice, lineage, wanted = newcomer.prompt.splice, newcomer.prompt.lineage, newcomer.wanted
+        splice, lineage, prefix = newcomer.prompt.splice, newcomer.prompt.lineage, newcomer.lookup_tokens
         if splice and not self._has_snapshots:
-            wanted = self.shift.source(splice)
-        coming = self._slots.coming_match(lineage, wanted)
+            prefix = self.shift.source(splice)
+        coming = self._slots.coming_match(lineage, prefix)
         if coming.sequence is None:
             return None
         if self._has_snapshots:
-            stored, needed = self._store.resumable(lineage, wanted), _WORTH_A_SNAPSHOT
+            stored, needed = self._store.resumable(lineage, prefix), _WORTH_A_SNAPSHOT
         else:
-            stored = self._store.advance(self._store.origin(lineage), wanted).position
+            stored = self._store.advance(self._store.origin(lineage), prefix).position
             # The end of a turn is evaluated within a step or two, and the request that continues it wants it.
             needed = 1 if coming.sequence.phase is Phase.CLOSING else _WORTH_WAITING
-        least = max(stored, self._slots.computed_match(lineage, wanted).tokens) + needed
+        least = max(stored, self._slots.computed_match(lineage, prefix).tokens) + needed
         if coming.tokens < least:
             return None
         if not self._has_snapshots:
             return coming
-        # It has to store its state as a whole where the two part.
         if not self.commits.keeps(coming.sequence):
             return None
         return HotMatch(coming.sequence, coming.sequence.end_slice_at(coming.tokens, least))
@@ -90,9 +90,9 @@ class PrefixCache:
         Raises whatever goes wrong, and then nothing of it is left: neither a pin nor state in the engine.
         """
         splice = self.shift.useful(sequence) if sequence.prompt.splice else None
-        wanted = self.shift.source(splice) if splice else sequence.wanted
-        hot = self._slots.computed_match(sequence.prompt.lineage, wanted)
-        match = self._store.match(sequence.prompt.lineage, wanted, snapshots=self._has_snapshots)
+        prefix = self.shift.source(splice) if splice else sequence.lookup_tokens
+        hot = self._slots.computed_match(sequence.prompt.lineage, prefix)
+        match = self._store.match(sequence.prompt.lineage, prefix, snapshots=self._has_snapshots)
         is_better = match.snapshot and match.snapshot.start > hot.tokens  # and restored as a whole
         if is_better or sequence.request.execution.from_store:
             hot = HotMatch(None, 0)
@@ -139,8 +139,8 @@ class PrefixCache:
         self._finish(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Nothing of the store is held for a sequence any more, and nothing of it is on its way there. Never
-        raises, and asks nothing of the engine."""
+        """Unpin all stored state of a sequence, and drop what it is saving. Never raises, and asks nothing of the
+        engine."""
         sequence.saving = None
         sequence.pieces.clear()
         for pinned in sequence.arrivals.take_pins():
@@ -150,7 +150,7 @@ class PrefixCache:
         insist(lambda: self._store.release(match), "releasing stored state")
 
     def _occupy(self, sequence: Sequence, hot: HotMatch) -> bool:
-        """A slot for it that holds the hot prefix; False when none is free."""
+        """Put it into a slot with the hot prefix; False: none is free."""
         self._slots.clear_the_way(avoid=hot.sequence)
         slot = self._slot_with(sequence, hot)
         if slot is None:
@@ -162,23 +162,24 @@ class PrefixCache:
         return True
 
     def _in_whole_chunks(self, sequence: Sequence, hot: HotMatch, match: Match) -> HotMatch:
-        """The part of what is hot that is not loaded: a chunk that is loaded at all is loaded whole.
+        """What to keep of `hot`: it ends where the first chunk to load begins, if that is in RAM.
 
-        The part of it that is hot would leave a gap behind, so that cells lie elsewhere than at the first time.
+        Loading half a chunk would leave a gap behind, so that cells lie elsewhere than at the first time.
         """
-        first = next(iter(() if self._has_snapshots else self._chosen(sequence, match, hot.tokens)), None)
+        segments = () if self._has_snapshots else self._segments_to_load(sequence, match, hot.tokens)
+        first = next(iter(segments), None)
         if first is None or first.chunk.payload is None or first.chunk.start >= hot.tokens:
             return hot
         return HotMatch(hot.sequence if first.chunk.start else None, first.chunk.start)
 
-    def _chosen(self, sequence: Sequence, match: Match, computed: int) -> tuple[Segment, ...]:
+    def _segments_to_load(self, sequence: Sequence, match: Match, computed: int) -> tuple[Segment, ...]:
         """What is worth loading behind the first `computed` tokens."""
         useful = tuple(s for s in match.segments if s.end > computed)
         return useful if sequence.request.execution.from_store else self._store.costs.worth_loading(useful)
 
     def _slot_with(self, sequence: Sequence, hot: HotMatch) -> int | None:
         """A slot that holds exactly the hot prefix."""
-        prefer = self._slots.preferred(sequence)
+        prefer = self._slots.preferred_slot(sequence)
         source = hot.sequence
         if source is None:
             return self._slots.claim(prefer=prefer)
@@ -190,7 +191,7 @@ class PrefixCache:
             if slot is not None or source.is_active:
                 return slot
         # The rest of it is stored. Beside it, new cells would lie elsewhere than at the first time, and an engine
-        # adds up in the order of cells: the same prompt would be answered with other roundings.
+        # adds up in the order of cells: the same prompt would round differently.
         if hot.tokens < source.computed:
             with self._or_vacate(source.slot):
                 self._engine.trim(source.slot, hot.tokens)
@@ -198,25 +199,25 @@ class PrefixCache:
 
     @contextmanager
     def _or_vacate(self, slot: int) -> Iterator[None]:
-        """What is in a slot when something fails there is not known any more."""
+        """Empty the slot if something fails there: what it holds is unknown."""
         try:
             yield
         except Exception:
             self._slots.vacate(slot)
             raise
 
-    def _begin(self, sequence: Sequence, match: Match, parted: TokenArray) -> None:
+    def _begin(self, sequence: Sequence, match: Match, hot_rest: TokenArray) -> None:
         if sequence.splice is not None:
             self._load(sequence, match)
         elif sequence.request.use_cache:
-            sequence.reuse.reason = self._misses.reason(sequence, match, parted)
+            sequence.reuse.reason = self._misses.reason(sequence, match, hot_rest)
             self._load(sequence, match)
         else:
             sequence.reuse.reason = MissReason.DISABLED
             self._finish(sequence)
 
     def _load(self, sequence: Sequence, match: Match) -> None:
-        chunks = self._worth_loading(sequence, match)
+        chunks = self._chunks_to_load(sequence, match)
         from_disk = frozenset(chunk.key for chunk, _ in chunks if chunk.payload is None)
         loads = [Load(chunk, end, self._store.fetch(chunk, self._wake)) for chunk, end in chunks]
         sequence.wait_for(loads, from_disk)
@@ -224,19 +225,19 @@ class PrefixCache:
             self.blend.find(sequence, max([sequence.computed, *(end for _, end in chunks)]))
         self.pump(sequence)
 
-    def _worth_loading(self, sequence: Sequence, match: Match) -> list[tuple[Chunk, int]]:
-        """Chunks in the order in which they have to be imported, each with the position up to which."""
+    def _chunks_to_load(self, sequence: Sequence, match: Match) -> list[tuple[Chunk, int]]:
+        """Chunks in order of import, each with the position up to which it is used."""
         if match.snapshot and match.snapshot.start > sequence.computed:
-            return self._whole(sequence, match, match.snapshot)
+            return self._chunks_to_snapshot(sequence, match, match.snapshot)
         if self._has_snapshots:
             return []
-        chosen = self._chosen(sequence, match, sequence.computed)
+        chosen = self._segments_to_load(sequence, match, sequence.computed)
         reached = chosen[-1].end if chosen else sequence.computed
         if any(segment.end > reached for segment in match.segments):
             sequence.reuse.reason = MissReason.CHEAPER
         return [(segment.chunk, segment.end) for segment in chosen]
 
-    def _whole(self, sequence: Sequence, match: Match, snapshot: Chunk) -> list[tuple[Chunk, int]]:
+    def _chunks_to_snapshot(self, sequence: Sequence, match: Match, snapshot: Chunk) -> list[tuple[Chunk, int]]:
         """Everything up to a snapshot, or nothing."""
         ranges = [(s.chunk, s.end) for s in match.segments] if self._has_ranges else []
         chunks = [*ranges, (snapshot, snapshot.start)]
@@ -247,7 +248,7 @@ class PrefixCache:
         return []
 
     def _import(self, sequence: Sequence, loads: Items[Load]) -> bool:
-        """Chunks that follow each other, or anything alone."""
+        """Import a chunk, or several in a row; False: failed."""
         first, last = loads[0], loads[-1]
         payloads = [load.chunk.payload for load in loads if load.chunk.payload is not None]
         if first.fetch.state is not FetchState.READY or len(payloads) < len(loads):
@@ -324,7 +325,7 @@ class Misses:
             return gone
         stored = self._store.stored_after(match.cursor)
         if match.tokens == prompt.reusable or not len(stored):
-            # The tokens may be known, and their state be resumed only at an earlier place.
+            # The tokens may be stored, and their last snapshot lie further back.
             restored = max(match.snapshot.start if match.snapshot else 0, sequence.computed)
             falls_short = self._whole_only and restored < match.tokens
             return MissReason.NO_SNAPSHOT if falls_short else MissReason.NEW

@@ -155,8 +155,8 @@ class Scheduler:
         return self.call(drop)
 
     def drop_idle(self, entries: Iterable[EntryId], unnamed_s: float | None = None) -> Future[None]:
-        """Drop what is idle in the engine for these: the store has it as well. With `unnamed_s`, also what has
-        been idle for so many seconds without an entry."""
+        """Give up the idle sequences of `entries`, and with `unnamed_s` those without an entry that have rested
+        for so many seconds: the store has them as well."""
         listed = set(entries)
 
         def drop() -> None:
@@ -270,7 +270,7 @@ class Scheduler:
     def _act_when_idle(self) -> None:
         """Does nothing while a sequence is being computed."""
         while self._when_idle and not self._slots.active:
-            self._slots.clear_the_way(None)
+            self._slots.clear_the_way()
             future, run = self._when_idle.popleft()
             run()
             self.store.follow(self.engine.fingerprint)

@@ -98,7 +98,7 @@ class Sequence:
         self.tokens = TokenBuffer(prompt.tokens, min(prompt.max_new, 512) + len(prompt.closing))
         self.computed = 0
         self.shapes = Shapes()
-        self.is_beside = False
+        self.had_neighbours = False
         """Others have been in the engine since it is: its cells may lie anywhere, which changes how sums round."""
         self.holds_packed = False
         """Some of it was loaded from fewer bits than the engine's."""
@@ -145,7 +145,7 @@ class Sequence:
         return self.prompt.admitted.beyond if self.prompt.admitted else 0
 
     @property
-    def wanted(self) -> TokenArray:
+    def lookup_tokens(self) -> TokenArray:
         return self.prompt.tokens[: self.prompt.reusable if self.request.use_cache else 0]
 
     # ── where it stands ──
@@ -196,11 +196,11 @@ class Sequence:
     @property
     def lineage(self) -> Lineage:
         """Whose state it computes now: its own from where it rests on moved or spliced state."""
-        return self._lineage.stored if self.approximate_from is None else self._lineage
+        return self._lineage.in_place if self.approximate_from is None else self._lineage
 
     def shown_to(self, lineage: Lineage) -> int:
         """How many of its first tokens a request of that lineage may reuse."""
-        if not lineage.sees(self._lineage.stored) or self.splice is not None:
+        if not lineage.sees(self._lineage.in_place) or self.splice is not None:
             return 0
         if lineage.sees(self._lineage) or (self.approximate_from is None and not self.pieces):
             return len(self.tokens)
@@ -227,7 +227,7 @@ class Sequence:
             return
         self.holds_packed = hot.holds_packed
         self.shapes = hot.shapes.until(self.computed)
-        self.is_beside = hot.is_beside
+        self.had_neighbours = hot.had_neighbours
         begins = hot.approximate_from
         if begins is not None and begins < self.computed:
             self.rests_on_moved(begins)
@@ -311,7 +311,7 @@ class Sequence:
         """The next `count` tokens were computed in one step; from `wide_rows` on it is a wide one."""
         made = Made.NARROW
         if wide_rows is not None and count >= wide_rows:
-            is_alone = not self.is_beside and self.shapes.reproducible(self.computed) == self.computed
+            is_alone = not self.had_neighbours and self.shapes.reproducible(self.computed) == self.computed
             made = Made.WIDE | Made.REPRODUCIBLE if is_alone else Made.WIDE
         self.holds(self.computed + count, made)
 

@@ -1,5 +1,5 @@
-"""Which sequence has which of the engine's slots (the hot tier), which waits for one, and which tokens the next
-step evaluates.
+"""These classes know which sequence holds which of the engine's slots (the hot tier), which waits for one, and
+which ended.
 
 A finished sequence stays in its slot, so that its next turn continues without moving a byte. Everything it
 holds is in the store as well, so that giving its slot away costs a reload and never an evaluation.
@@ -40,7 +40,7 @@ class HotMatch:
 
 
 class Slots:
-    """Belongs to the engine's thread."""
+    """Belongs to the engine's thread; any may read `active`, `idle` and `stats`."""
 
     def __init__(self, engine: Engine, tracked: int) -> None:
         """`tracked`: conversations whose slot is remembered."""
@@ -60,9 +60,9 @@ class Slots:
         return [s for s in list(self._by_slot.values()) if not s.is_active]
 
     def stats(self) -> list[dict[str, Json]]:
-        """What is in each slot, without texts. May be called from any thread."""
-        held = dict(self._by_slot)
-        return [_slot_stats(slot, held.get(slot)) for slot in range(self._engine.capabilities.max_sequences)]
+        """What is in each slot, without texts."""
+        sequences = dict(self._by_slot)
+        return [_slot_stats(slot, sequences.get(slot)) for slot in range(self._engine.capabilities.max_sequences)]
 
     def computed_match(self, lineage: Lineage, tokens: TokenArray) -> HotMatch:
         """The sequence that shares the longest computed prefix with `tokens`."""
@@ -82,15 +82,15 @@ class Slots:
         best = HotMatch(None, 0)
         for sequence in self.active:
             shown = sequence.shown_to(lineage)
-            known = sequence.prompt.tokens[: sequence.prompt.reusable] if self._whole_only else sequence.tokens
-            length = common_prefix(known[:shown], tokens)
+            ahead = sequence.prompt.tokens[: sequence.prompt.reusable] if self._whole_only else sequence.tokens
+            length = common_prefix(ahead[:shown], tokens)
             if length > max(best.tokens, sequence.computed):
                 best = HotMatch(sequence, length)
         return best
 
-    def preferred(self, sequence: Sequence) -> int:
-        """The slot that its conversation would like: what the client asked for, the one it had, or at first the
-        one with the fewest others."""
+    def preferred_slot(self, sequence: Sequence) -> int:
+        """Returns and remembers its conversation's slot: the one the client names, the one it had, or the one that
+        fewest share."""
         lineage, key = sequence.lineage, sequence.prompt.keys.affinity
         return self._affinity.slot_for(lineage, key, sequence.request.slot)
 
@@ -110,7 +110,7 @@ class Slots:
         self._by_slot[sequence.slot] = sequence
         if len(self._by_slot) > 1:
             for each in self._by_slot.values():
-                each.is_beside = True
+                each.had_neighbours = True
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence's state in the engine. Never raises; twice is harmless."""
@@ -124,7 +124,7 @@ class Slots:
         if not insist(lambda: self._engine.trim(slot, 0), f"emptying slot {slot}"):
             self.stuck.add(slot)
 
-    def clear_the_way(self, avoid: Sequence | None) -> None:
+    def clear_the_way(self, avoid: Sequence | None = None) -> None:
         """Before new work: give up idle sequences (not `avoid`), which the store has as well.
 
         Attention walks over every used cell: 8,192 idle tokens make a decode step 1.5 times
@@ -134,15 +134,15 @@ class Slots:
             if sequence is not avoid:
                 self.drop(sequence)
 
-    def demote(self, entry: EntryId, before_turn: int) -> None:
-        """Give up branches of a conversation that it has left alone since that turn."""
+    def demote(self, entry: EntryId, last_turn: int) -> None:
+        """Give up the idle branches that a conversation used last in `last_turn` or before."""
         for sequence in self.idle:
-            if sequence.entry == entry and sequence.turn <= before_turn:
+            if sequence.entry == entry and sequence.turn <= last_turn:
                 self.drop(sequence)
 
     def drop_idle(self, entries: Container[EntryId], unnamed_s: float | None) -> None:
-        """Give up what is idle for these; with `unnamed_s`, also what has been for so many seconds without an
-        entry."""
+        """Give up the idle sequences of `entries`, and with `unnamed_s` those without an entry that have rested
+        for so many seconds."""
         since = float("-inf") if unnamed_s is None else monotonic() - unnamed_s
         for sequence in self.idle:
             is_old = sequence.entry is None and sequence.last_used <= since
@@ -150,14 +150,14 @@ class Slots:
                 self.drop(sequence)
 
     def keep_latest(self, tokens: int) -> None:
-        """Give up what is idle beyond so many tokens; what was used last stays first."""
+        """Keep the idle sequences used last, up to `tokens` in all; give up the others."""
         for sequence in sorted(self.idle, key=lambda s: s.last_used, reverse=True):
             tokens -= sequence.computed
             if tokens < 0:
                 self.drop(sequence)
 
     def forget(self, owners: Container[str]) -> None:
-        """Give up everything that rests for these, exact or not; of what is being computed nothing is kept."""
+        """Drop the idle sequences of `owners`; what is computed for them now is not kept."""
         for sequence in [*self.idle, *self.active]:
             if sequence.lineage.owner not in owners:
                 continue
@@ -168,12 +168,12 @@ class Slots:
         self._affinity.forget(owners)
 
     def with_room(self, action: Callable[[], Outcome], avoid: Sequence | None = None) -> Outcome:
-        """Do it, after giving up as many idle sequences (not `avoid`) as it needs; NO_ROOM when none is left."""
-        while (outcome := action()) is Outcome.NO_ROOM and self.free_cells(avoid):
+        """Run `action`, giving up idle sequences (not `avoid`) until it has room; NO_ROOM if none is left."""
+        while (outcome := action()) is Outcome.NO_ROOM and self.drop_one(avoid):
             pass
         return outcome
 
-    def free_cells(self, avoid: Sequence | None = None) -> bool:
+    def drop_one(self, avoid: Sequence | None = None) -> bool:
         """Give up one idle sequence; False when there is none left."""
         victim = self._least_valuable(avoid)
         if victim is not None:
@@ -206,18 +206,18 @@ def _slot_stats(slot: int, sequence: Sequence | None) -> dict[str, Json]:
 
 
 class SlotAffinity:
-    """The `limit` conversations used last. Belongs to the engine's thread."""
+    """Remembers the slots of the `limit` conversations used last. Belongs to the engine's thread."""
 
     def __init__(self, slots: int, limit: int) -> None:
         self._slots = slots
         self._pinned: Latest[tuple[Lineage, str], int] = Latest(limit)
 
-    def slot_for(self, lineage: Lineage, key: str, wanted: int | None = None) -> int:
-        """`wanted`: what the client asked for, if it exists."""
+    def slot_for(self, lineage: Lineage, key: str, client_slot: int | None = None) -> int:
+        """Remembers what it returns. `client_slot` counts if it exists."""
         conversation = lineage, key
         slot = self._pinned.get(conversation)
-        if wanted is not None and 0 <= wanted < self._slots:
-            slot = wanted
+        if client_slot is not None and 0 <= client_slot < self._slots:
+            slot = client_slot
         if slot is None:
             load = Counter(self._pinned.values())
             slot = min(range(self._slots), key=lambda candidate: load[candidate])
@@ -230,14 +230,14 @@ class SlotAffinity:
 
 
 class WaitingQueue:
-    """Counted and iterated by any thread; everything else belongs to the engine's."""
+    """Any thread may count and iterate it; the rest is for the engine's thread."""
 
     def __init__(self) -> None:
         self._sequences: dict[Sequence, HotMatch | None] = {}
         self._by_user: dict[str, dict[Sequence, None]] = {}
-        """Who has waited longest, since coming or since being served, is first."""
+        """Users by how long they have waited since they came or were served, the longest first."""
         self._served: set[str] = set()
-        """Who had sequences in the engine, or was given one, when it was last asked whose turn it is."""
+        """Users who had a sequence in the engine at the last `in_turn`, or got one in it."""
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -254,8 +254,8 @@ class WaitingQueue:
 
         First comes the user with the fewest running, among those the one who has waited longest; the sequences of
         one user come in order of arrival. A sequence that is removed before the next one is asked for counts as
-        running. So a user with nothing running, however many sequences others have here, waits for those that run
-        when it comes, and for one more of each who was waiting with nothing running as well.
+        running. So a user with nothing running, however long other queues are, waits for those that run when it
+        comes, and for one sequence of each user who waits with nothing running too.
         """
         self._send_back(self._served)
         self._served = set(running)
@@ -286,13 +286,13 @@ class WaitingQueue:
         if sequence not in self._sequences:
             return
         del self._sequences[sequence]
-        mine = self._by_user[sequence.request.user]
-        del mine[sequence]
-        if not mine:
+        queue = self._by_user[sequence.request.user]
+        del queue[sequence]
+        if not queue:
             del self._by_user[sequence.request.user]
 
     def wait_for(self, sequence: Sequence, coming: HotMatch) -> None:
-        """Let `sequence` wait until that sequence has computed what they share."""
+        """Let `sequence` wait until `coming.sequence` has computed what both share."""
         self._sequences[sequence] = coming
 
     def still_waits(self, sequence: Sequence) -> bool:
@@ -307,12 +307,12 @@ class WaitingQueue:
         ]
 
     def _send_back(self, users: set[str]) -> None:
-        """They are being served, or were a moment ago: the others have waited longer now."""
+        """Put `users`, who were just served, behind the others, who have waited longer."""
         for user in [user for user in self._by_user if user in users]:
             self._by_user[user] = self._by_user.pop(user)
 
 
-# ── what is told of requests ──
+# ── the latest requests ──
 
 REMEMBERED = 200
 
@@ -337,21 +337,21 @@ class Timeline:
     def read(self, present: Iterable[Sequence]) -> list[TimelineRecord]:
         """The latest first; `present` are those that have not ended."""
         running = [_record(sequence) for sequence in present if sequence.output is not None]
-        # One may get its slot, or end, while this is read: what is known last counts.
+        # A request may get its slot or end while this runs: its last record counts.
         found = {record.number: record for record in (*running, *list(self._latest))}
         return [found[number] for number in sorted(found, reverse=True)]
 
 
 def _record(sequence: Sequence) -> TimelineRecord:
     request, has_slot = sequence.request, sequence.phase is not Phase.WAITING
-    is_known = sequence.is_kept  # else nothing of it may be left, or its user was forgotten meanwhile
+    may_name = sequence.is_kept  # else its user wants no trace, or was forgotten meanwhile
     reuse = sequence.reuse
     was_loaded = any(source is not Source.HOT for _, _, source in reuse.spans)
     return TimelineRecord(
         number=sequence.number,
-        namespace=request.namespace if is_known else "",
-        user=request.user if is_known else "",
-        conversation_id=request.conversation_id if is_known else None,
+        namespace=request.namespace if may_name else "",
+        user=request.user if may_name else "",
+        conversation_id=request.conversation_id if may_name else None,
         is_prefix=request.execution.is_prefix,
         state=_STATES.get(sequence.phase)
         or (RequestState.PREFILL if sequence.first_token_at is None else RequestState.DECODE),

@@ -107,7 +107,7 @@ class Steps:
             while batch and self._engine.evaluate([each.rows for each in batch]) is Outcome.NO_ROOM:
                 if any(each.draft for each in batch):
                     batch[:] = [each.undrafted for each in batch]
-                elif not self._slots.free_cells() and not self._set_aside(batch):
+                elif not self._slots.drop_one() and not self._set_aside(batch):
                     raise _NoRoom
             count = sum(len(each.rows.tokens) for each in batch)
             self._planner.measure(count, monotonic() - begin)
@@ -391,7 +391,7 @@ class Gaps:
     def _improve(self, is_wanted: Callable[[], bool]) -> bool:
         if not self._engine.can_improve:
             return True  # and the next turn finds what it wants where it was
-        self._slots.clear_the_way(None)
+        self._slots.clear_the_way()
         return self._engine.improve(is_wanted)
 
     def _rest(self) -> None:
@@ -404,6 +404,6 @@ class Gaps:
             self._engine.rest()
         except (EngineError, MemoryError) as error:
             log.warning("the engine could not give back memory, and forgets what is idle: %s", error)
-            self._slots.clear_the_way(None)
+            self._slots.clear_the_way()
         if self._draft is not None:
             self._draft.rest()

@@ -1,4 +1,4 @@
-"""Whose state it is, and what makes it approximate."""
+"""Lineages say whose state it is, and how exact."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def private_namespace(user: str, salt: str = "") -> str:
 
 
 def user_of(owner: str) -> str:
-    """The inverse of `private_namespace`, without the salt. Raises ValueError, LookupError, TypeError."""
+    """Inverse of `private_namespace`, without salt. Raises ValueError, LookupError, TypeError, RecursionError."""
     return str(json.loads(owner)[0]) if owner.startswith("[") else ""
 
 
@@ -41,8 +41,8 @@ def user_of(owner: str) -> str:
 class Lineage:
     """Where a chunk of state comes from: its owner, and what was done to it that makes it approximate.
 
-    Each way to be approximate is a mark of its own. A lookup sees the chunks of its owner, and shared ones, that
-    have no mark that it does not have itself: an exact lookup sees exact chunks only.
+    Each way to be approximate is a mark. A lookup sees a chunk of its owner, or a shared one, if it has all the
+    chunk's marks itself: an exact lookup sees exact chunks only.
 
     In keys, files and the index a lineage is its name, `str(lineage)`: `~MARKS~OWNER`, or the owner alone where it
     is exact. Stored state depends on that.
@@ -62,8 +62,8 @@ class Lineage:
         return self.bits == EXACT_BITS and self.repair is None and not self.splice
 
     @property
-    def stored(self) -> Lineage:
-        """The lineage of its state as long as nothing was moved or spliced."""
+    def in_place(self) -> Lineage:
+        """This lineage without what was moved into it or spliced out."""
         return Lineage(self.owner, self.bits)
 
     @property
@@ -88,10 +88,10 @@ class Lineage:
     @staticmethod
     @lru_cache(maxsize=4096)
     def parse(name: str) -> Lineage:
-        """The inverse of `str`. What is no name of ours becomes an owner that no user is: nothing sees it."""
-        marks, _, owner = name[1:].partition("~")
+        """The inverse of `str`. A malformed name becomes an owner that no user is: nothing sees it."""
         if not name.startswith("~"):
             return Lineage(name)
+        marks, _, owner = name[1:].partition("~")
         bits, repair, splice = EXACT_BITS, None, ""
         for mark in marks.split("+"):
             if mark.isdecimal():
@@ -111,7 +111,7 @@ EXACT = Lineage()
 
 
 def owner_of(name: str) -> str:
-    """The owner of a lineage by its name, also where that is none of ours."""
+    """The owner in a lineage's name, even in a malformed one."""
     return name[1:].partition("~")[2] if name.startswith("~") else name
 
 
@@ -127,6 +127,6 @@ class Approximation:
     side: Literal["first", "last", "both"] = "first"
     """`selective`: at which end of what was moved they are."""
     overlap: int = 0
-    """Where two matches overlap, at most so many of the tokens that both know are evaluated again."""
+    """Where two matches overlap, at most so many of their common tokens are evaluated again."""
     sinks: int = 4
     """The first tokens of a sequence (attention sinks), which are neither moved nor replaced."""

@@ -1,9 +1,8 @@
-"""State between a context and the store's memory: checked, packed and unpacked.
+"""This moves state between a context and the store, checks it, packs and unpacks it.
 
-From and to a GPU the chunks of a long range go at once, through pinned memory: llama.cpp copies the rows of one
-layer after the other, and waits for each copy. For a chunk alone that is thousands of small copies; so a range
-of many chunks leaves and enters the library as one state. What has to be cut out of it, or put together, other
-threads do while the next one is on its way, and while the engine goes on:
+llama.cpp copies rows from and to a GPU layer by layer, and waits for each copy: thousands of small ones for one
+chunk. So a range of many chunks leaves and enters it as one state, through pinned memory. Other threads cut and
+join it while the next one is on its way, and while the engine goes on:
 
     GPU      | range 0 | range 1 | range 2 | the next step
     threads            | cut 0   | cut 1   | cut 2 |
@@ -43,16 +42,16 @@ from emberkeep.values import dataclass
 
 T = TypeVar("T")
 _STAGE = 128 << 20
-"""Bytes that are on their way at once: a copy of a layer's rows is then large enough for the full speed."""
+"""Bytes that travel at once: a copy of a layer's rows is then large enough for full speed."""
 _FIRST_PART = 4
-"""What is loaded first is one part of a stage of so many."""
+"""The first group to be loaded fills one of so many parts of a stage."""
 _STAGES = 4
 _MOST_THREADS = 8
 
 
 class StateTransfer:
-    """Belongs to the engine's thread. What was remembered of the layout is compared with the first state that
-    leaves: where they differ it is forgotten, and an EngineError says so."""
+    """Belongs to the engine's thread. The first state that leaves must match the remembered layout: else it
+    forgets the layout and raises EngineError."""
 
     def __init__(self, context: LiveContext, facts: StateFacts) -> None:
         self._context = context
@@ -85,15 +84,15 @@ class StateTransfer:
             with share_range(context.memory, sequence + 1, SCRATCH, start, end):
                 if layout.recurrent:
                     # Takes the recurrent state, which may be large, out of the copy.
-                    nothing = np.frombuffer(layout.head + layout.nothing, np.uint8)
-                    write_state(context.handle, SCRATCH, nothing, PARTIAL)
+                    empty = np.frombuffer(layout.head + layout.nothing, np.uint8)
+                    write_state(context.handle, SCRATCH, empty, PARTIAL)
                 return read_state(context.handle, SCRATCH, into=into)
 
         if not self._is_layout_seen:
             self._check_layout(layout, read(borders[0], borders[1]), borders[0], borders[1])
         if self._staging is not None and len(borders) > 2:
             return self._staging.export(layout, borders, read, bits)
-        # Cut outside of the library where an export brings the windows with it: once is enough.
+        # Where each read brings the windows along, one read is enough, and it is cut here.
         spans = pairwise(borders) if context.unit is KvUnit.RANGE else [borders]
         payloads = [payload for span in spans for payload in layout.split(read(span[0], span[-1]), span)]
         if bits == 16:
@@ -102,14 +101,14 @@ class StateTransfer:
         return Exported([pack_range(layout, payload, end - start, bits) for payload, (start, end) in ranges])
 
     def _check_layout(self, layout: Layout, state: Bytes, start: int, end: int) -> None:
-        with self._remembered_rightly():
+        with self._or_forget_layout():
             (payload,) = layout.split(state, (start, end))
             if layout.check_range(payload, start) != end:
                 raise EngineError("it holds another number of tokens")
         self._is_layout_seen = True
 
     @contextmanager
-    def _remembered_rightly(self) -> Iterator[None]:
+    def _or_forget_layout(self) -> Iterator[None]:
         try:
             yield
         except EngineError as error:
@@ -130,7 +129,7 @@ class StateTransfer:
         return states, ends[1:]
 
     def load(self, sequence: int, start: int, end: int, states: Sequence[Bytes], ends: Sequence[int]) -> bool:
-        """Append what was checked to `sequence`, as far as `end`. False: there is no room for all of it."""
+        """Append checked states to `sequence`, up to `end`. False: no room, and a part may be there."""
 
         def write(until: int, state: Bytes) -> bool:
             nonlocal start
@@ -151,7 +150,7 @@ class StateTransfer:
         return self._context.layout
 
     def snapshot_bytes(self, cells: int) -> int:
-        """What a snapshot takes at most in a context of so many cells; 0 where there are none."""
+        """The most bytes that a snapshot takes in a context of `cells` cells; 0 where there are none."""
         layout = self._context.layout
         if layout is None or not layout.unit.has_snapshots:
             return 0
@@ -159,12 +158,12 @@ class StateTransfer:
 
     def export_snapshot(self, layout: Layout, sequence: int, end: int) -> Payload:
         payload = memoryview(self._context.read(sequence, 0, end, PARTIAL))
-        with self._remembered_rightly():
+        with self._or_forget_layout():
             layout.check_snapshot(payload, end)
         return payload
 
     def check_snapshot(self, layout: Layout, payload: Payload, position: int) -> Bytes:
-        """The state in it, as this context would have written it. Raises EngineError."""
+        """The state in `payload`, as this context writes it. Raises EngineError."""
         layouts, state = self._context.layouts, np.frombuffer(payload, np.uint8)
         if not layout.windows:
             layout.check_snapshot(payload, position)
@@ -185,21 +184,21 @@ def packs(layout: Layout | None) -> frozenset[int]:
 
 
 def pack_range(layout: Layout, payload: Payload, cells: int, bits: int) -> Payload:
-    """`payload` was exported just now, with `cells` cells. Raises EngineError."""
+    """Packs an export of `cells` cells into `bits`. Raises EngineError."""
     state = np.frombuffer(payload, np.uint8)
     groups = zip(_streams(layout), _half_rows(layout, state, cells), strict=True)
-    return pack([Group(streams, rows) for streams, rows in groups], bits, state[_beside_rows(layout, cells)])
+    return pack([Group(streams, rows) for streams, rows in groups], bits, state[_other_offsets(layout, cells)])
 
 
 def unpack_range(layouts: Layouts, payload: Payload) -> Payload:
-    """As llama.cpp wrote it; only the rows' sizes have been checked. Raises EngineError."""
+    """The range as llama.cpp wrote it; only sizes are checked. Raises EngineError."""
     layout = layouts.own
     packed = Packed(payload, _streams(layout))
-    beside = _beside_rows(layout, packed.tokens)
-    if len(beside) != len(packed.rest):
+    others = _other_offsets(layout, packed.tokens)
+    if len(others) != len(packed.rest):
         raise EngineError("A stored KV payload has another size than its cell count says.")
     state = np.empty(layout.range_bytes(packed.tokens), np.uint8)
-    state[beside] = packed.rest
+    state[others] = packed.rest
     packed.unpack(list(_half_rows(layouts.of(state), state, packed.tokens)))
     return memoryview(state)
 
@@ -218,7 +217,7 @@ def _half_rows(layout: Layout, state: Bytes, cells: int) -> Iterator[Floats]:
 
 
 @lru_cache(maxsize=16)
-def _beside_rows(layout: Layout, cells: int) -> npt.NDArray[np.intp]:
+def _other_offsets(layout: Layout, cells: int) -> npt.NDArray[np.intp]:
     """Where the bytes are that belong to no row."""
     mask = np.ones(layout.range_bytes(cells), np.uint8)
     for _, rows in layout.rows(mask, cells):
@@ -236,18 +235,18 @@ class Stage:
     memory: Bytes
     _running: set[Future[Any]] = field(default_factory=set)
 
-    def free(self) -> Bytes:
-        """Its memory, once they are done with it."""
+    def claim(self) -> Bytes:
+        """Blocks until no thread uses its memory, and returns that."""
         wait(tuple(self._running))
         return self.memory
 
     def submit(self, threads: Executor, work: Sequence[Callable[[], T]], parts: int) -> list[Future[list[T]]]:
-        """Let threads do this with its memory, in so many parts."""
+        """Let `threads` do `work` on its memory, in `parts` tasks at most."""
         each = -(-len(work) // parts)
         tasks = [threads.submit(_all, work[first : first + each]) for first in range(0, len(work), each)]
         self._running.update(tasks)
         for task in tasks:
-            # Not held for longer: its results are payloads.
+            # A task that is kept keeps its payloads.
             task.add_done_callback(self._running.discard)
         return tasks
 
@@ -267,9 +266,9 @@ class StagedExport:
 
 
 class Staging:
-    """Belongs to the engine's thread. `device` is one of ggml's; None: memory is not pinned.
+    """Belongs to the engine's thread. Without one of ggml's devices, memory is not pinned.
 
-    Memory for chunks of `chunk_bytes` is prepared by a thread of its own.
+    With one, a thread prepares memory for chunks of `chunk_bytes`.
     """
 
     def __init__(self, device: Handle | None, chunk_bytes: int, stage_bytes: int = _STAGE) -> None:
@@ -280,22 +279,21 @@ class Staging:
         memory = memory or [np.empty(stage_bytes, np.uint8) for _ in range(_STAGES)]
         self._stages = cycle([Stage(each) for each in memory])
         """The next one is the one that was used longest ago."""
-        run_anywhere = _any_core()
+        run_anywhere = _initializer()
         self._parts = min(os.cpu_count() or 1, _MOST_THREADS)
         self._threads = ThreadPoolExecutor(self._parts, "emberkeep-staging", initializer=run_anywhere)
         if device:
-            self._payloads.start(_touched, begin=run_anywhere)
+            self._payloads.start(_touch_memory, begin=run_anywhere)
 
     def export(
         self, layout: Layout, borders: Sequence[int], read: Callable[[int, int, Bytes], Bytes], bits: int = 16
     ) -> StagedExport:
-        """The ranges between `borders`. `read` brings the state of a range into memory that it is given, or into
-        memory of its own where that is too small; when this returns, it is not called any more. Raises
-        EngineError."""
+        """The ranges between `borders`. `read` writes a range's state into the memory it is given, or into its own
+        where that is too small. It is not called after this returns. Raises EngineError."""
         exported: list[Future[list[Payload]]] = []
         for span in self._spans(layout, borders):
             stage = next(self._stages)
-            cuts = layout.cuts(read(span[0], span[-1], stage.free()), span, self._payloads.take)
+            cuts = layout.cuts(read(span[0], span[-1], stage.claim()), span, self._payloads.take)
             if bits != 16:
                 sizes = (end - start for start, end in pairwise(span))
                 cuts = [partial(_pack, layout, cut, cells, bits) for cut, cells in zip(cuts, sizes, strict=True)]
@@ -305,22 +303,22 @@ class Staging:
     def load(
         self, layout: Layout, states: Sequence[Bytes], ends: Sequence[int], write: Callable[[int, Bytes], bool]
     ) -> bool:
-        """Put ranges together that follow each other, and `write` them: it is told where each ends, and says
-        whether there was room. What was written stays when it says no."""
+        """Join ranges that follow each other and `write` them: it gets the end of each, and returns whether there
+        was room. What was written stays if there was none."""
         groups = list(self._groups(states, ends))
-        putting = self._join(layout, groups[0][0])
+        join = self._join(layout, groups[0][0])
         for number, (_, end) in enumerate(groups):
-            state, tasks = putting
+            state, tasks = join
             _results(tasks)
             if number + 1 < len(groups):
-                putting = self._join(layout, groups[number + 1][0])
+                join = self._join(layout, groups[number + 1][0])
             if not write(end, state):
-                _results(putting[1])
+                _results(join[1])
                 return False
         return True
 
     def close(self) -> None:
-        """What is still cut out is cut out first."""
+        """Blocks until threads have cut all."""
         self._payloads.close()
         self._threads.shutdown()
         self._stages = cycle(())
@@ -328,7 +326,7 @@ class Staging:
             pinned.close()
 
     def _spans(self, layout: Layout, borders: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Neighbouring ranges whose state together fits a stage, and at least one."""
+        """Borders of ranges that fit a stage together, or of a single range."""
         first = 0
         while first < len(borders) - 1:
             last = first + 1
@@ -341,8 +339,8 @@ class Staging:
             first = last
 
     def _groups(self, states: Sequence[Bytes], ends: Sequence[int]) -> Iterator[tuple[list[Bytes], int]]:
-        """Neighbouring states that together fit a stage, and where they end. The first are fewer: the device has
-        nothing to do until they are put together."""
+        """Neighbouring states that fit a stage together, and where they end. The first group is small: the device
+        waits until it is joined."""
         group: list[Bytes] = []
         most = self._stage_bytes // _FIRST_PART
         for state, end, following in zip(states, ends, [*states[1:], None], strict=True):
@@ -355,7 +353,7 @@ class Staging:
         if len(states) == 1:
             return states[0], []
         stage = next(self._stages)
-        joined, puts = layout.joining(states, stage.free())
+        joined, puts = layout.joining(states, stage.claim())
         return joined, stage.submit(self._threads, puts, self._parts)
 
 
@@ -394,7 +392,7 @@ def _pack(layout: Layout, cut: Callable[[], Payload], cells: int, bits: int) -> 
     return pack_range(layout, cut(), cells, bits)
 
 
-def _touched(size: int) -> Bytes:
+def _touch_memory(size: int) -> Bytes:
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(AttributeError, OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -403,11 +401,11 @@ def _touched(size: int) -> Bytes:
     return memory
 
 
-def _any_core() -> Callable[[], None]:
-    """What a thread does first that this one starts: it may run on any core of the process.
+def _initializer() -> Callable[[], None]:
+    """Returns what a new thread calls first, to run on any core of the process.
 
-    This one may have a core of its own, and it tells its workers by their name (`one_core_each`); a thread has
-    both from the one that starts it.
+    A thread inherits core and name of the one that starts it: here perhaps a single core, and the name by which
+    `one_core_each` finds its workers.
     """
     cores = own_cores()
 

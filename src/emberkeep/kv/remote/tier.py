@@ -28,7 +28,7 @@ from emberkeep.kv.remote.blocks import BlockReader, Place, StoredBlock, Whole, b
 from emberkeep.kv.remote.link import FOLLOWERS, SNAPSHOTS, ForgottenLog, RemoteLink, Unreachable
 from emberkeep.kv.remote.writer import RemoteWriter
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, held_at, place_at, store_name
+from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, chunks_at, place_at, store_name
 from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types.lineage import EXACT_BITS, SHARED, Lineage
 
@@ -144,7 +144,7 @@ class RemoteTier(SharedTier):
         if not self._arrived:
             return frozenset()
         end = self.owner.advance(self.owner.origin(lineage), tokens)
-        path = self.owner.transact(lambda ledger: [chunk.key for chunk in held_at(end)])
+        path = self.owner.transact(lambda ledger: [chunk.key for chunk in chunks_at(end)])
         with self._lock:
             came = frozenset(key for key in path if key in self._arrived)
             for key in came:

@@ -1,6 +1,6 @@
-"""Memory: search it, facts and answers to tell it, saved conversations, taking it along, forgetting it.
+"""These routes search, fill, list, export and forget a user's memory.
 
-Every route concerns one user and no other.
+Each concerns one user and no other.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class AnswerBody(UserFields):
 
 
 def one_owner(body: UserFields, query: UserFields) -> str:
-    """The user may be named in the query or in the body. Raises InvalidField if they differ."""
+    """The owner that the query or the body names. Raises InvalidField if they differ."""
     in_body, in_query = body.to_namespace(), query.to_namespace()
     if in_body and in_query and in_body != in_query:
         raise InvalidField("user_id", "the query and the body name different users: name one.")
@@ -69,7 +69,7 @@ register_path_part("any_text", r"[\s\S]+")  # with slashes and line breaks, as n
 
 
 class OwnerParameters(UserFields):
-    """In the query, where there is no body or not only there."""
+    """Names the user in the query, also beside a body."""
 
     model_config = ConfigDict(strict=False)
 
@@ -111,7 +111,7 @@ def routes(served: Served) -> Routes:
     @routes.get("/v1/memory/export", content=LINES)
     async def export(query: OwnerParameters) -> Response:
         rows = require_memory(backend.memory).export(query.to_namespace())
-        # The status goes out with the first lines: what is wrong from the beginning still gets its own.
+        # The status goes out with the first lines: an error before them still gets its own.
         first = await side.run(_next_lines, rows)
         return StreamingResponse(_export_from(first, rows), media_type="application/x-ndjson")
 
@@ -124,7 +124,7 @@ class Asker:
     side: SideWork
 
     async def __call__(self, work: Callable[[Memory], T]) -> T:
-        """Works with the memory beside the loop. Raises MemoryOff, and what the work raises."""
+        """Runs `work` off the loop. Raises MemoryOff, Overloaded, and what `work` raises."""
         return await self.side.run(work, require_memory(self.backend.memory))
 
 
@@ -179,9 +179,9 @@ def _add_whole_memory(routes: Routes, ask: Asker) -> None:
 
     @routes.get("/v1/memory/stats")
     async def stats(query: OwnerParameters) -> Json:
-        stats = await ask(lambda memory: memory.stats(query.to_namespace()))
+        figures = await ask(lambda memory: memory.stats(query.to_namespace()))
         # Without the size of the file, which depends on other users.
-        return {key: value for key, value in stats.items() if key not in ("bytes", "limit")}
+        return {key: value for key, value in figures.items() if key not in ("bytes", "limit")}
 
     @routes.delete("/v1/memory")
     async def forget(query: ForgetParameters) -> Json:
@@ -200,15 +200,15 @@ def _no_fact(name: str) -> NoSuchEntry:
     return NoSuchEntry(f"No fact is called {name!r}: GET /v1/memory/facts lists those that there are.")
 
 
-def _named_owner(whose: UserFields) -> str:
+def _named_owner(query: UserFields) -> str:
     """The owner, who must be named: a request without one must not forget anything."""
-    if (whose.user_id, whose.llama_user_id, whose.user, whose.safety_identifier) == (None,) * 4:
+    if (query.user_id, query.llama_user_id, query.user, query.safety_identifier) == (None,) * 4:
         raise InvalidField("user_id", "is required; an empty one means everybody who gave no name.")
-    return whose.to_namespace()
+    return query.to_namespace()
 
 
 def _next_lines(rows: Iterator[Mapping[str, Json]]) -> bytes:
-    """The next few, empty at the end."""
+    """The next lines, or none."""
     lines, size = [], 0
     for row in islice(rows, _ROWS):
         lines.append(line(row).encode())
@@ -228,7 +228,7 @@ async def _export_from(lines: bytes, rows: Iterator[Mapping[str, Json]]) -> Asyn
         yield line(failure_of(error).json()).encode()
 
 
-# ── answers ──
+# ── JSON ──
 
 
 def fact_json(fact: Fact) -> dict[str, Json]:
