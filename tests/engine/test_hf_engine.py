@@ -11,7 +11,7 @@ import torch
 
 from emberkeep.engine.base import Outcome, Rows
 from emberkeep.engine.hf.engine import HfEngine
-from emberkeep.engine.hf.pool import BLOCK
+from emberkeep.engine.hf.pool import BLOCK, KvMemory
 from emberkeep.errors import EngineError
 from helpers import tiny_hf
 from helpers.engines import TOKENS, evaluate, exported
@@ -47,15 +47,6 @@ def test_as_many_tokens_fit_as_there_are_cells_however_they_are_shared_out(open_
     lengths.append(256 - sum(lengths))
     batch = [Rows(sequence, 0, TOKENS[:length], False) for sequence, length in enumerate(lengths)]
     assert engine.evaluate(batch) is Outcome.DONE
-
-
-def test_a_closed_engine_holds_no_memory(open_hf):
-    engine = open_hf()
-    evaluate(engine, 0, 0, 50)
-    memory = weakref.ref(engine._memory)
-    engine.close()
-    gc.collect()
-    assert memory() is None
 
 
 # ── failures ──
@@ -147,11 +138,38 @@ def test_more_conversations_than_the_pool_holds_are_all_answered(open_hf, tmp_pa
         assert rig.scheduler.counters.failed == 0
 
 
-def test_a_model_whose_batches_would_be_wrong_is_refused(tmp_path, monkeypatch):
-    """Its own code, run over one sequence alone, is what the engine must agree with."""
+@pytest.fixture
+def pools(monkeypatch):
+    """Those that are still held, though nobody has collected garbage."""
+    held = weakref.WeakSet()
+
+    def opened(*given):
+        held.add(pool := KvMemory(*given))
+        return pool
+
+    monkeypatch.setattr("emberkeep.engine.hf.engine.KvMemory", opened)
+    gc.disable()
+    yield held
+    gc.enable()
+
+
+def test_a_model_whose_batches_would_be_wrong_is_refused(tmp_path, monkeypatch, pools):
+    """Its own code, run over one sequence alone, is what the engine must agree with. Its memory is free at
+    once: the model is run otherwise then."""
     model = tiny_hf.load(tiny_hf.write(tmp_path / "m"))
     layer = model.network.model.layers[1].self_attn
     right = layer.forward
     monkeypatch.setattr(layer, "forward", lambda *a, **k: (torch.flip(right(*a, **k)[0], [1]), None))
     with pytest.raises(EngineError, match="batch of several sequences"):
         HfEngine(model, tiny_hf.settings(), "digest")
+    assert not pools
+
+
+def test_nothing_of_a_closed_engine_waits_to_be_collected(hf_model, pools):
+    engine = HfEngine(hf_model("llama"), tiny_hf.settings(), "digest")
+    evaluate(engine, 0, 0, 50)
+    engine.close()
+    assert not pools
+    left = weakref.ref(engine)
+    del engine
+    assert left() is None

@@ -101,7 +101,11 @@ class HfEngine:
             fingerprint, model, [str(learned.dtype), shapes], weights_digest, stored=settings.stored
         )
         self._facts = self._open_facts()
-        self._steps.choose(self._facts, [self._measure_memory, self._prepare])
+        try:
+            self._steps.choose(self._facts, [self._measure_memory, self._prepare])
+        except EngineError:
+            self._steps.close()  # who computes this model otherwise needs the memory now
+            raise
         graphs = self._steps.graphs
         computed = graphs.layers if graphs else None
         self._fingerprints = {tier: self._identify(tier, layers=computed) for tier in self.attention.available}

@@ -188,9 +188,10 @@ class OwnSteps:
             self.graphs = graphs
 
     def close(self) -> None:
-        """Let go of the model and its state."""
+        """Let go of the engine, the model and its state."""
         self.graphs = None
         self.chores.clear()
+        self._engine = None  # type: ignore[assignment]
         self._network = None  # type: ignore[assignment]
         self._memory = None  # type: ignore[assignment]
         self._learned = None  # type: ignore[assignment]
