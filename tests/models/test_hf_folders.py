@@ -162,6 +162,13 @@ def test_only_what_runs_the_model_is_downloaded(hub: ServedRepo, library: ModelL
     assert set(hub.downloads) == wanted
 
 
+def test_weights_that_are_not_what_the_hub_promised_leave_nothing(hub: ServedRepo, library: ModelLibrary) -> None:
+    hub.promised["model.safetensors"] = "0" * 64
+    with pytest.raises(ModelBroken, match=r"hf:Owner/Tiny-1B/model.safetensors .*SHA-256"):
+        pull("hf:Owner/Tiny-1B", library)
+    assert list(library.list()) == []
+
+
 def test_a_repository_without_safetensors_says_what_else_to_do(hub: ServedRepo, library: ModelLibrary) -> None:
     hub.files = {"config.json": b"{}", "pytorch_model.bin": b"a pickle", "tiny.gguf": b"GGUF"}
     with pytest.raises(ModelError, match=r"holds no model .*hf:Owner/Tiny-1B/file.gguf"):

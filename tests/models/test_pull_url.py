@@ -40,7 +40,13 @@ def test_a_url_is_downloaded_and_installed(served: ServedFile, library: ModelLib
     assert library.get("tiny") == model
 
 
-def test_a_cut_connection_is_continued_where_it_broke(served: ServedFile, library: ModelLibrary) -> None:
+@pytest.mark.parametrize("has_etag", [True, False])
+def test_a_cut_connection_is_continued_where_it_broke(
+    served: ServedFile, library: ModelLibrary, has_etag: bool
+) -> None:
+    """A date serves where there is no ETag."""
+    if not has_etag:
+        served.etag, served.last_modified = None, "Wed, 21 Oct 2015 07:28:00 GMT"
     served.cuts = [1000, 5000]
     assert _pull(served, library).path.read_bytes() == served.content
     assert served.ranges == [None, "bytes=1000-", "bytes=6000-"]
@@ -91,7 +97,12 @@ def test_a_file_that_became_shorter_is_started_over(
     assert _pull(served, library).path.read_bytes() == served.content
 
 
-def test_a_passing_server_error_is_tried_again(served: ServedFile, library: ModelLibrary) -> None:
+def test_a_passing_server_error_is_tried_again_and_a_lasting_one_reported(
+    served: ServedFile, library: ModelLibrary
+) -> None:
+    served.statuses = [503] * hub.ATTEMPTS
+    with pytest.raises(DownloadFailed, match="answered 503"):
+        _pull(served, library)
     served.statuses = [503, 429]
     assert _pull(served, library).path.read_bytes() == served.content
 

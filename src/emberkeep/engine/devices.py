@@ -139,7 +139,7 @@ def _mac_facts() -> dict[str, str]:
 def amd_advice(variables: Mapping[str, str], nodes: Path = _KFD_NODES) -> str | None:
     """One sentence where ROCm needs to be told to take the GPUs here for others of their family; else None.
 
-    It is told for all GPUs of a process at once, so nothing is fields where one of them is known as it is.
+    It is told for all GPUs of a process at once, so nothing is said where one of them is known as it is.
     """
     targets = list(amd_targets(nodes))
     runs_as = {_RUNS_AS.get(target[:-1]) for target in targets}
