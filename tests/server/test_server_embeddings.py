@@ -246,6 +246,12 @@ def test_texts_are_answered_in_the_shape_of_the_server_that_has_them(http: httpx
     assert all(set(each) == {"index", "score", "text"} for each in ranks)
 
 
+def test_the_texts_that_are_shown_are_those_that_were_ranked(http: httpx.Client) -> None:
+    body = {"model": "tiny-rank", "query": "cat?", "texts": ["no"], "documents": DOCUMENTS, "return_text": True}
+    ranks = http.post("/rerank", json=body).json()
+    assert [each["text"] for each in ranks] == [DOCUMENTS[each["index"]] for each in ranks]
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [

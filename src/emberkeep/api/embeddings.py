@@ -170,7 +170,7 @@ class RerankBody(UserFields):
         scores = [logit if self.raw_scores else _sigmoid(logit) for logit in ranked.logits]
         best = sorted(range(len(scores)), key=lambda index: -scores[index])[: self.top_n]
         if self.texts is not None:
-            texts = self.texts if self.return_text else ()
+            texts = self.listed if self.return_text else ()
             shown = {index: {"text": text} for index, text in enumerate(texts)}
             return [{"index": index, "score": scores[index], **shown.get(index, {})} for index in best]
         results = [{"index": index, "relevance_score": scores[index], **self._document(index)} for index in best]
