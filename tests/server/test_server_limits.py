@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from emberkeep.config.settings import Config
+from emberkeep.server import http_server
 from emberkeep.server.middleware import Limits, affordable
 from emberkeep.types.events import TextDelta
 from helpers.scripted_server import HANG, WAIT_S, Running, ScriptedBackend, running, says
@@ -288,11 +289,15 @@ def test_bodies_together_have_a_limit() -> None:
 # ── many connections ──
 
 
-def test_connections_that_ask_nothing_give_way(hasty: Running, connect: Callable[[], socket.socket]) -> None:
+def test_connections_that_ask_nothing_give_way_and_the_log_says_so(
+    hasty: Running, connect: Callable[[], socket.socket], caplog: pytest.LogCaptureFixture
+) -> None:
+    http_server.warn_of_crowd.cache_clear()
     silent = [connect() for _ in range(4 * HASTY.connections)]
     assert is_well(hasty)
     assert hasty.connections <= HASTY.connections + 1
     assert until_closed(silent[0]) == b""
+    assert f"{HASTY.connections} connections are open" in caplog.text
 
 
 def test_uploads_that_do_not_end_give_way(hasty: Running, connect: Callable[[], socket.socket]) -> None:

@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -248,6 +248,7 @@ class BoundedConnection(HttpToolsProtocol):
         else:
             return
         self._on_refusal(CROWDED)
+        warn_of_crowd(self._limits.connections, int(self.loop.time() // 60))
 
     # ── asyncio's callbacks ──
 
@@ -335,6 +336,11 @@ class BoundedConnection(HttpToolsProtocol):
             self.flow.resume_reading()
         self._waiting_since = self.loop.time()
         self._set_timer()
+
+
+@lru_cache(maxsize=1)  # once a minute: a flood would fill the log
+def warn_of_crowd(limit: int, minute: int) -> None:
+    log.warning("%d connections are open: those that have waited longest are closed.", limit)
 
 
 def _raw(failure: Failure) -> bytes:
