@@ -93,6 +93,7 @@ def test_what_a_function_says_of_itself_stands_in_the_document(http: httpx.Clien
     assert set(chat["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     assert set(paths["/metrics"]["get"]["responses"]["200"]["content"]) == {"text/plain"}
     assert "content" not in paths["/health"]["get"]["responses"]["503"]  # an error of its own
+    assert "431" in chat["responses"] and "414" not in chat["responses"]  # a long path is answered as a long head
 
 
 @pytest.fixture

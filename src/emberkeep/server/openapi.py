@@ -23,10 +23,9 @@ _ERRORS = {
     405: "The path takes other methods.",
     408: "The body did not arrive in time.",
     413: "The body or the prompt is too large.",
-    414: "The path and query are too long.",
     415: "The body is compressed.",
     429: "This user has too many requests running; Retry-After says when to try again.",
-    431: "The headers are too large or too many.",
+    431: "The path or the headers are too large.",
     500: "Something broke; the server's log says what.",
     502: "The model runs elsewhere, and did not answer.",
     503: "The queue is full, too many connections are open, the server is stopping, or a model elsewhere is down; "
