@@ -235,6 +235,14 @@ def test_what_a_coding_agent_sends_is_taken(http: httpx.Client, backend: Scripte
     assert len(backend.last.breakpoints) == 3
 
 
+def test_its_threads_send_everything_again(claude: anthropic.Anthropic, backend: ScriptedBackend) -> None:
+    thread = claude.beta.messages.thread(model="default", max_tokens=64)
+    for text in ("Hello", "And?", "Well?"):
+        thread.send({"role": "user", "content": text})
+    assert [message.role for message in backend.last.messages] == ["user", "assistant"] * 2 + ["user"]
+    assert len(backend.requests) == 3
+
+
 # ── what goes wrong ──
 
 
