@@ -135,6 +135,7 @@ def test_thinking_that_is_not_to_be_shown_leaves_its_signature() -> None:
     said = (ReasoningDelta(0, "It may "), ReasoningDelta(0, "rain."), TextDelta(0, "Rain."), STOP)
     events = streamed(*said, envelope=envelope)
     deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert events[1]["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
     assert deltas[0] == {"type": "signature_delta", "signature": pack_reasoning("It may rain.")}
     assert whole(*said, envelope=envelope)["content"][0] == {
         "type": "thinking",

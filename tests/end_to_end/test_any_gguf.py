@@ -43,6 +43,9 @@ def test_each_adapter_finds_its_own_state_after_a_restart_and_no_other(tmp_path:
     assert all(reply.cached_tokens >= reply.prompt_tokens - 1 for reply in again)
     assert [reply.text for reply in again] == [reply.text for reply in first]
     assert first[0].text != first[1].text
+    with serve(model, data, *ways[2]) as server:
+        (adapter,) = details(server)["lora"]
+    assert (adapter["file"], adapter["scale"], len(adapter["sha256"])) == ("lora.gguf", 0.5, 64)
 
 
 def test_each_type_of_state_finds_its_own_after_a_restart_and_no_other(tmp_path: Path) -> None:
