@@ -215,11 +215,11 @@ def saved_conversations(
     db: apsw.Connection, owner: str, *, limit: int = 1, name: str | None = None
 ) -> list[SavedConversation]:
     """The latest first, without their messages; with them the one that is called `name`."""
-    sql = """SELECT c.id, c.name, title, model, created, updated,
-                    (SELECT count(*) FROM messages AS m WHERE m.conversation = c.id)
-             FROM conversations AS c JOIN owners AS o ON o.id = c.owner
-             WHERE o.name = ?1 AND title IS NOT NULL AND (?2 IS NULL OR c.name = ?2)
-             ORDER BY updated DESC, c.id DESC LIMIT ?3"""
+    sql = f"""SELECT c.id, c.name, title, model, created, updated,
+                     (SELECT count(*) FROM messages AS m WHERE m.conversation = c.id)
+              FROM conversations AS c JOIN owners AS o ON o.id = c.owner
+              WHERE o.name = ?1 AND title IS NOT NULL {"AND c.name = ?2" if name is not None else ""}
+              ORDER BY updated DESC, c.id DESC LIMIT ?3"""
     found = []
     wanted = encodable(name) if name is not None else None
     for id_, called, title, model, created, updated, count in rows(db, sql, owner, wanted, limit):
