@@ -17,9 +17,9 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 TO_THE_FIRST_FRAME = 67
 TO_THE_DURABLE_CHUNK = 77
-"""Files of the package that run: 67 and 77, of 25,000 lines in all, so no file of 450 lines could hold many more of
-them. One more is one more that a reader has to open: is it worth that? On a busy machine the engine may be further
-when the first frame is written."""
+"""Files of the package that run: 67 and 77, of 25,000 lines in all, so no file of 450 lines could hold many more
+of them. One more is one more that a reader has to open: is it worth that? On a busy machine the engine may be
+further when the first frame is written."""
 
 
 @pytest.fixture(scope="module")
