@@ -155,9 +155,11 @@ def test_a_model_is_tried_without_flash_attention_in_a_child_and_what_came_of_it
     assert trial.survives_without_flash(model_file("dense"), "good", tmp_path)
     (tmp_path / "bad.gguf").write_bytes(model_file("dense").read_bytes()[:2000])
     assert not trial.survives_without_flash(tmp_path / "bad.gguf", "bad", tmp_path)
+    remembered = {path: path.read_bytes() for path in tmp_path.iterdir()}
     monkeypatch.setattr(trial, "_try", None)
     assert trial.survives_without_flash(model_file("dense"), "good", tmp_path)
     assert not trial.survives_without_flash(tmp_path / "bad.gguf", "bad", tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == remembered
 
 
 def test_a_child_that_cannot_be_had_says_nothing_about_flash_attention(model_file, monkeypatch, tmp_path):

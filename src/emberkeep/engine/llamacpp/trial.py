@@ -188,9 +188,10 @@ def survives_without_flash(path: Path, weights_digest: str, verdicts: Path | Non
     Tried once, as by `prove_model`, and blocks as that does. A failure is remembered too: no one has to mend it.
     """
     verdict = _verdict(verdicts, library_in_use(), weights_digest, _NO_FLASH)
+    if verdict.read(_FAILS) is not None:
+        return False
     try:
-        reason = None if verdict.read(_FAILS) is None else "failed before"
-        reason = reason or _reason(_MODEL_S, library_in_use(), path, _NO_FLASH, verdict)
+        reason = _reason(_MODEL_S, library_in_use(), path, _NO_FLASH, verdict)
     except EngineError as error:
         log.debug("%s", error)
         return False
