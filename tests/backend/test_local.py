@@ -78,7 +78,7 @@ def test_one_of_two_choices_that_fails_ends_its_request_and_no_other(backend, en
             return push(stream, token, logprob)
 
         monkeypatch.setattr(TextStream, "push", fail)
-        both = Request(prompt=ASKED.prompt, sampling=Sampling(seed=1), max_tokens=6, n=2)
+        both = Request(prompt=ASKED.prompt, sampling=Sampling(seed=1), max_tokens=6, n=2, stop=("\0",))
         told = await asyncio.gather(outcome(backend, both), outcome(backend, OTHER))
         return [*told, expected]
 

@@ -255,15 +255,15 @@ def store(tmp_path):
 
 
 def test_an_answer_that_comes_back_as_text_gets_the_ids_that_were_sampled_for_its_user(store):
-    look = StoredText(store, RecentAnswers(4), VOCAB, Lineage("alice"))
+    look = StoredText(store, RecentAnswers(4, VOCAB), VOCAB, Lineage("alice"))
     assert replayed(look, QUESTION.tolist(), "then") == tuple(ANSWER)
     assert VOCAB.tokenize("then") != ANSWER
-    theirs = StoredText(store, RecentAnswers(4), VOCAB, Lineage("bob"))
+    theirs = StoredText(store, RecentAnswers(4, VOCAB), VOCAB, Lineage("bob"))
     assert replayed(theirs, QUESTION.tolist(), "then") == ()
 
 
 def test_once_a_prompt_has_left_the_store_nothing_is_replayed(store):
-    look = StoredText(store, RecentAnswers(4), VOCAB, Lineage("alice"))
+    look = StoredText(store, RecentAnswers(4, VOCAB), VOCAB, Lineage("alice"))
     changed = [*QUESTION[:100].tolist(), 1, *QUESTION[101:].tolist()]
     assert replayed(look, changed, "then") == ()
     assert replayed(look, [*changed, *ANSWER], "then") == ()
@@ -272,13 +272,13 @@ def test_once_a_prompt_has_left_the_store_nothing_is_replayed(store):
 def test_long_prompts_are_followed(store):
     long = prompt(3000, seed=9)
     put(store, long, namespace="alice", sampled=((0, 128),))
-    look = StoredText(store, RecentAnswers(4), VOCAB, Lineage("alice"))
+    look = StoredText(store, RecentAnswers(4, VOCAB), VOCAB, Lineage("alice"))
     tail = "".join(map(chr, long[2900:]))
     assert replayed(look, long[:2900].tolist(), tail) == tuple(long[2900:].tolist())
 
 
 def test_an_answer_is_replayed_before_the_store_has_it(store):
-    recent = RecentAnswers(2)
+    recent = RecentAnswers(2, VOCAB)
     asked = prompt(60, seed=11)
     whole = np.array([*asked, *ANSWER], np.int32)
     recent.add(Lineage("alice"), whole, (60, 64))
@@ -292,7 +292,7 @@ def test_an_answer_is_replayed_before_the_store_has_it(store):
 
 
 def test_a_special_token_that_was_sampled_is_not_replayed_for_a_text_that_looks_like_it(store):
-    recent, end = RecentAnswers(2), VOCAB.specials["<|im_end|>"]
+    recent, end = RecentAnswers(2, VOCAB), VOCAB.specials["<|im_end|>"]
     sampled = [*ANSWER, end, *ANSWER]
     recent.add(Lineage("alice"), np.array([*QUESTION, *sampled], np.int32), (140, 140 + len(sampled)))
 
@@ -310,7 +310,7 @@ def test_an_answer_is_found_again_whatever_characters_it_has(store, odd):
     asked = prompt(60, seed=11)
     whole = np.array([*asked, *answer], np.int32)
     put(store, whole, namespace="alice", sampled=((60, len(whole)),))
-    look = StoredText(store, RecentAnswers(2), VOCAB, Lineage("alice"))
+    look = StoredText(store, RecentAnswers(2, VOCAB), VOCAB, Lineage("alice"))
     ids = PromptTokenizer(VOCAB).encode(f"{odd}then{odd}", replay=look.replay, before=asked.tolist())
     assert ids == whole.tolist()
 
@@ -344,7 +344,7 @@ def test_with_or_without_a_store_a_text_has_the_same_ids(prompts, size, kind):
     tokenizer = PromptTokenizer(vocab)
     for message, is_quoted, as_ids in prompts:
         written = QUOTING.quote(message) if is_quoted else SeamedText(message)
-        look = StoredText(store, RecentAnswers(4), vocab, EXACT)
+        look = StoredText(store, RecentAnswers(4, vocab), vocab, EXACT)
         ids = PromptTokenizer(vocab).tokenize(written).ids
         assert tokenizer.tokenize(written, replay=look.replay).ids == ids
         sent = [*message.encode()] if as_ids else ids

@@ -1,15 +1,16 @@
 """The choices of one request: how their tokens are drawn, tokens in on the engine's thread, and events out for the
 task that reads them.
 
-Events are handed over once per step, all together, just before the engine computes and lets go of the interpreter:
-the readers then work while it computes, and neither waits for the other.
+Tokens are handed over once per step, all together, just before the engine computes and lets go of the interpreter:
+the readers then work while it computes, and neither waits for the other. A reader makes text of all tokens that
+have come; only where text may end an answer (a stop string) the engine's thread does, token by token.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -19,6 +20,7 @@ from emberkeep.chat.output import TextStream, open_reasoning
 from emberkeep.chat.prompt import Prompt
 from emberkeep.errors import EmberkeepError
 from emberkeep.latest import Latest
+from emberkeep.sched.lifetimes import explained
 from emberkeep.sched.sampler_chain import Breakers, Chain, ChainedSampler, find_breakers
 from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.sequence_state import Ending, EndReason
@@ -48,7 +50,6 @@ class Ended:
 
     index: int
     ending: Ending
-    reasoning_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,9 @@ class Full:
     index: int
 
 
-Item = Event | Ended | Full | EmberkeepError
+Sampled = tuple[int, int, TokenLogprob | None]
+"""The index of a choice, and a token of it."""
+Item = Event | Sampled | Ended | Full | EmberkeepError
 
 
 @dataclass(slots=True)
@@ -71,7 +74,7 @@ class ScoredEcho:
 
 
 class Choice:
-    """The output of a sequence: tokens in, events out. Lives on the engine's thread."""
+    """The output of a sequence: tokens in, on the engine's thread; events out, on the reader's (`read`, `finish`)."""
 
     def __init__(
         self,
@@ -108,6 +111,9 @@ class Choice:
         if self._echo is not None:
             self._tell_echo(self._echo)
         self._tokens += 1
+        if not self._stream.may_stop:
+            self._channel.put((self._index, token, logprob), wake=self._in_pieces)
+            return False
         events, stop = self._stream.push(token, logprob)
         for event in events:
             self._channel.put(event, wake=self._in_pieces)
@@ -126,12 +132,21 @@ class Choice:
     def ended(self, ending: Ending) -> None:
         if self._echo is not None:
             self._tell_echo(self._echo)
-        events = self._stream.finish(cut=ending.reason is EndReason.LENGTH)
         self._over()
-        for event in events:
-            self._channel.put(event)
-        self._channel.put(Finished(self._index, self._finish_reason(ending), self._stream.stop))
-        self._channel.put(Ended(self._index, ending, self._stream.reasoning_tokens))
+        self._channel.put(Ended(self._index, ending))
+
+    def read(self, tokens: Iterable[Sampled]) -> list[Event]:
+        """Of an answer that nothing in its text may end."""
+        return self._stream.push_together([(token, logprob) for _, token, logprob in tokens])
+
+    def finish(self, ending: Ending) -> list[Event]:
+        """The last events: the engine's thread is done with it."""
+        events = self._stream.finish(cut=ending.reason is EndReason.LENGTH)
+        return [*events, Finished(self._index, self._finish_reason(ending), self._stream.stop)]
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return self._stream.reasoning_tokens
 
     def _tell_echo(self, echo: ScoredEcho) -> None:
         self._echo = None
@@ -154,23 +169,47 @@ class Choice:
         return FinishReason.LENGTH if is_cut else FinishReason.STOP
 
 
-async def until_completed(channel: Channel[Item], choices: int) -> AsyncIterator[Event | Full]:
+async def until_completed(channel: Channel[Item], choices: Sequence[Choice]) -> AsyncIterator[Event | Full]:
     """The events of all choices, with `Completed` at the end. Raises what a choice failed with."""
-    endings: list[Ended] = []
-    while len(endings) < choices:
-        item = await channel.take()
-        if isinstance(item, EmberkeepError):
-            raise item
+    endings: dict[int, Ending] = {}
+    while len(endings) < len(choices):
+        for item in _read(await channel.take(), choices):
+            if isinstance(item, EmberkeepError):
+                raise item
+            if isinstance(item, Ended):
+                endings[item.index] = item.ending
+            else:
+                yield item
+    yield _completed([endings[index] for index in range(len(choices))], choices)
+
+
+def _read(items: Iterable[Item], choices: Sequence[Choice]) -> list[Event | Ended | Full | EmberkeepError]:
+    """What has come, with what each choice makes of it. Never raises."""
+    try:
+        return list(_together(items, choices))
+    except Exception as error:
+        return [explained(error)]
+
+
+def _together(items: Iterable[Item], choices: Sequence[Choice]) -> Iterator[Event | Ended | Full | EmberkeepError]:
+    tokens: list[list[Sampled]] = [[] for _ in choices]
+    for item in (*items, None):
+        if isinstance(item, tuple):
+            tokens[item[0]].append(item)
+            continue
+        for choice, sampled in zip(choices, tokens, strict=True):
+            if sampled:
+                yield from choice.read(sampled)
+                sampled.clear()
         if isinstance(item, Ended):
-            endings.append(item)
-        else:
+            yield from choices[item.index].finish(item.ending)
+        if item is not None:
             yield item
-    yield _completed(sorted(endings, key=lambda ended: ended.index))
 
 
-def _completed(endings: list[Ended]) -> Completed:
-    first = endings[0].ending
-    each = [ended.ending.timings for ended in endings]
+def _completed(endings: Sequence[Ending], choices: Sequence[Choice]) -> Completed:
+    first = endings[0]
+    each = [ending.timings for ending in endings]
     timings = replace(
         first.timings,
         predicted_n=sum(one.predicted_n for one in each),
@@ -182,7 +221,7 @@ def _completed(endings: list[Ended]) -> Completed:
         prompt_tokens=first.lookup.prompt_tokens,
         completion_tokens=timings.predicted_n,
         cached_tokens=timings.cache_n,
-        reasoning_tokens=sum(ended.reasoning_tokens for ended in endings),
+        reasoning_tokens=sum(choice.reasoning_tokens for choice in choices),
         accepted_prediction_tokens=timings.draft_n_accepted,
         rejected_prediction_tokens=timings.draft_n - timings.draft_n_accepted,
     )
@@ -284,12 +323,12 @@ class Channel(Generic[T]):
         if wake:
             self._outbox.add(self._loop, self._ready)
 
-    async def take(self) -> T:
-        """The next item, in order."""
+    async def take(self) -> list[T]:
+        """Everything that has come, in order; waits for something."""
         while not self._items:
             self._ready.clear()
             await self._ready.wait()
-        return self._items.popleft()
+        return [self._items.popleft() for _ in range(len(self._items))]
 
 
 def _set_all(events: list[asyncio.Event]) -> None:

@@ -227,7 +227,7 @@ class LocalBackend:
                 for index in range(request.n):
                     yield TextDelta(index, prompt.text)
             noting = self._start_noting(request, prompt, [sequence for sequence, _ in sequences], asked_at)
-            async for event in until_completed(channel, len(sequences)):
+            async for event in until_completed(channel, [choice for _, choice in sequences]):
                 if isinstance(event, Full):
                     sequence, _ = sequences[event.index]
                     conversation = await asyncio.to_thread(self._make_room, sequence, conversation)

@@ -40,7 +40,8 @@ class OutputOptions:
 
 
 class TextStream:
-    """One choice of one request. Not thread-safe; `push` is called for every token, `finish` once."""
+    """One choice of one request. Not thread-safe; `push` is called for every token (or `push_together` for some),
+    `finish` once."""
 
     def __init__(self, vocab: Vocab, options: OutputOptions, *, index: int = 0) -> None:
         self._pieces = vocab.pieces
@@ -50,6 +51,8 @@ class TextStream:
         self._stops = StopScanner(options.stop)
         self._lines = options.lines
         tools = {tool.name: tool for tool in options.tools}
+        self.may_stop = bool(options.stop or options.lines or options.one_call or options.no_repeats)
+        """Whether something in its text may end the answer."""
         self._sections = None if options.raw else Sections(tools, options.reasoning, framing(vocab))
         self._reasoning_format = options.reasoning_format
         self._one_call = options.one_call
@@ -97,9 +100,19 @@ class TextStream:
 
     def push(self, token_id: int, logprob: TokenLogprob | None = None) -> tuple[list[Event], bool]:
         """Events that became certain, and whether generation should stop here (then call `finish`)."""
+        text = self._decode(token_id, logprob)
+        return (self._pass_on(text), self._is_over) if text else ([], False)
+
+    def push_together(self, sampled: Iterable[tuple[int, TokenLogprob | None]]) -> list[Event]:
+        """As `push` for each, where nothing may end the answer: what they say comes in one piece."""
+        text = "".join([self._decode(token_id, logprob) for token_id, logprob in sampled])
+        return self._pass_on(text) if text else []
+
+    def _decode(self, token_id: int, logprob: TokenLogprob | None) -> str:
+        """The characters that became certain."""
         if token_id in self._hidden:
             self._ends.append(self._decoded)
-            return [], False
+            return ""
         start = self._decoded
         text = self._decoder.decode(self._pieces[token_id])
         self._decoded += len(text)
@@ -107,7 +120,7 @@ class TextStream:
         end = self._decoded + bool(self._decoder.getstate()[0])
         self._ends.append(end)
         self._waiting.append(_Sampled(token_id, logprob, start, end))
-        return (self._pass_on(text), self._is_over) if text else ([], False)
+        return text
 
     def finish(self, *, cut: bool = False) -> list[Event]:
         """What was held back. `cut`: the answer had to end here (max_tokens, the context)."""

@@ -251,8 +251,9 @@ def stored_ids(
             is_whole = is_first and int(chunk.tokens[index]) in specials
             if (offset in borders and sampled > most) or is_whole:
                 best, most = (tuple(ids), offset), sampled
-            for group in chunk.branches.get(index, {}).values():
-                todo += ((child, 0, offset, tuple(ids), sampled) for child in group if cursor.sees(child))
+            for first, group in chunk.branches.get(index, {}).items():
+                if 0 <= first < len(pieces) and text.startswith(pieces[first], offset):
+                    todo += ((child, 0, offset, tuple(ids), sampled) for child in group if cursor.sees(child))
             stop, is_sampled = _run(chunk, index, specials)
             run = chunk.tokens[index:stop].tolist()
             if max(run, default=len(pieces)) >= len(pieces):

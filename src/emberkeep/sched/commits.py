@@ -27,6 +27,7 @@ from emberkeep.sched.sequence_state import NewChunk, Save
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.lineage import EXACT_BITS, Lineage
 from emberkeep.types.models import Vocab
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")
 
@@ -278,7 +279,7 @@ class StoredText:
         left_the_store = self._cursor.position < self._count
         self._take(ids)
         before = self._ids[: self._count]
-        found = self._recent.replay(self._lineage, before, text, start, borders, self._pieces)
+        found = self._recent.replay(self._lineage, before, text, start, borders)
         if found[0] or left_the_store:
             return found
         self._cursor = self._store.advance(self._cursor, before)
@@ -299,44 +300,51 @@ class StoredText:
 class RecentAnswers:
     """Added to by the engine's thread, read by any."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, vocab: Vocab) -> None:
         self._limit = limit
-        self._latest_first: tuple[Chunk, ...] = ()
+        self._pieces = vocab.pieces
+        self._specials = np.fromiter(vocab.specials.values() if vocab.splits_at_specials else (), np.int32)
+        self._latest_first: tuple[_Answered, ...] = ()
 
     def add(self, lineage: Lineage, tokens: TokenArray, answer: Span) -> None:
         """`tokens` is a whole sequence, of which [answer) was sampled."""
         known = Chunk(key=ROOT, parent=None, take=0, tokens=tokens.copy(), lineage=lineage)
         known.sampled = (answer,)
+        (specials,) = np.isin(tokens[: answer[0]], self._specials).nonzero()
+        answered = _Answered(known, int(specials[-1]) + 1 if len(specials) else 0)
         # One assignment of a new tuple: readers need no lock.
-        self._latest_first = (known, *self._latest_first[: self._limit - 1])
+        self._latest_first = (answered, *self._latest_first[: self._limit - 1])
 
     def forget(self, owners: Container[str]) -> None:
         """On the engine's thread: what is added later is of answers that were not being written before."""
-        kept = (s for s in self._latest_first if s.lineage.owner not in owners)
+        kept = (s for s in self._latest_first if s.known.lineage.owner not in owners)
         self._latest_first = tuple(kept)
 
-    def replay(
-        self,
-        lineage: Lineage,
-        ids: TokenArray,
-        text: bytes,
-        start: int,
-        borders: Set[int],
-        pieces: Items[bytes],
-    ) -> Replayed:
+    def replay(self, lineage: Lineage, ids: TokenArray, text: bytes, start: int, borders: Set[int]) -> Replayed:
         """As `KvStore.replay`, for an answer that came after exactly `ids`."""
         ends = _in_order(frozenset(borders))
         at = bisect_right(ends, start)
         # What comes before an answer has at most a token a byte.
         furthest = len(ids) + (ends[at] - start if at < len(ends) else 0)
-        for known in self._latest_first:
-            if not len(ids) <= known.sampled[0][0] <= furthest:
+        for each in self._latest_first:
+            known, begin = each.known, each.known.sampled[0][0]
+            if not each.since <= len(ids) <= begin <= furthest or len(ids) >= len(known.tokens):
+                continue
+            # Asked at every stretch of a prompt: most are told apart by one token.
+            if not text.startswith(self._pieces[known.tokens[len(ids)]], start):
                 continue
             if lineage.sees(known.lineage) and _begins_with(known.tokens, ids):
-                found = stored_ids(Cursor(known, len(ids), lineage), text, start, borders, pieces)
+                found = stored_ids(Cursor(known, len(ids), lineage), text, start, borders, self._pieces)
                 if found[0]:
                     return found
         return (), start
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    known: Chunk
+    since: int
+    """Where the stretch of text begins in which the answer does."""
 
 
 @lru_cache(maxsize=8)
@@ -346,7 +354,6 @@ def _in_order(borders: frozenset[int]) -> tuple[int, ...]:
 
 
 def _begins_with(tokens: TokenArray, ids: TokenArray) -> bool:
-    """Asked at every stretch of a prompt: most are told apart by their last token."""
     count = len(ids)
     if count > len(tokens) or (count and tokens[count - 1] != ids[-1]):
         return False

@@ -22,8 +22,8 @@ from emberkeep.values import dataclass
 
 PATH_TOKENS = 512
 """How far a stored path is followed."""
-_LONGEST_REST = 3
-"""Steps in a row in which nothing is looked for."""
+LONGEST_REST = 3
+"""Steps in a row in which nothing is looked for after a draft that was of no use."""
 _SURE = 16
 """What so many tokens have matched is not looked for elsewhere."""
 _KNOWN_PLACE = 2
@@ -110,7 +110,6 @@ class SequenceDrafts:
         """How many sampled tokens are in it."""
         self._in_vain = self._steps_without = 0
         """How often in a row what was found was of no use, and how many steps nothing is looked for."""
-        self._has_looked = False
         self._prediction = _KnownText(DraftSource.PREDICTION, np.array(prompt.prediction, np.int32))
         self._prediction.expect()
         self._path: _Path | None = _Path(corpus.path(self._lineage, prompt.tokens, PATH_TOKENS))
@@ -123,14 +122,16 @@ class SequenceDrafts:
             if count := self._sampler.count_allowed(draft.tokens[: self._count_usable(draft.tokens)]):
                 yield replace(draft, tokens=draft.tokens[:count], agreement=draft.agreement[:count])
 
-    def was_used(self, is_used: bool) -> None:
+    def has_rested(self) -> bool:
+        """Whether something is to be looked for in this step."""
+        self._steps_without -= 1
+        return self._steps_without < 0
+
+    def was_used(self, is_used: bool, longest_rest: int = LONGEST_REST) -> None:
         """Whether the latest drafts were worth a step. While they are not, there are steps in which nothing is
         looked for: looking takes time, too."""
-        if is_used:
-            self._in_vain = self._steps_without = 0
-        elif self._has_looked:
-            self._in_vain = min(self._in_vain + 1, 2 * _LONGEST_REST)
-            self._steps_without = self._in_vain // 2
+        self._in_vain = 0 if is_used else self._in_vain + 1
+        self._steps_without = min((1 << min(self._in_vain, 16)) // 4, longest_rest)
 
     def _count_usable(self, tokens: TokenArray) -> int:
         """How many come before the end of the answer, and are tokens of this model: files may hold anything."""
@@ -139,7 +140,6 @@ class SequenceDrafts:
         return next(ends, len(tokens))
 
     def _sources(self, text: TokenArray, sampled: int, limit: int) -> Iterator[Draft]:
-        self._has_looked = False
         if forced := self._sampler.forced_tokens(limit):
             yield _assumed(np.array(forced, np.int32), DraftSource.GRAMMAR, len(forced))
             return
@@ -154,11 +154,7 @@ class SequenceDrafts:
                 yield draft
                 if draft.matched >= _SURE and len(draft.tokens) == limit:
                     return
-        if self._steps_without:
-            self._steps_without -= 1
-        else:
-            self._has_looked = True
-            yield from self._found(text[-MAX_MATCH:], limit)
+        yield from self._found(text[-MAX_MATCH:], limit)
 
     def _found(self, latest: TokenArray, limit: int) -> Iterator[Draft]:
         for text in (self._prediction, self._context):

@@ -33,6 +33,8 @@ log = logging.getLogger("emberkeep.sched")
 
 _WARM_AFTER = 2
 """Turns of its conversation after which a branch that was left alone leaves the engine."""
+_RECENT = 64
+"""Answers that are remembered, at most: the store has the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class SchedulerParts:
         self.speculation = Speculation(engine, store.corpus, settings.draft_max, self.draft)
         self.calibration = Calibration(engine, self._bytes_of_others)
         self.counters = SchedulerCounters()
-        self.recent = RecentAnswers(4 * settings.parallel)
+        self.recent = RecentAnswers(min(4 * settings.parallel, _RECENT), engine.vocab)
         self.timeline = Timeline()
 
     def _bytes_of_others(self) -> int:
@@ -362,9 +364,9 @@ class Endings:
 
     def _tell(self, output: SequenceOutput | None, error: Exception) -> None:
         """Never raises."""
-        explained = _explained(error)
+        shown = explained(error)
         if output is not None:
-            insist(lambda: output.failed(explained), "telling that a request failed")
+            insist(lambda: output.failed(shown), "telling that a request failed")
 
 
 def _ending(sequence: Sequence, reason: EndReason, saved_s: float) -> Ending:
@@ -387,7 +389,7 @@ def _ending(sequence: Sequence, reason: EndReason, saved_s: float) -> Ending:
     return Ending(reason, timings, lookup, sequence.slot)
 
 
-def _explained(error: Exception) -> EmberkeepError:
+def explained(error: Exception) -> EmberkeepError:
     """The error that a client gets. Errors that are not ours are for the log."""
     if isinstance(error, EmberkeepError):
         return error

@@ -18,8 +18,9 @@ from time import perf_counter
 
 from emberkeep.engine.base import Engine
 from emberkeep.kv.corpus import TokenCorpus
+from emberkeep.kv.policy import Rate
 from emberkeep.sched.draft_model import DraftModel
-from emberkeep.sched.drafts import Acceptance, Draft, SequenceDrafts
+from emberkeep.sched.drafts import LONGEST_REST, Acceptance, Draft, SequenceDrafts
 from emberkeep.sched.sequence import Sequence as Running
 from emberkeep.types.models import LENGTH_BUCKETS, DraftSource, SourceStats, SpeculationStats
 from emberkeep.values import dataclass
@@ -30,6 +31,8 @@ _WORTH = 1.03
 """Drafting has to give so many times the tokens per second: measurements are not exact, and it takes time, too."""
 _WORTH_BESIDE = 0.02
 """And so much more for each other sequence: steps were measured with one, and beside others rows cost more."""
+_LOOKING = 0.03
+"""The share of a step's time in which drafts are looked for while what is found is of no use."""
 _CERTAIN = 0.995
 _PRIOR = 8.0
 """As many expected tokens count as if they had been accepted."""
@@ -68,6 +71,8 @@ class Speculation:
         self._rates: defaultdict[_Kind, Acceptance] = defaultdict(lambda: Acceptance(_PRIOR, _PRIOR))
         self._tallies: dict[DraftSource, _Tally] = {}
         self._steps = 0
+        self._looks = Rate()
+        """For how many sequences a second something can be looked for."""
 
     def prepare(self, sequence: Running) -> None:
         """A request has come, for which something may be drafted soon. Never raises."""
@@ -88,8 +93,9 @@ class Speculation:
         room = min(room, self._rows)
         if self._reason or not decoding or room < 1:
             return {}
-        drafts = {s: chosen for s in decoding if (chosen := self._propose(s, room)) is not None}
-        if not drafts and self._model is None:
+        looking = [s for s in decoding if s.drafts is None or s.drafts.has_rested()]
+        drafts = self._found(looking, room) if looking else {}
+        if not drafts and self._model is None and not looking:
             return {}
         depth = sum(s.computed for s in decoding) // len(decoding)
         step = StepCost(self._seconds, len(decoding), beside, room, depth)
@@ -97,12 +103,11 @@ class Speculation:
             with _logged("the draft model was not asked"):
                 limits = {s: limit for s in decoding if (limit := self._limit(s, room)) > 0}
                 drafts |= self._model.ask(limits, drafts, step)
-        if not drafts:
-            return {}
-        counts, _ = _share(drafts, step)
-        for sequence in drafts.keys() - counts.keys():
-            if sequence.drafts is not None:
-                sequence.drafts.was_used(False)
+        counts = _share(drafts, step)[0] if drafts else {}
+        longest_rest = self._longest_rest(step) if len(counts) < len(looking) else 0
+        for sequence in looking:
+            if sequence.drafts is not None and sequence not in counts:
+                sequence.drafts.was_used(False, max(longest_rest, LONGEST_REST if sequence in drafts else 0))
         kept = {s: Chosen(drafts[s].draft, count, drafts[s].chances[:count]) for s, count in counts.items()}
         self._steps += bool(kept)
         return kept
@@ -139,6 +144,18 @@ class Speculation:
     def _seconds(self, rows: int, depth: int, outputs: int) -> float:
         seconds = self._engine.step_seconds(rows, depth, outputs)
         return seconds if seconds is not None else 0.01 * (0.6 + 0.4 * rows)
+
+    def _longest_rest(self, step: StepCost) -> int:
+        """After how many steps at the latest something is looked for again, so that it takes little of their time,
+        however many sequences there are."""
+        seconds = step.seconds(step.decoding + step.beside, step.depth, step.decoding)
+        return int(self._looks.seconds(step.decoding) / (_LOOKING * seconds))
+
+    def _found(self, looking: Sequence[Running], room: int) -> dict[Running, Chosen]:
+        begin = perf_counter()
+        found = {s: chosen for s in looking if (chosen := self._propose(s, room)) is not None}
+        self._looks.measure(len(looking), perf_counter() - begin)
+        return found
 
     def _limit(self, sequence: Running, room: int) -> int:
         if not sequence.request.may_speculate or not sequence.sampled_count:
