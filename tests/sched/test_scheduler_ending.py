@@ -287,7 +287,7 @@ def test_memory_that_runs_out_while_loading_costs_the_reuse_and_no_file(stored):
         assert rig.run(PROMPT).lookup.cold_tokens > 0
 
 
-SKELETON = ["_take_commands", "_has_work", "_act_when_idle", "_admit", "_steps", "after_step", "_check_slots"]
+SKELETON = ["_take_commands", "_has_work", "_act_when_idle", "_admit", "_steps", "flush", "_check_slots"]
 
 
 def breaks(error: BaseException):
@@ -349,13 +349,13 @@ def test_those_who_cannot_be_woken_are_woken_again() -> None:
     """At the end of everything, what was told must get through."""
     rig, woken = Rig(), []
 
-    def once() -> None:
+    def once(hurry: bool) -> None:
         woken.append(1)
         if len(woken) == 1:
             raise MemoryError
 
     rig.scheduler._admit = breaks(RuntimeError("a bug"))
-    rig.scheduler.after_step = once
+    rig.scheduler.flush = once
     ended = rig.start(PROMPT).wait()
     rig.scheduler._running.result(PATIENCE)
     assert ended.error is not None
@@ -367,12 +367,12 @@ def test_a_flush_that_fails_once_harms_no_request() -> None:
     with Rig() as rig:
         failed = []
 
-        def once() -> None:
+        def once(hurry: bool) -> None:
             if not failed:
                 failed.append(1)
                 raise MemoryError
 
-        rig.scheduler.after_step = once
+        rig.scheduler.flush = once
         assert rig.run(PROMPT).answer == reference(PROMPT)
         assert failed
 

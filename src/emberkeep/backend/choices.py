@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from time import monotonic
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from emberkeep.backend.limits import Permit
@@ -74,7 +75,8 @@ class ScoredEcho:
 
 
 class Choice:
-    """The output of a sequence: tokens in, on the engine's thread; events out, on the reader's (`read`, `finish`)."""
+    """The output of a sequence: tokens in, on the engine's thread; events out, on the reader's (`read` and
+    `finish`)."""
 
     def __init__(
         self,
@@ -111,12 +113,13 @@ class Choice:
         if self._echo is not None:
             self._tell_echo(self._echo)
         self._tokens += 1
+        is_first = self._tokens == 1
         if not self._stream.may_stop:
-            self._channel.put((self._index, token, logprob), wake=self._in_pieces)
+            self._channel.put((self._index, token, logprob), wake=self._in_pieces, can_wait=not is_first)
             return False
         events, stop = self._stream.push(token, logprob)
         for event in events:
-            self._channel.put(event, wake=self._in_pieces)
+            self._channel.put(event, wake=self._in_pieces, can_wait=not is_first)
         return stop
 
     def kept_tokens(self) -> int:
@@ -290,22 +293,37 @@ T = TypeVar("T")
 # ── from the engine's thread to the event loop ──
 
 
+_PER_READER_S = 150e-6
+"""Readers are not woken more often than this times their number: each takes a part of it, and many would leave the
+engine's thread no time."""
+
+
 class Outbox:
     """The channels that have something new. Belongs to the engine's thread."""
 
     def __init__(self) -> None:
-        self._fresh: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+        self._fresh: dict[asyncio.AbstractEventLoop, dict[asyncio.Event, None]] = {}
+        self._can_wait = True
+        self._rest_ends = 0.0
 
-    def add(self, loop: asyncio.AbstractEventLoop, ready: asyncio.Event) -> None:
-        self._fresh.setdefault(loop, []).append(ready)
+    def add(self, loop: asyncio.AbstractEventLoop, ready: asyncio.Event, *, can_wait: bool) -> None:
+        self._fresh.setdefault(loop, {})[ready] = None
+        self._can_wait &= can_wait
 
-    def flush(self) -> None:
-        """Wake every reader: one wake-up per event loop. Cheap when there is nothing new."""
+    def flush(self, hurry: bool) -> None:
+        """Wake every reader: one wake-up per event loop. Cheap when there is nothing new. Unless in a `hurry`,
+        tokens that go on with an answer may wait for those of the next step."""
+        now = monotonic()
+        if self._can_wait and not hurry and now < self._rest_ends:
+            return
+        count = 0
         while self._fresh:
             loop, events = next(iter(self._fresh.items()))
             with suppress(RuntimeError):  # the event loop is closed, and with it the reader
                 loop.call_soon_threadsafe(_set_all, events)
             del self._fresh[loop]  # not before: should that fail, it is tried again
+            count += len(events)
+        self._can_wait, self._rest_ends = True, now + _PER_READER_S * count
 
 
 class Channel(Generic[T]):
@@ -317,11 +335,11 @@ class Channel(Generic[T]):
         self._items: deque[T] = deque()
         self._ready = asyncio.Event()
 
-    def put(self, item: T, *, wake: bool = True) -> None:
+    def put(self, item: T, *, wake: bool = True, can_wait: bool = False) -> None:
         """Add an item. The reader gets it at the next flush, or with the next item that wakes it."""
         self._items.append(item)
         if wake:
-            self._outbox.add(self._loop, self._ready)
+            self._outbox.add(self._loop, self._ready, can_wait=can_wait)
 
     async def take(self) -> list[T]:
         """Everything that has come, in order; waits for something."""
@@ -331,6 +349,6 @@ class Channel(Generic[T]):
         return [self._items.popleft() for _ in range(len(self._items))]
 
 
-def _set_all(events: list[asyncio.Event]) -> None:
+def _set_all(events: Iterable[asyncio.Event]) -> None:
     for event in events:
         event.set()

@@ -128,7 +128,7 @@ class LocalBackend:
         self._permits = settings.permits
         self._vocab = scheduler.engine.vocab
         self._outbox = Outbox()
-        scheduler.after_step = self._outbox.flush
+        scheduler.flush = self._outbox.flush
         self._prompts = PromptBuilder(
             scheduler.engine.vocab,
             template,

@@ -51,8 +51,9 @@ class Scheduler:
     ) -> None:
         """`thread`: the one that opened the engine, where that matters; the scheduler ends it when it closes.
         `draft`: a model that drafts, opened on the same thread; the scheduler closes its engine."""
-        self.after_step: Callable[[], None] = lambda: None
-        """Called on the engine's thread when outputs may have something new. Set before anything is submitted."""
+        self.flush: Callable[[bool], None] = lambda hurry: None
+        """Called on the engine's thread when outputs may have something new; in a hurry before what may take long.
+        Set before anything is submitted."""
         self.engine = engine
         """Belongs to its own thread: others read what it can do. Its attention and its experts are switched only
         by `when_idle`, and experts are reset only by `call`."""
@@ -208,27 +209,27 @@ class Scheduler:
             while self._take_commands(wait=not self._has_work()):
                 self._act_when_idle()
                 self._admit()
-                self._flush()
                 self._steps.run()
-                self._flush()
+                if not self._has_work():
+                    self._flush(hurry=True)
                 self._check_slots()
         except BaseException as error:
             self._failed_with = type(error).__name__
             log.critical("the engine's thread failed", exc_info=error)
         finally:
             insist(self._end_everything, "ending all requests")
-            insist(self.after_step, "telling what has ended")
+            insist(lambda: self.flush(True), "telling what has ended")
             insist(self.engine.close, "closing the engine")
             if self._draft is not None:
                 self._draft.close()
 
-    def _flush(self) -> None:
+    def _flush(self, hurry: bool) -> None:
         """Wake the readers of new output. It is tried twice before a failure ends the scheduler."""
         try:
-            self.after_step()
+            self.flush(hurry)
         except Exception:
             log.exception("what is new could not be told")
-            self.after_step()
+            self.flush(hurry)
 
     def _check_slots(self) -> None:
         if self._slots.stuck:

@@ -36,8 +36,8 @@ class _NoRoom(EngineError):
 class Steps:
     """Belongs to the engine's thread."""
 
-    def __init__(self, parts: SchedulerParts, endings: Endings, flush: Callable[[], None]) -> None:
-        """`flush` wakes the readers of new output."""
+    def __init__(self, parts: SchedulerParts, endings: Endings, flush: Callable[[bool], None]) -> None:
+        """`flush` wakes the readers of new output, in a hurry or not."""
         self._engine, self._slots, self._cache = parts.engine, parts.slots, parts.cache
         self._commits = parts.cache.commits
         self._speculation = parts.speculation
@@ -55,6 +55,8 @@ class Steps:
 
     def run(self) -> None:
         batch = self._schedule()
+        # The readers work while the engine computes, and lets go of the interpreter.
+        self._flush(any(each.sequence.in_prompt for each in batch) or not batch)
         if batch and self._execute(batch):
             for index, planned in enumerate(batch):
                 with self._only(planned.sequence):
@@ -134,7 +136,7 @@ class Steps:
                 if self._commits.has_to_commit(sequence):
                     storing.append(sequence)
         if storing:
-            self._flush()
+            self._flush(True)
         for sequence in storing:
             with self._only(sequence):
                 self._commits.commit(sequence)
