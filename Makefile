@@ -21,7 +21,7 @@ IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 	@echo "  ARGS passes flags on: make run ARGS='--port 9000'"
-	@echo "  GPU compiles llama.cpp for cuda, vulkan, rocm or metal first: make run GPU=cuda"
+	@echo "  GPU names what llama.cpp computes on: make run GPU=cuda (or vulkan, rocm, metal)"
 
 run: $(RUNNING) ## install what is missing and serve on http://127.0.0.1:8080
 	@$(BIN)/emberkeep serve $(ARGS)
@@ -90,10 +90,15 @@ BUILT := .venv/.emberkeep-llama-cpp
 NO_AMX := $(shell grep -qs amx_tile /proc/cpuinfo && c++ --version | grep -q 'Free Software' && \
 	test "$$(c++ -dumpversion | cut -d. -f1)" -lt 13 && echo -mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 
-# Asked for once: make run alone goes on with what was compiled.
+# Asked for once: make run alone goes on with what was compiled. Nothing is compiled that comes ready-made.
+READY_MADE := $(if $(ISA)$(ARCH)$(filter-out Linux x86_64,$(shell uname -sm)),,$(filter cuda vulkan,$(GPU)))
 ifneq ($(GPU)$(ISA),)
 ifneq ($(shell cat $(BUILT) 2>/dev/null),$(FLAGS))
+ifneq ($(READY_MADE),)
+run chat: export EMBERKEEP_LLAMA_LIBRARY := $(READY_MADE)
+else
 run chat: native
+endif
 endif
 endif
 

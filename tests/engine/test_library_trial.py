@@ -15,7 +15,7 @@ import pytest
 
 from emberkeep.engine.llamacpp import c_api, shared_library, trial
 from emberkeep.engine.llamacpp.shared_library import LibraryFile, candidates, library_in_use, llama
-from emberkeep.engine.llamacpp.trial import write_specimen
+from emberkeep.engine.llamacpp.specimen import write_specimen
 from emberkeep.errors import EngineError, ModelBroken
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from pathlib import Path
 from emberkeep.bench.report import BenchResult, Row, Table, ratios, series
 from emberkeep.bench.servers import OURS, PEER, OwnServer, ServerUnderTest, chat_body
 from emberkeep.bench.workspace import Workspace
-from emberkeep.engine.llamacpp.shared_library import cache_folder
+from emberkeep.engine.llamacpp.prebuilt import cache_folder
 from emberkeep.values import dataclass
 
 _HELLO = chat_body([{"role": "user", "content": "hello"}], 1) | {"cache_prompt": False}

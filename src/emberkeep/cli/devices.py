@@ -57,10 +57,10 @@ def devices(config: Config, as_json: JsonFlag = False) -> None:
 def llamacpp_view(config: Config) -> EngineView:
     """Loads its library, which is tried first in a process of its own. Blocks for a second the first time."""
     from emberkeep.engine.llamacpp.gpus import gpus, seen_devices
-    from emberkeep.engine.llamacpp.shared_library import is_installed
+    from emberkeep.engine.llamacpp.shared_library import is_missing
     from emberkeep.engine.llamacpp.trial import choose_library
 
-    if config.llama_library in ("auto", "ready-made") and not is_installed(config.llama_library):
+    if is_missing(config.llama_library):
         return EngineView(
             "llamacpp", problem="llama.cpp is not here yet: `emberkeep serve` fetches it.", is_missing=True
         )

@@ -35,6 +35,7 @@ from emberkeep.server.presence import check_exposure
 from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
+    from emberkeep.engine.llamacpp.shared_library import LibraryFile
     from emberkeep.models.library import ModelFile
 
 PACKAGES = (
@@ -101,19 +102,37 @@ def _pages(config: Config) -> Finding:
 
 
 def _llama_cpp(config: Config) -> Finding:
-    """Which one is used, tried out in a process of its own first; others that do not run here are told too."""
-    from emberkeep.engine.llamacpp.shared_library import is_installed, system_info, version
+    """Which one is used, tried out in a process of its own first; also others that do not run here, and why none
+    for GPUs is used."""
+    from emberkeep.engine.llamacpp.shared_library import is_missing, system_info, version
     from emberkeep.engine.llamacpp.trial import choose_library, find_failures
 
-    if config.llama_library in ("auto", "ready-made") and not is_installed(config.llama_library):
+    if is_missing(config.llama_library):
         return Finding(Level.WARN, "llama.cpp is not here yet: `emberkeep serve` fetches it.")
     try:
         library = choose_library(config.llama_library)
         text = f"{version()} ({library}): {' '.join(system_info().split())}"
     except EngineError as error:
         return Finding(Level.FAIL, str(error))
-    broken = find_failures(config.llama_library)
-    return Finding(Level.WARN, f"{text}; {broken[0]}") if broken else Finding(Level.OK, text)
+    broken = [str(failure) for failure in find_failures(config.llama_library)]
+    level = Level.WARN if broken else Level.OK
+    return Finding(level, "; ".join([text, *broken, *_other_builds(library)]))
+
+
+def _other_builds(used: LibraryFile) -> Iterator[str]:
+    """Why those for GPUs are not used that did not fail."""
+    from emberkeep.engine.llamacpp.prebuilt import GPU_BUILDS, READY_MADE, build_for
+
+    for kind in GPU_BUILDS:
+        try:
+            is_here = build_for(kind).library is not None
+        except EngineError as error:
+            yield str(error)
+            continue
+        if not is_here:
+            yield f"llama.cpp for {kind} would suit this machine: `make run GPU={kind}` fetches it."
+        elif used.kind not in (kind, READY_MADE):
+            yield f"llama.cpp for {kind} is here, too, and {used.kind} comes first."
 
 
 def _gpu(config: Config) -> Finding:

@@ -1,9 +1,10 @@
-"""What can compute here, as the operating system tells it: the CPU with its instructions, and AMD's GPUs; and
+"""What can compute here, as the operating system tells it: the CPU with its instructions, and GPUs; and
 whether the packages are installed that the Hugging Face engine needs. Asking imports none of them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
@@ -160,6 +161,34 @@ def amd_targets(nodes: Path = _KFD_NODES) -> Iterator[str]:
             number = int(fields["gfx_target_version"]) if "gfx_target_version" in fields else 0
             if number:  # a CPU is a node, too, and has none
                 yield f"gfx{number // 10_000}{number // 100 % 100}{number % 100:x}"
+
+
+# ── drivers that ready-made libraries compute with ──
+
+DRIVERS = _CUDA_DRIVER, _VULKAN_LOADER = "libcuda.so.1", "libvulkan.so.1"
+_DEVICES, _DRM = Path("/dev"), Path("/sys/class/drm")
+_GPU_VENDORS = ("0x1002", "0x10de", "0x8086")
+"""AMD, NVIDIA and Intel. What virtual machines show has others, and computes on the CPU."""
+
+
+def cuda_driver(devices: Path = _DEVICES) -> int | None:
+    """The newest CUDA that NVIDIA's driver knows, as 13010 for 13.1; None where there is no driver, or no GPU."""
+    version = ctypes.c_int()
+    try:
+        answered = ctypes.CDLL(_CUDA_DRIVER).cuDriverGetVersion(ctypes.byref(version)) == 0
+    except (OSError, AttributeError):
+        return None
+    # Under Windows its devices are behind dxg.
+    has_gpu = (devices / "dxg").exists() or any(devices.glob("nvidia[0-9]*"))
+    return version.value if answered and has_gpu else None
+
+
+def has_vulkan(drm: Path = _DRM) -> bool:
+    """Whether there are Vulkan's loader and a GPU of a kind that has a driver of its own."""
+    with suppress(OSError):
+        ctypes.CDLL(_VULKAN_LOADER)
+        return any(vendor.read_text().strip() in _GPU_VENDORS for vendor in drm.glob("renderD*/device/vendor"))
+    return False
 
 
 _HF_PACKAGES = ("torch", "transformers")

@@ -57,13 +57,16 @@ def _ensure(model: str, config: Config, reporter: Reporter | None) -> None:
 
 
 def _ensure_llamacpp(config: Config, reporter: Reporter | None) -> None:
-    from emberkeep.engine.llamacpp.shared_library import is_installed
+    from emberkeep.engine.llamacpp.prebuilt import GPU_BUILDS, READY_MADE
+    from emberkeep.engine.llamacpp.shared_library import AUTO, is_installed
 
-    if config.engine == "hf" or is_installed(config.llama_library):
+    choice = config.llama_library
+    if config.engine == "hf" or (choice not in GPU_BUILDS and is_installed(choice)):
         return
     from emberkeep.models.registries import ensure_llama_library
 
-    ensure_llama_library(config.llama_library, reporter)
+    without_gpu = choice == AUTO and config.gpu_layers == 0
+    ensure_llama_library(READY_MADE if without_gpu else choice, reporter)
 
 
 def _pullable(model: str, config: Config) -> str | None:

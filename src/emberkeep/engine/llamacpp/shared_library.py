@@ -1,7 +1,7 @@
-"""llama.cpp's shared library: which one is used, how it is brought up, and where a ready-made one comes from.
+"""llama.cpp's shared library: which one is used, and how it is brought up.
 
-It is one compiled on this machine, a ready-made one, or one that was named. Python packages that carry one are
-never imported: only the shared library in them is opened.
+It is one compiled on this machine, a ready-made one for GPUs or CPUs, or one that was named. Python packages that
+carry one are never imported: only the shared library in them is opened.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from emberkeep.config.machine import cpu_facts
+from emberkeep.engine.devices import DRIVERS
 from emberkeep.engine.facts import Facts, facts_folder
 from emberkeep.engine.llamacpp import c_api
+from emberkeep.engine.llamacpp.prebuilt import CUDA, READY_MADE, VULKAN, build_for, cache_folder
 from emberkeep.errors import EngineError
 from emberkeep.files import Changed, remembered_digest
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.llamacpp")
-AUTO = "auto"
-NATIVE, READY_MADE = "native", "ready-made"
+AUTO, NATIVE = "auto", "native"
+_KINDS = {AUTO: (NATIVE, CUDA, VULKAN, READY_MADE), CUDA: (CUDA, READY_MADE), VULKAN: (VULKAN, READY_MADE)}
+"""What a choice stands for, the fastest first; others stand for themselves."""
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 _COMPUTING = re.compile(r"ggml|llama|blas")
 """Names of files whose code shapes what is computed."""
@@ -45,7 +46,7 @@ _INSTALL = {
 @dataclass(frozen=True, slots=True)
 class LibraryFile:
     kind: str
-    """`native`, `ready-made`, or `named` for a path that the user gave."""
+    """`native`, `cuda`, `vulkan`, `ready-made` (for CPUs), or `named` for a path that the user gave."""
     path: Path
 
     def __str__(self) -> str:
@@ -53,30 +54,42 @@ class LibraryFile:
 
 
 def candidates(choice: str = AUTO) -> list[LibraryFile]:
-    """What `choice` (auto, native, ready-made, a path) stands for here, the fastest first. Raises EngineError."""
-    if choice not in (AUTO, NATIVE, READY_MADE):
+    """What `choice` (a kind, auto, a path) stands for here, the fastest first; a kind for GPUs, also for the one for
+    CPUs. Raises EngineError."""
+    if choice not in (*_KINDS, NATIVE, READY_MADE):
         path = Path(choice).expanduser()
         if not path.is_file():
             raise EngineError(f"There is no library at {path}: set llama_library to a file, or to auto.")
         return [LibraryFile("named", path.resolve())]
-    found = [each for each in _find_installed() if choice in (AUTO, each.kind)]
+    found = list(_find_installed(choice))
     if not found:
-        ways = [way for kind, way in _INSTALL.items() if choice in (AUTO, kind)]
+        ways = [way for kind, way in _INSTALL.items() if kind in _KINDS.get(choice, (choice,))]
         raise EngineError(f"llama.cpp ({choice}) is not installed: {'; '.join(reversed(ways))}.")
     return found
 
 
 def is_installed(choice: str = AUTO) -> bool:
-    return any(choice in (AUTO, each.kind) for each in _find_installed())
+    return any(_find_installed(choice))
 
 
-def _find_installed() -> Iterator[LibraryFile]:
-    if native := _package_file("llama_cpp", f"lib/libllama{_SUFFIX}"):
-        yield LibraryFile(NATIVE, native)
-    if (fetched := prebuilt()) and fetched.library:
-        yield LibraryFile(READY_MADE, fetched.library)
-    if ready_made := _package_file("xllamacpp", "xllamacpp*.so"):
-        yield LibraryFile(READY_MADE, ready_made)
+def is_missing(choice: str) -> bool:
+    """Whether `choice` stands for nothing that is here, and a start fetches it."""
+    return choice in (*_KINDS, READY_MADE) and not is_installed(choice)
+
+
+def _find_installed(choice: str) -> Iterator[LibraryFile]:
+    for kind in _KINDS.get(choice, (choice,)):
+        yield from (LibraryFile(kind, path) for path in _places(kind) if path)
+
+
+def _places(kind: str) -> Iterator[Path | None]:
+    if kind == NATIVE:
+        yield _package_file("llama_cpp", f"lib/libllama{_SUFFIX}")
+    else:
+        with suppress(EngineError):
+            yield build_for(kind).library
+    if kind == READY_MADE:
+        yield _package_file("xllamacpp", "xllamacpp*.so")
 
 
 def _package_file(package: str, pattern: str) -> Path | None:
@@ -218,6 +231,10 @@ def start_backend() -> None:
 def _start_backend() -> None:
     llama().llama_log_set(_on_log, ctypes.c_void_p(0))
     if not llama().ggml_backend_dev_count():
+        # Drivers first: those files would look for them in the current folder, too.
+        for driver in DRIVERS:
+            with suppress(OSError):
+                ctypes.CDLL(driver)
         # Its backends are in files of their own, of which it chooses those that fit this CPU best.
         llama().ggml_backend_load_all_from_path(str(library_in_use().path.parent).encode())
     llama().llama_backend_init()
@@ -266,61 +283,7 @@ def build() -> tuple[str, ...]:
     return version(), loaded_digest(), system_info(), platform.machine()
 
 
-# ── a ready-made one ──
-
-
-def cache_folder() -> Path:
-    """The folder of what belongs to this user's llama.cpp, whatever the data folder."""
-    return platformdirs.user_cache_path("emberkeep", appauthor=False) / "llamacpp"
-
-
-@dataclass(frozen=True, slots=True)
-class Prebuilt:
-    """llama.cpp compiled for every kind of CPU, of which it chooses at run time.
-
-    The npm packages of node-llama-cpp carry llama.cpp's own shared libraries, with one file of kernels per
-    generation of CPUs. Only those libraries are used. They lie in the user's cache, by version and platform, so
-    that machines may share a home folder.
-    """
-
-    package: str
-    version: str
-    integrity: str
-    """SHA-512 of the archive as npm writes it."""
-    libraries: str
-    """The folder inside of the archive."""
-
-    @property
-    def folder(self) -> Path:
-        """Where its libraries are, once they were fetched."""
-        return cache_folder() / f"{self.libraries.rpartition('/')[2]}-{self.version}"
-
-    @property
-    def library(self) -> Path | None:
-        """None until it was fetched."""
-        return next(iter(sorted(self.folder.glob("libllama.v*"))), None)
-
-
-_VERSION = "3.22.1"
-_PACKAGES = {
-    ("linux", "x86_64"): Prebuilt(
-        "@node-llama-cpp/linux-x64",
-        _VERSION,
-        "sha512-5uCCDNqWCNfaAm8aR/Uzxbo4HBpKgNF91kCHPepKhgMgV2OAmatoefbOlMihsqCiH2Od35E/eUHQCFbfRBJuOg==",
-        "package/bins/linux-x64",
-    ),
-    ("linux", "aarch64"): Prebuilt(
-        "@node-llama-cpp/linux-arm64",
-        _VERSION,
-        "sha512-W+7naKCXX9/eEjjFmRS8vvx91QyLXDbeFxexZc3bh/PtQABZgmRL3C0AtYYXn4YGTj/3Qor4lWZn2tpjZFPLdQ==",
-        "package/bins/linux-arm64",
-    ),
-}
-
-
-def prebuilt() -> Prebuilt | None:
-    """The one for this machine; None where there is none of a known release."""
-    return _PACKAGES.get((sys.platform, platform.machine()))
+# ── what is known of it ──
 
 
 def facts_about(*about: object, folder: Path | None = None) -> Facts:

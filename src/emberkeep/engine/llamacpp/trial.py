@@ -10,7 +10,6 @@ import ctypes
 import logging
 import os
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -18,31 +17,32 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from emberkeep.config.machine import total_ram
 from emberkeep.engine.base import Logits, Rows
+from emberkeep.engine.devices import cuda_driver
 from emberkeep.engine.embedding import TokenInput
 from emberkeep.engine.facts import Facts
 from emberkeep.engine.llamacpp.context import BatchBuffer, LlamaSettings, open_context
 from emberkeep.engine.llamacpp.embedding_engine import LlamaEmbeddingEngine, LlamaEmbeddingSettings
-from emberkeep.engine.llamacpp.gpus import gpus
+from emberkeep.engine.llamacpp.gpus import ON_CPU, Placement, gpus, share_layers
 from emberkeep.engine.llamacpp.learning import StateFacts
 from emberkeep.engine.llamacpp.model import LlamaModel, WeightsLoading
+from emberkeep.engine.llamacpp.prebuilt import CUDA, GPU_BUILDS, cache_folder
 from emberkeep.engine.llamacpp.shared_library import (
     NATIVE,
     LibraryFile,
-    cache_folder,
     candidates,
     facts_about,
     facts_of,
     library_in_use,
     llama,
+    take_errors,
     use_library,
 )
+from emberkeep.engine.llamacpp.specimen import LAYERS, write_specimen
 from emberkeep.errors import EngineError, ModelBroken, ModelError
 from emberkeep.signals import with_default_signals
 from emberkeep.types.request import Pooling
@@ -51,11 +51,12 @@ log = logging.getLogger("emberkeep.engine")
 _SHAPES = (1, 2, 8, 33, 64, 128, 512)
 """Rows of a batch; kernels differ by how many there are."""
 _LIBRARY_S, _MODEL_S = 120.0, 1800.0
-"""How long a trial may take; weights may have to come from a slow disk."""
+"""How long a trial may take; weights may have to come from a slow disk, and drivers to compile what GPUs run."""
 _TRAPS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT)
 """Signals that code ends its own process by. Others come from outside."""
-_LIBRARY, _WRITES, _NO_FLASH, _POOLS = "library", "writes", "no flash", "pools "
-"""What is tried: a library with a model that means nothing, or a model in one of several ways."""
+_LIBRARY, _ON_GPU, _WRITES, _NO_FLASH, _POOLS = "library", "gpu", "writes", "no flash", "pools "
+"""What is tried: a library with a model that means nothing, on the CPU or on GPUs, or a model in one of several
+ways."""
 _WORKS, _FAILS = "works", "fails"
 """What is remembered of it."""
 _REFUSED = 3
@@ -65,10 +66,11 @@ _MEND_NATIVE = (
     "is used"
 )
 _MEND = "`make native` or `pip install 'emberkeep[native]'` compiles one that does"
+_MEND_GPU = "the one for CPUs is used; `llama_library = ready-made` tries no other"
 
 
 class _DoesNotRun(EngineError):
-    """A library that this CPU cannot run."""
+    """A library that this machine cannot run."""
 
 
 def choose_library(choice: str, verdicts: Path | None = None) -> LibraryFile:
@@ -77,11 +79,13 @@ def choose_library(choice: str, verdicts: Path | None = None) -> LibraryFile:
     Each is tried once per version and kind of CPU, in a child process: blocks for a second then. The folder
     `verdicts` remembers it. Raises EngineError with what to do when none works, or none could be tried.
     """
-    failures = []
+    failures: list[EngineError] = []
     for library in candidates(choice):
         try:
             prove(library, verdicts)
-        except _DoesNotRun as failure:
+        except EngineError as failure:
+            if not isinstance(failure, _DoesNotRun) and library.kind not in GPU_BUILDS:
+                raise
             log.warning("%s", failure)
             failures.append(failure)
         else:
@@ -125,11 +129,13 @@ def try_together(
     try:
         library = candidates(choice)[0]
 
+        alone = _alone(library)
+
         def verdict(how: str) -> Facts:
-            more = [] if how == _LIBRARY else [digest()] if how == _WRITES else [digest(), how]
+            more = [] if how == alone else [digest()] if how == _WRITES else [digest(), how]
             return _verdict(None, library, *more)
 
-        due = [] if _works(verdict(_LIBRARY)) else [_LIBRARY]
+        due = [] if _works(verdict(alone)) else [alone]
         is_known = not due or known_digest is not None
         due += [how for how in (_WRITES, _NO_FLASH) if not (is_known and _works(verdict(how)))]
         if len(due) > 1 and not (is_known and verdict(_NO_FLASH).read(_FAILS) is not None):
@@ -154,10 +160,19 @@ def find_failures(choice: str, verdicts: Path | None = None) -> list[EngineError
 
 def prove(library: LibraryFile, verdicts: Path | None = None) -> None:
     """Raises EngineError unless `library` runs here. Only that it does is remembered: a failure may be mended."""
-    reason = _reason(_LIBRARY_S, library, Path(), _LIBRARY, _verdict(verdicts, library))
+    how, verdict = _alone(library), _verdict(verdicts, library)
+    if how == _ON_GPU and not _works(verdict):
+        log.info("Trying llama.cpp for %s, once: some drivers compile its kernels for minutes.", library.kind)
+    reason = _reason(_MODEL_S if how == _ON_GPU else _LIBRARY_S, library, Path(), how, verdict)
     if reason is not None:
-        mend = _MEND_NATIVE if library.kind == NATIVE else _MEND
-        raise _DoesNotRun(f"llama.cpp ({library}) does not run on this CPU, it {reason}: {mend}.")
+        place = "GPU" if how == _ON_GPU else "CPU"
+        mend = _MEND_GPU if how == _ON_GPU else _MEND_NATIVE if library.kind == NATIVE else _MEND
+        raise _DoesNotRun(f"llama.cpp ({library}) does not run on this {place}, it {reason}: {mend}.")
+
+
+def _alone(library: LibraryFile) -> str:
+    """How it is tried without a model."""
+    return _ON_GPU if library.kind in GPU_BUILDS else _LIBRARY
 
 
 def prove_model(path: Path, weights_digest: str, verdicts: Path | None = None) -> None:
@@ -201,7 +216,8 @@ def survives_without_flash(path: Path, weights_digest: str, verdicts: Path | Non
 
 
 def _verdict(folder: Path | None, library: LibraryFile, *more: str) -> Facts:
-    return facts_of(library, *more, folder=folder or cache_folder() / "trials")
+    driver = [str(cuda_driver())] if library.kind == CUDA else []
+    return facts_of(library, *driver, *more, folder=folder or cache_folder() / "trials")
 
 
 def _works(verdict: Facts) -> bool:
@@ -272,8 +288,8 @@ def main() -> None:
 def _run(model: Path, ways: Sequence[str]) -> Iterator[str]:
     """Those that went well, as they do."""
     for how in ways:
-        if how == _LIBRARY:
-            _run_specimen()
+        if how in (_LIBRARY, _ON_GPU):
+            _run_specimen(on_gpu=how == _ON_GPU)
             yield how
         elif how.startswith(_POOLS):
             _run_embedding(model, Pooling(how.removeprefix(_POOLS)))
@@ -282,17 +298,31 @@ def _run(model: Path, ways: Sequence[str]) -> Iterator[str]:
         yield from _run_model(model, of_weights)
 
 
-def _run_specimen() -> None:
+def _run_specimen(*, on_gpu: bool) -> None:
+    placement = _on_gpus() if on_gpu else ON_CPU
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "specimen.gguf"
         write_specimen(model)
-        loaded = LlamaModel(model)
-        for flash in (True, False):
+        loaded = LlamaModel(model, placement=placement)
+        for flash in (True,) if on_gpu else (True, False):  # layers on a GPU need flash attention
             settings = replace(_settings(max(_SHAPES)), flash=flash)
             for rows, scores in zip(_SHAPES, _decode(loaded, settings, _SHAPES), strict=True):
                 if not np.isfinite(scores).all():
                     raise EngineError(f"computed no numbers in a batch of {rows} tokens")
         loaded.close()
+
+
+def _on_gpus() -> Placement:
+    """All of the specimen. Raises EngineError with why there is none: llama.cpp skips what it cannot open."""
+    if found := gpus():
+        return Placement(LAYERS, LAYERS + 1, share_layers(found, None))
+    complaint = take_errors()
+    for file in library_in_use().path.parent.glob("libggml-[cv]u*"):
+        try:
+            ctypes.CDLL(str(file))
+        except OSError as error:
+            raise EngineError(str(error)) from error
+    raise EngineError(complaint or "found no GPU that it can use")
 
 
 def _run_model(path: Path, ways: Sequence[str]) -> Iterator[str]:
@@ -344,106 +374,3 @@ def _run_embedding(path: Path, pooling: Pooling) -> None:
 
 def _settings(rows: int) -> LlamaSettings:
     return LlamaSettings(2 * rows + 128, 2 * rows + 128, sequences=2, batch=rows, threads=2)
-
-
-# ── the model that means nothing ──
-
-_TOKENS = ("<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)))
-_ALIGNMENT = 32
-_WIDTH, _LAYERS = 256, 2
-_UINT32, _INT32, _FLOAT32, _TEXT, _ARRAY = 4, 5, 6, 8, 9
-
-
-class _Format(NamedTuple):
-    """ggml's number for it; the values in a block, its bytes, and where in it the scales in 16 bits stand."""
-
-    number: int
-    values: int
-    size: int
-    scales: tuple[int, ...]
-
-
-_F32, _F16 = _Format(0, 1, 4, ()), _Format(1, 1, 2, ())
-_Q4_0, _Q8_0 = _Format(2, 32, 18, (0,)), _Format(8, 32, 34, (0,))
-_Q4_K, _Q5_K = _Format(12, 256, 144, (0, 2)), _Format(13, 256, 176, (0, 2))
-_Q6_K, _IQ4_XS = _Format(14, 256, 210, (208,)), _Format(23, 256, 136, (0,))
-_FORMATS = (_Q4_0, _Q8_0, _Q4_K, _Q5_K, _Q6_K, _IQ4_XS, _F16)
-
-
-def write_specimen(path: Path) -> None:
-    """Random weights in every format that CPUs have kernels of their own for, always the same; small enough to be
-    written and run within a second."""
-    random, width, ones = np.random.default_rng(0), _WIDTH, np.ones(_WIDTH, "<f4").tobytes()
-    tensors: list[tuple[str, tuple[int, ...], _Format, bytes]] = []
-
-    def matrix(name: str, inputs: int, outputs: int) -> None:
-        format = _FORMATS[len(tensors) % len(_FORMATS)]
-        tensors.append((name, (inputs, outputs), format, _weights(random, inputs * outputs, format)))
-
-    matrix("token_embd.weight", width, len(_TOKENS))
-    for layer in range(_LAYERS):
-        for part in ("attn_q", "attn_k", "attn_v", "attn_output"):
-            matrix(f"blk.{layer}.{part}.weight", width, width)
-        matrix(f"blk.{layer}.ffn_gate.weight", width, 2 * width)
-        matrix(f"blk.{layer}.ffn_up.weight", width, 2 * width)
-        matrix(f"blk.{layer}.ffn_down.weight", 2 * width, width)
-        tensors += [(f"blk.{layer}.{part}_norm.weight", (width,), _F32, ones) for part in ("attn", "ffn")]
-    matrix("output.weight", width, len(_TOKENS))
-    tensors.append(("output_norm.weight", (width,), _F32, ones))
-    path.write_bytes(_file(_metadata(), tensors))
-
-
-def _metadata() -> list[bytes]:
-    kinds = (2, 3, 3, *[6] * 256)  # unknown, control, control, bytes
-    numbers = {
-        "context_length": 4096,
-        "embedding_length": _WIDTH,
-        "block_count": _LAYERS,
-        "feed_forward_length": 2 * _WIDTH,
-        "attention.head_count": _WIDTH // 64,
-        "rope.dimension_count": 64,
-    }
-    return [
-        _entry("general.architecture", _TEXT, _string("llama")),
-        _entry("tokenizer.ggml.model", _TEXT, _string("llama")),
-        _array("tokenizer.ggml.tokens", _TEXT, [_string(token) for token in _TOKENS]),
-        _array("tokenizer.ggml.scores", _FLOAT32, [bytes(4)] * len(_TOKENS)),
-        _array("tokenizer.ggml.token_type", _INT32, [struct.pack("<i", kind) for kind in kinds]),
-        _entry("llama.attention.layer_norm_rms_epsilon", _FLOAT32, struct.pack("<f", 1e-5)),
-        *(_entry(f"llama.{key}", _UINT32, struct.pack("<I", value)) for key, value in numbers.items()),
-    ]
-
-
-def _weights(random: np.random.Generator, count: int, format: _Format) -> bytes:
-    if format is _F16:
-        return random.normal(0, 0.02, count).astype("<f2").tobytes()
-    blocks: npt.NDArray[np.uint8] = random.integers(0, 256, (count // format.values, format.size), np.uint8)
-    for place in format.scales:
-        blocks[:, place : place + 2] = np.frombuffer(np.float16(0.0005).tobytes(), np.uint8)
-    return blocks.tobytes()
-
-
-def _file(metadata: list[bytes], tensors: list[tuple[str, tuple[int, ...], _Format, bytes]]) -> bytes:
-    head = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata)), *metadata]
-    offset = 0
-    for name, shape, format, data in tensors:
-        dimensions = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
-        head += [_string(name), dimensions, struct.pack("<IQ", format.number, offset)]
-        offset += len(_pad(data))
-    return _pad(b"".join(head)) + b"".join(_pad(data) for *_, data in tensors)
-
-
-def _pad(data: bytes) -> bytes:
-    return data + bytes(-len(data) % _ALIGNMENT)
-
-
-def _entry(key: str, kind: int, value: bytes) -> bytes:
-    return _string(key) + struct.pack("<I", kind) + value
-
-
-def _array(key: str, kind: int, values: list[bytes]) -> bytes:
-    return _entry(key, _ARRAY, struct.pack("<IQ", kind, len(values)) + b"".join(values))
-
-
-def _string(text: str) -> bytes:
-    return struct.pack("<Q", len(text)) + text.encode()
