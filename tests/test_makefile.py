@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
 
 _RECORDS = """#!/bin/sh
-echo "{name} $* CMAKE_ARGS=$CMAKE_ARGS" >> "{log}"
+echo "{name} $* LIBRARY=$EMBERKEEP_LLAMA_LIBRARY CMAKE_ARGS=$CMAKE_ARGS" >> "{log}"
 """
 
 
@@ -32,8 +32,15 @@ class Project:
             self._write(folder / ".venv" / "bin" / name)
         (folder / ".venv" / ".emberkeep-installed").touch()
         self.add("c++")
-        for name in ("sh", "rm", "cat", "cut", "grep", "uname", "echo", "printf", "test", "touch", "awk"):
+        for name in ("sh", "rm", "cat", "cut", "grep", "echo", "printf", "test", "touch", "awk"):
             (self.tools / name).symlink_to(shutil.which(name) or "/bin/true")
+        self.move_to("Linux", "x86_64")
+
+    def move_to(self, system: str, processor: str) -> None:
+        """Another machine."""
+        uname = self.tools / "uname"
+        uname.write_text(f'#!/bin/sh\ntest "$1" = -sm && echo {system} {processor} || echo {system}\n')
+        uname.chmod(0o700)
 
     def add(self, *names: str) -> None:
         """Programs that a build needs."""
@@ -67,6 +74,11 @@ class Project:
     def served(self) -> bool:
         return any(line.startswith("emberkeep serve") for line in self.calls())
 
+    def libraries(self) -> list[str]:
+        """The ones that servers were told to use."""
+        served = [line.partition(" LIBRARY=")[2] for line in self.calls() if line.startswith("emberkeep serve")]
+        return [line.split(" ", 1)[0] for line in served]
+
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
@@ -76,9 +88,8 @@ def project(tmp_path: Path) -> Project:
 @pytest.mark.parametrize(
     ("arguments", "tool", "flags"),
     [
-        (["GPU=cuda"], "nvcc", "-DGGML_CUDA=ON"),
+        (["GPU=rocm"], "hipcc", "-DGGML_HIP=ON"),
         (["GPU=cuda", "ARCH=86;89"], "nvcc", "-DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=86;89"),
-        (["GPU=vulkan"], "glslc", "-DGGML_VULKAN=ON"),
         (["GPU=rocm", "ARCH=gfx1100"], "hipcc", "-DGGML_HIP=ON -DAMDGPU_TARGETS=gfx1100"),
         (["ISA=avx512"], "c++", "-DGGML_NATIVE=OFF -DGGML_AVX512=ON"),
         (["ISA=armv8.2-a+dotprod"], "c++", "-DGGML_NATIVE=OFF -DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod"),
@@ -98,29 +109,57 @@ def test_running_compiles_once_and_goes_on_with_it(
         assert (project.compiled_with(), project.served()) == ([], True)
 
 
-def test_another_build_takes_the_place_of_the_first(project: Project) -> None:
+@pytest.mark.parametrize("gpu", ["cuda", "vulkan"])
+def test_what_comes_ready_made_is_not_compiled_unless_it_was(project: Project, gpu: str) -> None:
+    assert project.make("run", f"GPU={gpu}").returncode == 0
+    assert (project.compiled_with(), project.libraries()) == ([], [gpu])
+    project.make("run")
+    assert project.libraries() == [""]
     project.add("nvcc", "glslc")
-    project.make("native", "GPU=cuda")
-    assert not project.served()
+    project.make("native", f"GPU={gpu}")
+    assert len(project.compiled_with()) == 1
+    project.make("run", f"GPU={gpu}")
+    assert (project.compiled_with(), project.libraries()) == ([], [""])
+
+
+@pytest.mark.parametrize("machine", [("Linux", "aarch64"), ("Darwin", "x86_64")])
+def test_where_nothing_comes_ready_made_for_gpus_it_is_compiled(
+    project: Project, machine: tuple[str, str]
+) -> None:
+    project.move_to(*machine)
+    project.add("glslc")
     project.make("run", "GPU=vulkan")
     assert project.compiled_with() == ["-DLLAVA_BUILD=OFF -DGGML_VULKAN=ON"]
 
 
+def test_another_build_takes_the_place_of_the_first(project: Project) -> None:
+    project.add("nvcc", "hipcc")
+    project.make("native", "GPU=cuda")
+    assert not project.served()
+    project.make("run", "GPU=rocm")
+    assert project.compiled_with() == ["-DLLAVA_BUILD=OFF -DGGML_HIP=ON"]
+
+
 def test_a_build_that_fails_is_tried_again(project: Project) -> None:
-    project.add("nvcc")
+    project.add("hipcc")
     python = project.folder / ".venv" / "bin" / "python"
     works = python.read_text()
     python.write_text(f'{works}case "$*" in *native*) exit 1;; esac\n')
-    assert project.make("run", "GPU=cuda").returncode != 0
+    assert project.make("run", "GPU=rocm").returncode != 0
     assert not project.served()
     python.write_text(works)
-    assert project.make("run", "GPU=cuda").returncode == 0
+    assert project.make("run", "GPU=rocm").returncode == 0
     assert project.served()
 
 
-@pytest.mark.parametrize(("gpu", "said"), [("cuda", "nvcc"), ("vulkan", "glslc"), ("rocm", "hipcc")])
-def test_what_is_missing_is_said_before_anything_is_changed(project: Project, gpu: str, said: str) -> None:
-    done = project.make("run", f"GPU={gpu}")
+@pytest.mark.parametrize(
+    ("target", "gpu", "said"),
+    [("native", "cuda", "nvcc"), ("native", "vulkan", "glslc"), ("run", "rocm", "hipcc")],
+)
+def test_what_is_missing_is_said_before_anything_is_changed(
+    project: Project, target: str, gpu: str, said: str
+) -> None:
+    done = project.make(target, f"GPU={gpu}")
     assert done.returncode != 0
     (sentence,) = done.stdout.splitlines()
     assert sentence.startswith(f"GPU={gpu} takes ")
@@ -158,4 +197,4 @@ def test_what_is_not_known_is_an_error_that_lists_what_is(project: Project, argu
 
 def test_variables_of_the_shell_are_for_other_programs(project: Project) -> None:
     assert project.make("run", ARCH="arm64", GPU="cuda", ISA="x86").returncode == 0
-    assert project.compiled_with() == []
+    assert (project.compiled_with(), project.libraries()) == ([], [""])

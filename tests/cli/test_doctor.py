@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import platform
 import socket
 import sys
 import threading
@@ -18,6 +19,7 @@ from emberkeep.config.settings import Config
 from emberkeep.config.tables import McpServer
 from emberkeep.engine.devices import Device
 from emberkeep.engine.llamacpp import gpus as llama_gpus
+from emberkeep.engine.llamacpp import prebuilt
 from emberkeep.types.models import RemoteModel
 from helpers import tiny_gguf
 
@@ -111,6 +113,16 @@ def test_a_library_that_is_not_here_yet_is_a_warning(tmp_path: Path, monkeypatch
     found = findings(tmp_path)["llama.cpp"]
     assert found.level is Level.WARN
     assert "`emberkeep serve` fetches it" in found.text
+
+
+def test_why_no_library_for_gpus_is_used_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prebuilt, "cuda_driver", lambda: 12_020)
+    monkeypatch.setattr(prebuilt, "has_vulkan", lambda: True)
+    monkeypatch.setattr(prebuilt, "_X64", (sys.platform, platform.machine()))
+    found = findings(tmp_path)["llama.cpp"]
+    assert found.level is Level.OK
+    assert "CUDA here: the NVIDIA driver knows CUDA 12.2, and 12.4 is needed" in found.text
+    assert "llama.cpp for vulkan would suit this machine: `make run GPU=vulkan` fetches it" in found.text
 
 
 def test_a_machine_without_the_hugging_face_engine_is_fine(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import signal
 import struct
@@ -65,6 +66,51 @@ def test_the_next_one_is_used_where_the_first_traps(trapping, tmp_path, monkeypa
     assert trial.choose_library("auto", tmp_path) == library_in_use()
     assert "SIGILL" in caplog.text
     assert "SIGILL" in str(trial.find_failures("auto", tmp_path)[0])
+
+
+def for_gpus(folder: Path, kernels: bytes | None) -> LibraryFile:
+    """This machine's llama.cpp, as if it had been compiled for GPUs, perhaps with a file of kernels."""
+    here = library_in_use().path
+    shutil.copytree(here.parent, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    if kernels is not None:
+        (folder / "libggml-cuda.so").write_bytes(kernels)
+    return LibraryFile("cuda", folder / here.name)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "reason"), [(None, "found no GPU that it can use"), (b"no ELF", r"libggml-cuda\.so: \w+")]
+)
+def test_one_for_gpus_that_finds_none_is_a_warning_and_that_for_cpus_is_used(
+    kernels, reason, tmp_path, monkeypatch, caplog
+):
+    library = for_gpus(tmp_path / "lib", kernels)
+    monkeypatch.setattr(trial, "candidates", lambda choice: [library, library_in_use()])
+    assert trial.choose_library("auto", tmp_path / "trials") == library_in_use()
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "does not run on this GPU" in line
+    assert re.search(reason, line)
+    assert "`llama_library = ready-made` tries no other" in line
+
+
+def test_one_for_gpus_whose_trial_does_not_end_is_not_used_either(tmp_path, monkeypatch):
+    hanging = for_gpus(tmp_path / "lib", None)
+
+    def hangs(seconds: float, library: Path, *_: object) -> None:
+        if library == hanging.path:
+            raise EngineError("llama.cpp could not be tried within 1800 s: try again.")
+
+    monkeypatch.setattr(trial, "_try", hangs)
+    monkeypatch.setattr(trial, "candidates", lambda choice: [hanging, library_in_use()])
+    assert trial.choose_library("auto", tmp_path / "trials") == library_in_use()
+
+
+def test_what_works_with_one_driver_is_tried_again_with_another(tmp_path, monkeypatch):
+    tries = []
+    monkeypatch.setattr(trial, "_try", lambda *tried: tries.append(tried[-1]))
+    for driver in (12_040, 12_040, 13_010):
+        monkeypatch.setattr(trial, "cuda_driver", lambda driver=driver: driver)
+        trial.prove(LibraryFile("cuda", library_in_use().path), tmp_path)
+    assert tries == ["gpu", "gpu"]
 
 
 @needs_maps
@@ -203,7 +249,7 @@ def test_a_path_that_is_not_there_is_told():
 
 
 def test_what_is_not_installed_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(shared_library, "_find_installed", lambda: iter(()))
+    monkeypatch.setattr(shared_library, "_find_installed", lambda choice: iter(()))
     with pytest.raises(EngineError, match=r"emberkeep\[native\]"):
         candidates("native")
 

@@ -306,8 +306,8 @@ class Config:
     llama_library: str = _setting(
         "auto",
         path_or("auto", "native", "cuda", "vulkan", "ready-made"),
-        "Which llama.cpp is used: native (compiled here), cuda or vulkan (ready-made for GPUs), ready-made (for CPUs), "
-        "or the path of a libllama; auto takes the first of them that runs here.",
+        "Which llama.cpp is used: native (compiled here), cuda or vulkan (ready-made, for GPUs), ready-made (for "
+        "CPUs), or the path of a libllama; auto takes the first of them that runs here.",
     )
     threads: int | None = _setting(
         None, or_word(whole(1, 1024), "auto"), "CPU threads; auto takes every core.", harmless=has_cores

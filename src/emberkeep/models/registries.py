@@ -83,7 +83,7 @@ def usable_library(choice: str = AUTO) -> Path:
 def fetch_build(build: Prebuilt, reporter: Reporter | None = None) -> None:
     """Put the files of its archives into its folder, all of them or none. Blocks. Raises DownloadFailed."""
     target, reporter = build.folder, reporter or Silent()
-    size = readable_size(build.size)
+    size = readable_size(sum(archive.size for archive in build.archives))
     reporter.say(f"Fetching llama.cpp, {build.kind}: {size}, and npm besides where there is none.")
     try:
         private_folder(target.parent)
@@ -92,7 +92,7 @@ def fetch_build(build: Prebuilt, reporter: Reporter | None = None) -> None:
             files = Path(temporary) / "files"
             files.mkdir()
             for archive in build.archives:
-                _fetch_files(archive, files, reporter)
+                _fetch_libraries(archive, files, reporter)
             try:
                 files.rename(target)
             except OSError:
@@ -102,13 +102,12 @@ def fetch_build(build: Prebuilt, reporter: Reporter | None = None) -> None:
         raise DownloadFailed(f"{build.name} could not be stored in {target.parent}: {error}.") from error
 
 
-def _fetch_files(archive: Archive, target: Path, reporter: Reporter) -> None:
-    """Those of the archive's folder that is used."""
+def _fetch_libraries(archive: Archive, target: Path, reporter: Reporter) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
         work = Path(temporary)
         file = download_wheel(archive.spec, work) if archive.is_wheel else _pack(archive, work, reporter)
         _check(file, archive)
-        _unpack(file, archive.inside, target)
+        _unpack(file, target)
 
 
 def _remove_old(folder: Path) -> None:
@@ -168,29 +167,27 @@ def _check(file: Path, archive: Archive) -> None:
         raise DownloadFailed(f"{archive.spec} is not the archive that was expected: it was changed on its way.")
 
 
-def _unpack(file: Path, inside: str, target: Path) -> None:
-    is_empty = True
+def _unpack(file: Path, target: Path) -> None:
+    """Put its shared libraries there, whatever folder they are in."""
+    names = set()
     for path, source in _members(file):
-        folder, _, name = path.rpartition("/")
-        if folder == inside and name:
-            is_empty = False
+        name = path.rpartition("/")[2]
+        if ".so" in name:
+            names.add(name)
             with (target / name).open("wb") as copy:
                 shutil.copyfileobj(source, copy, 1 << 20)
-    if is_empty:
-        raise DownloadFailed(f"There is nothing in {inside} of that archive.")
+    if not names:
+        raise DownloadFailed("There is no library in that archive.")
 
 
 def _members(file: Path) -> Iterator[tuple[str, IO[bytes]]]:
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as wheel:
-            for name in wheel.namelist():
-                with wheel.open(name) as source:
-                    yield name, source
-        return
-    with tarfile.open(file) as packed:
-        for member in packed:
-            if (opened := packed.extractfile(member)) is not None and member.isfile():
-                yield member.name, opened
+            yield from ((name, wheel.open(name)) for name in wheel.namelist())
+    else:
+        with tarfile.open(file) as packed:
+            opened = ((member.name, packed.extractfile(member)) for member in packed)
+            yield from ((name, source) for name, source in opened if source is not None)
 
 
 # ── wheels ──

@@ -54,8 +54,8 @@ class LibraryFile:
 
 
 def candidates(choice: str = AUTO) -> list[LibraryFile]:
-    """What `choice` (a kind, auto, a path) stands for here, the fastest first; a kind for GPUs, also for the one for
-    CPUs. Raises EngineError."""
+    """What `choice` (a kind, auto, a path) stands for here, the fastest first; after one for GPUs that for CPUs.
+    Raises EngineError."""
     if choice not in (*_KINDS, NATIVE, READY_MADE):
         path = Path(choice).expanduser()
         if not path.is_file():
@@ -85,7 +85,7 @@ def _find_installed(choice: str) -> Iterator[LibraryFile]:
 def _places(kind: str) -> Iterator[Path | None]:
     if kind == NATIVE:
         yield _package_file("llama_cpp", f"lib/libllama{_SUFFIX}")
-    else:
+    elif kind in _KINDS[AUTO]:
         with suppress(EngineError):
             yield build_for(kind).library
     if kind == READY_MADE:
