@@ -48,7 +48,7 @@ class Prebuilt:
 
     kind: str
     name: str
-    """Of its folder."""
+    """What its folder is called."""
     archives: tuple[Archive, ...]
 
     @property
