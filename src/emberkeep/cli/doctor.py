@@ -129,9 +129,9 @@ def _other_builds(used: LibraryFile) -> Iterator[str]:
         except EngineError as error:
             yield str(error)
             continue
-        if not is_here:
+        if used.kind == READY_MADE and not is_here:
             yield f"llama.cpp for {kind} would suit this machine: `make run GPU={kind}` fetches it."
-        elif used.kind not in (kind, READY_MADE):
+        elif is_here and used.kind not in (kind, READY_MADE):
             yield f"llama.cpp for {kind} is here, too, and {used.kind} comes first."
 
 

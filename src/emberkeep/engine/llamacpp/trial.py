@@ -128,7 +128,6 @@ def try_together(
 
     try:
         library = candidates(choice)[0]
-
         alone = _alone(library)
 
         def verdict(how: str) -> Facts:
