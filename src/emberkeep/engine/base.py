@@ -83,6 +83,14 @@ class Capabilities:
 
 
 @dataclass(frozen=True, slots=True)
+class Draw:
+    """How the token after a row is chosen where the logits are: the likeliest."""
+
+    goes_on: bool
+    """The next step will most likely have this sequence alone with that token, so it may begin at once."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """Consecutive tokens of one sequence, evaluated at positions `start ..`."""
 
@@ -92,6 +100,8 @@ class Rows:
     outputs: int
     """After how many of these tokens, the last ones, logits are needed: 1 where the next token is sampled, more
     where the last tokens are a draft of which it is not known yet whether it is accepted."""
+    draw: Draw | None = None
+    """None: who looks at the logits chooses the next token. Else nobody looks at them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,12 +240,18 @@ class Engine(Protocol):
     def logits(self, index: int, row: int = 0) -> Logits:
         """Logits of the latest `evaluate` after one of the tokens of `batch[index]` that wanted them, by number.
 
-        A view into the engine's memory: valid and unmodified until the next `evaluate` or `splice`.
+        A view into the engine's memory: valid and unmodified until the next `evaluate` or `splice`. Where every
+        row of the batch had a `draw` that goes on, there are none.
         """
 
     def likeliest(self, index: int, row: int = 0) -> int:
         """The token that has the highest of these logits, the first of several: logits need not leave a device for
         it."""
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the step after the latest one is under way: what it computes is taken where the next `evaluate`
+        has the same rows, and is lost where it has not."""
 
     def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> KvExport:
         """Copies of the state between consecutive positions of `borders`, as it is now: whatever becomes of the

@@ -216,6 +216,8 @@ class FakeEngine:
     def likeliest(self, index: int, row: int = 0) -> int:
         return int(self.logits(index, row).argmax())
 
+    is_ahead = False
+
     def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> Exported:
         state = self._state(sequence)
         if borders[-1] > state.end:

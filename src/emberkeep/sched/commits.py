@@ -68,11 +68,10 @@ class Commits:
 
     def has_to_commit(self, sequence: Sequence) -> bool:
         """Whether `commit` would store something."""
-        if not self.keeps(sequence):
-            return False
         if self._has_snapshots:
-            return sequence.computed in sequence.prompt.borders
-        return sequence.saving is not None or sequence.unsaved >= self._chunk
+            return sequence.computed in sequence.prompt.borders and self.keeps(sequence)
+        has_something = sequence.saving is not None or sequence.unsaved >= self._chunk
+        return has_something and self.keeps(sequence)
 
     def commit_all(self, sequence: Sequence) -> None:
         """Store everything computed, with a tail chunk for what does not fill one. Blocks until the engine has

@@ -22,8 +22,6 @@ from emberkeep.values import dataclass
 
 PATH_TOKENS = 512
 """How far a stored path is followed."""
-LONGEST_REST = 3
-"""Steps in a row in which nothing is looked for after a draft that was of no use."""
 _SURE = 16
 """What so many tokens have matched is not looked for elsewhere."""
 _KNOWN_PLACE = 2
@@ -108,8 +106,10 @@ class SequenceDrafts:
         self._context = _KnownText(DraftSource.CONTEXT, asked)
         self._indexed = 0
         """How many sampled tokens are in it."""
-        self._in_vain = self._steps_without = 0
-        """How often in a row what was found was of no use, and how many steps nothing is looked for."""
+        self.are_used = False
+        """The latest ones were worth a step."""
+        self.looked = 0
+        """In which step something was looked for."""
         self._prediction = _KnownText(DraftSource.PREDICTION, np.array(prompt.prediction, np.int32))
         self._prediction.expect()
         self._path: _Path | None = _Path(corpus.path(self._lineage, prompt.tokens, PATH_TOKENS))
@@ -121,17 +121,6 @@ class SequenceDrafts:
         for draft in self._sources(text, sampled, limit):
             if count := self._sampler.count_allowed(draft.tokens[: self._count_usable(draft.tokens)]):
                 yield replace(draft, tokens=draft.tokens[:count], agreement=draft.agreement[:count])
-
-    def has_rested(self) -> bool:
-        """Whether something is to be looked for in this step."""
-        self._steps_without -= 1
-        return self._steps_without < 0
-
-    def was_used(self, is_used: bool, longest_rest: int = LONGEST_REST) -> None:
-        """Whether the latest drafts were worth a step. While they are not, there are steps in which nothing is
-        looked for: looking takes time, too."""
-        self._in_vain = 0 if is_used else self._in_vain + 1
-        self._steps_without = min((1 << min(self._in_vain, 16)) // 4, longest_rest)
 
     def _count_usable(self, tokens: TokenArray) -> int:
         """How many come before the end of the answer, and are tokens of this model: files may hold anything."""

@@ -69,9 +69,9 @@ class Scheduler:
         self.calibration, self.counters = parts.calibration, parts.counters
         self._waiting, self._slots, self._draft = parts.waiting, parts.slots, parts.draft
         self._endings = Endings(parts)
-        self._steps = Steps(parts, self._endings, self._flush)
+        self._steps = Steps(parts, self._endings, self._flush, self._is_wanted)
         self._beginnings = Beginnings(parts, self._endings)
-        self._gaps = Gaps(parts, lambda: not self._inbox.is_empty)
+        self._gaps = Gaps(parts, self._is_wanted)
         self._thread = thread or EngineThread()
         self._running = self._thread.submit(self._run)
 
@@ -200,6 +200,9 @@ class Scheduler:
         return self._parts.timeline.read([*self._waiting, *self._slots.active])
 
     # ── the steps ──
+
+    def _is_wanted(self) -> bool:
+        return not self._inbox.is_empty
 
     def _wake(self) -> None:
         self._inbox.put(EngineCall(lambda: None))

@@ -160,7 +160,8 @@ class Sequence:
 
     @property
     def is_runnable(self) -> bool:
-        return self.phase in (Phase.EVALUATING, Phase.CLOSING) and self.pending > 0
+        is_evaluated = self.phase is Phase.EVALUATING or self.phase is Phase.CLOSING
+        return is_evaluated and len(self.tokens) > self.computed
 
     @property
     def in_prompt(self) -> bool:
@@ -170,7 +171,7 @@ class Sequence:
     @property
     def is_blending(self) -> bool:
         """Its next tokens are moved, not evaluated."""
-        return self.is_runnable and bool(self.pieces) and self.pieces[0].start <= self.computed
+        return bool(self.pieces) and self.is_runnable and self.pieces[0].start <= self.computed
 
     @property
     def is_apart(self) -> bool:
@@ -270,6 +271,8 @@ class Sequence:
     def next_slice(self, budget: int) -> tuple[TokenArray, int]:
         """The tokens to evaluate next, and after how many of them logits are needed. The last prompt token goes
         alone."""
+        if self.phase is Phase.EVALUATING and self.sampled_count and self.computed + 1 == len(self.tokens):
+            return self.tokens[self.computed :], int(self.output is not None)
         if self.largest_slice is not None:
             budget = min(budget, self.largest_slice)
         end = min(self.computed + budget, len(self.tokens))
@@ -350,7 +353,7 @@ class Sequence:
             self.reusable = len(self.tokens) - 1
 
     def add_sampled(self, token: int) -> None:
-        self.tokens.extend((token,))
+        self.tokens.append(token)
         self.answer_end = len(self.tokens)
 
     def drop_sampled(self, kept: int) -> int:

@@ -97,10 +97,13 @@ class TokenBuffer:
 
     def extend(self, tokens: Iterable[int]) -> None:
         for token in tokens:
-            if self._length == len(self._data):
-                self._data = np.concatenate([self._data, np.empty(max(64, self._length), np.int32)])
-            self._data[self._length] = token
-            self._length += 1
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        if self._length == len(self._data):
+            self._data = np.concatenate([self._data, np.empty(max(64, self._length), np.int32)])
+        self._data[self._length] = token
+        self._length += 1
 
     def cut(self, length: int) -> None:
         self._length = min(self._length, length)
@@ -290,6 +293,9 @@ class Shapes:
 
     def computed(self, start: int, end: int, made: Made) -> None:
         """The positions [start, end) were; nothing is known beyond them any more."""
+        if self._runs and self._runs[-1] == (start, made) and end > start:  # nearly always: a token more
+            self._runs[-1] = (end, made)
+            return
         if not self._runs or self._runs[-1][0] != start:
             self._runs = self.until(start)._runs
         if end > start:

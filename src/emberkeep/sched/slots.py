@@ -53,7 +53,7 @@ class Slots:
 
     @property
     def active(self) -> list[Sequence]:
-        return [s for s in list(self._by_slot.values()) if s.is_active]
+        return [s for s in list(self._by_slot.values()) if s.phase is not Phase.IDLE]
 
     @property
     def idle(self) -> list[Sequence]:

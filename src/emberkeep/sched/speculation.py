@@ -14,13 +14,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field, replace
-from time import perf_counter
+from time import perf_counter, thread_time
 
 from emberkeep.engine.base import Engine
 from emberkeep.kv.corpus import TokenCorpus
-from emberkeep.kv.policy import Rate
 from emberkeep.sched.draft_model import DraftModel
-from emberkeep.sched.drafts import LONGEST_REST, Acceptance, Draft, SequenceDrafts
+from emberkeep.sched.drafts import Acceptance, Draft, SequenceDrafts
 from emberkeep.sched.sequence import Sequence as Running
 from emberkeep.types.models import LENGTH_BUCKETS, DraftSource, SourceStats, SpeculationStats
 from emberkeep.values import dataclass
@@ -31,8 +30,9 @@ _WORTH = 1.03
 """Drafting has to give so many times the tokens per second: measurements are not exact, and it takes time, too."""
 _WORTH_BESIDE = 0.02
 """And so much more for each other sequence: steps were measured with one, and beside others rows cost more."""
-_LOOKING = 0.03
-"""The share of a step's time in which drafts are looked for while what is found is of no use."""
+_LOOKING, _MOST_LOOKING_S = 0.03, 0.25
+"""The share of the time in which drafts are looked for while what is found is of no use, and how much of it is saved
+up at most."""
 _CERTAIN = 0.995
 _PRIOR = 8.0
 """As many expected tokens count as if they had been accepted."""
@@ -71,8 +71,11 @@ class Speculation:
         self._rates: defaultdict[_Kind, Acceptance] = defaultdict(lambda: Acceptance(_PRIOR, _PRIOR))
         self._tallies: dict[DraftSource, _Tally] = {}
         self._steps = 0
-        self._looks = Rate()
-        """For how many sequences a second something can be looked for."""
+        self._for_looking = _MOST_LOOKING_S
+        """Seconds that may be spent."""
+        self._calls = 0
+        self.is_promising = False
+        """Something will be drafted for the next step, too, as far as is known."""
 
     def prepare(self, sequence: Running) -> None:
         """A request has come, for which something may be drafted soon. Never raises."""
@@ -87,30 +90,56 @@ class Speculation:
                 tokens = sequence.tokens[: sequence.computed]
                 self._corpus.add(sequence.prompt.lineage, tokens, sequence.reuse.in_place)
 
-    def draft(self, decoding: Sequence[Running], *, beside: int, room: int) -> dict[Running, Chosen]:
+    def draft(
+        self, decoding: Sequence[Running], *, beside: int, room: int, host_s: float = 0.0, is_ahead: bool = False
+    ) -> dict[Running, Chosen]:
         """What each of these sequences evaluates besides its latest token, in a step that has `beside` other rows
-        and `room` for more. Never raises."""
+        and `room` for more. Never raises.
+
+        `host_s`: what a step takes more that is not launched ahead; `is_ahead`: this one is, so nothing is drafted,
+        but whether it would be is found out (`is_promising`).
+        """
+        self.is_promising = False
         room = min(room, self._rows)
         if self._reason or not decoding or room < 1:
             return {}
-        looking = [s for s in decoding if s.drafts is None or s.drafts.has_rested()]
-        drafts = self._found(looking, room) if looking else {}
-        if not drafts and self._model is None and not looking:
-            return {}
         depth = sum(s.computed for s in decoding) // len(decoding)
-        step = StepCost(self._seconds, len(decoding), beside, room, depth)
+        step = StepCost(self._seconds, len(decoding), beside, room, depth, host_s)
+        looked, drafts = self._look(decoding, step)
         if self._model is not None:
             with _logged("the draft model was not asked"):
                 limits = {s: limit for s in decoding if (limit := self._limit(s, room)) > 0}
                 drafts |= self._model.ask(limits, drafts, step)
         counts = _share(drafts, step)[0] if drafts else {}
-        longest_rest = self._longest_rest(step) if len(counts) < len(looking) else 0
-        for sequence in looking:
-            if sequence.drafts is not None and sequence not in counts:
-                sequence.drafts.was_used(False, max(longest_rest, LONGEST_REST if sequence in drafts else 0))
+        for sequence in looked:
+            if sequence.drafts is not None:
+                sequence.drafts.are_used = sequence in counts
+        self.is_promising = bool(counts) or self._model is not None
+        if is_ahead:
+            return {}
         kept = {s: Chosen(drafts[s].draft, count, drafts[s].chances[:count]) for s, count in counts.items()}
         self._steps += bool(kept)
         return kept
+
+    def _look(self, decoding: Sequence[Running], step: StepCost) -> tuple[list[Running], dict[Running, Chosen]]:
+        """Drafts that need no model: for sequences whose latest ones were of use, and for others in turn, as long
+        as there is time for it."""
+        self._calls += 1
+        self._for_looking += _LOOKING * step.seconds(step.decoding + step.beside, step.depth, step.decoding)
+        self._for_looking = min(self._for_looking, _MOST_LOOKING_S)
+        looked = [s for s in decoding if s.drafts is not None and s.drafts.are_used]
+        drafts = {s: chosen for s in looked if (chosen := self._propose(s, step.room)) is not None}
+        if self._for_looking > 0:
+            others = [s for s in decoding if s.drafts is None or not s.drafts.are_used]
+            for sequence in sorted(others, key=lambda s: s.drafts.looked if s.drafts else 0):
+                begin = thread_time()  # of its own: who else runs here takes nothing of it
+                if (chosen := self._propose(sequence, step.room)) is not None:
+                    drafts[sequence] = chosen
+                looked.append(sequence)
+                self._for_looking -= thread_time() - begin
+                if self._for_looking <= 0:
+                    break
+        return looked, drafts
 
     def settle(self, sequence: Running, chosen: Chosen, accepted: int) -> None:
         """A draft was evaluated, and so many of its tokens were accepted."""
@@ -123,7 +152,7 @@ class Speculation:
             rate = self._rates[_kind(chosen.draft, place)]
             rate.add(chance / rate.value, place < accepted)
         if sequence.drafts is not None:
-            sequence.drafts.was_used(accepted > 0)
+            sequence.drafts.are_used = accepted > 0
             sequence.drafts.trust.settle(chosen.chances, accepted)
 
     def stats(self) -> SpeculationStats:
@@ -145,18 +174,6 @@ class Speculation:
         seconds = self._engine.step_seconds(rows, depth, outputs)
         return seconds if seconds is not None else 0.01 * (0.6 + 0.4 * rows)
 
-    def _longest_rest(self, step: StepCost) -> int:
-        """After how many steps at the latest something is looked for again, so that it takes little of their time,
-        however many sequences there are."""
-        seconds = step.seconds(step.decoding + step.beside, step.depth, step.decoding)
-        return int(self._looks.seconds(step.decoding) / (_LOOKING * seconds))
-
-    def _found(self, looking: Sequence[Running], room: int) -> dict[Running, Chosen]:
-        begin = perf_counter()
-        found = {s: chosen for s in looking if (chosen := self._propose(s, room)) is not None}
-        self._looks.measure(len(looking), perf_counter() - begin)
-        return found
-
     def _limit(self, sequence: Running, room: int) -> int:
         if not sequence.request.may_speculate or not sequence.sampled_count:
             return 0
@@ -174,6 +191,7 @@ class Speculation:
                 sequence.drafts = SequenceDrafts(
                     sequence.prompt, before, sequence.sampler, self._corpus, self._engine.vocab
                 )
+            sequence.drafts.looked = self._calls
             trust = sequence.drafts.trust
             trust.rest()
             proposed = sequence.drafts.propose(sequence.tokens[:], sequence.sampled_count, limit)
@@ -231,12 +249,15 @@ class StepCost:
     beside: int
     room: int
     depth: int
+    host_s: float = 0.0
+    """What it takes more where something is drafted: it cannot be launched before the tokens are known."""
 
     def cost(self, drafted: int) -> float:
         """Seconds that it takes for what it decodes and drafts, besides what it takes for its other rows."""
         alone = self.seconds(self.beside, self.depth, 1) if self.beside else 0.0
         sampled = self.decoding + drafted
-        return max(self.seconds(sampled + self.beside, self.depth, sampled) - alone, 1e-9)
+        seconds = self.seconds(sampled + self.beside, self.depth, sampled) + (self.host_s if drafted else 0.0)
+        return max(seconds - alone, 1e-9)
 
 
 def _share(drafts: Mapping[Running, Chosen], step: StepCost) -> tuple[dict[Running, int], float]:

@@ -12,7 +12,7 @@ from time import monotonic
 import numpy as np
 
 from emberkeep.chat.prompt import Prompt
-from emberkeep.engine.base import Outcome, Rows
+from emberkeep.engine.base import Draw, Outcome, Rows
 from emberkeep.errors import EngineError
 from emberkeep.kv.policy import Rate
 from emberkeep.sched.lifetimes import Endings, SchedulerParts
@@ -36,19 +36,28 @@ class _NoRoom(EngineError):
 class Steps:
     """Belongs to the engine's thread."""
 
-    def __init__(self, parts: SchedulerParts, endings: Endings, flush: Callable[[bool], None]) -> None:
-        """`flush` wakes the readers of new output, in a hurry or not."""
+    def __init__(
+        self,
+        parts: SchedulerParts,
+        endings: Endings,
+        flush: Callable[[bool], None],
+        is_wanted: Callable[[], bool],
+    ) -> None:
+        """`flush` wakes the readers of new output, in a hurry or not; `is_wanted`: whether something waits now."""
         self._engine, self._slots, self._cache = parts.engine, parts.slots, parts.cache
         self._commits = parts.cache.commits
         self._speculation = parts.speculation
         able = parts.engine.capabilities
+        self._wide_rows, self._eog = able.wide_rows, parts.engine.vocab.eog
         self._planner = Planner(
             able.batch,
             parts.settings.prefill_slice,
             parts.store.costs.evaluate,
             parts.speculation,
             max(able.outputs - able.max_sequences, 0),
+            is_wanted,
         )
+        self._landed_at = 0.0
         self._counters = parts.counters
         self._endings, self._only = endings, endings.only
         self._flush = flush
@@ -59,14 +68,16 @@ class Steps:
         self._flush(any(each.sequence.in_prompt for each in batch) or not batch)
         if batch and self._execute(batch):
             for index, planned in enumerate(batch):
-                with self._only(planned.sequence):
+                try:  # as `only`, in less time
                     self._process_output(planned, index)
+                except Exception as error:
+                    self._endings.fail(planned.sequence, error)
             self._store_computed(batch)
         self._blend()
 
     def _schedule(self) -> list[Planned]:
         try:
-            return self._planner.plan(self._loaded())
+            return self._planner.plan(self._loaded(), is_ahead=self._engine.is_ahead)
         except Exception:
             log.exception("a step could not be planned")
         for sequence in self._slots.active:
@@ -83,7 +94,7 @@ class Steps:
 
     def _blend(self) -> None:
         """One slice of one sequence into which state is moved; the others have had their step before it."""
-        blending = [s for s in self._slots.active if s.is_blending]
+        blending = [s for s in self._slots.active if s.pieces and s.is_blending]
         if not blending:
             return
         sequence = min(blending, key=lambda s: s.started)
@@ -105,6 +116,7 @@ class Steps:
 
     def _execute(self, batch: list[Planned]) -> bool:
         begin = monotonic()
+        self._planner.host_took(begin - self._landed_at)
         try:
             while batch and self._engine.evaluate([each.rows for each in batch]) is Outcome.NO_ROOM:
                 if any(each.draft for each in batch):
@@ -112,7 +124,8 @@ class Steps:
                 elif not self._slots.drop_one() and not self._set_aside(batch):
                     raise _NoRoom
             count = sum(len(each.rows.tokens) for each in batch)
-            self._planner.measure(count, monotonic() - begin)
+            self._landed_at = monotonic()
+            self._planner.measure(count, len(batch), self._landed_at - begin)
         except Exception as error:
             # An error of its own is the engine's word that what was there before the step still is, where that is
             # not what a step changes.
@@ -143,7 +156,7 @@ class Steps:
 
     def _process_output(self, planned: Planned, index: int) -> None:
         sequence, drafted = planned.sequence, planned.draft.count if planned.draft else 0
-        sequence.evaluated(len(planned.rows.tokens) - drafted, self._engine.capabilities.wide_rows)
+        sequence.evaluated(len(planned.rows.tokens) - drafted, self._wide_rows)
         if planned.is_scored:
             self._score(planned, index)
         if planned.rows.outputs and not planned.is_scored:
@@ -202,7 +215,7 @@ class Steps:
         if sequence.first_token_at is None:
             sequence.first_token_at = monotonic()
             sequence.report_progress()
-        if token in self._engine.vocab.eog:
+        if token in self._eog:
             return EndReason.END_OF_TURN
         sequence.add_sampled(token)
         self._counters.sampled_tokens += 1
@@ -256,6 +269,8 @@ _STEP_S = 2.5
 _STEP_BESIDE_DECODES_S = 0.25
 """The same while answers are being written: each of them gets one token per step."""
 _SMALLEST_SLICE_BESIDE_DECODES = 32
+_SMOOTHING, _LONGEST_HOST_S = 0.1, 0.02
+_GOES_ON, _ENDS = Draw(goes_on=True), Draw(goes_on=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,17 +300,21 @@ class Planner:
         speed: Rate,
         speculation: Speculation | None = None,
         spare_outputs: int = 0,
+        is_wanted: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`spare_outputs`: rows with logits in one step, beyond one for each sequence."""
+        """`spare_outputs`: rows with logits in one step, beyond one for each sequence. `is_wanted`: whether something
+        waits now, which a step that is launched ahead would hold up."""
+        self._is_wanted = is_wanted
+        self._host_s = 0.0
         self._batch = batch
         self._spare_outputs = spare_outputs
         self._speculation = speculation
         self._largest_slice = largest_slice
         self._speed = speed
 
-    def plan(self, active: list[Sequence]) -> list[Planned]:
+    def plan(self, active: list[Sequence], *, is_ahead: bool = False) -> list[Planned]:
         """One row for every sequence that decodes, and drafts; prompts share the rest of the step, those apart
-        that blend.
+        that blend. `is_ahead`: see `Engine`.
 
         The shortest goes first, which makes waits shortest on the whole; a quarter is kept for the oldest, so
         that no prompt waits for ever. One that has to go alone does.
@@ -325,8 +344,12 @@ class Planner:
             # They need the same rows with logits as prompts that are scored.
             beside = sum(len(each.rows.tokens) for each in plan)
             room = self._batch - len(decoding) - beside
-            drafts = self._speculation.draft(decoding, beside=beside, room=room)
-        return [*(_decoding(sequence, drafts.get(sequence)) for sequence in decoding), *plan]
+            drafts = self._speculation.draft(
+                decoding, beside=beside, room=room, host_s=self._host_s, is_ahead=is_ahead
+            )
+        is_promising = self._speculation is not None and self._speculation.is_promising
+        may_go_on = not (filling or is_promising or self._is_wanted())
+        return [*(_decoding(sequence, drafts.get(sequence), may_go_on) for sequence in decoding), *plan]
 
     def prompt_room(self, *, beside_decodes: bool) -> int:
         """How many prompt tokens a step may evaluate, or what blending may cost in their place."""
@@ -336,16 +359,23 @@ class Planner:
             seconds, least = _STEP_S, FAIR_SLICE
         return slice_within(seconds, self._speed, least, self._largest_slice)
 
-    def measure(self, tokens: int, seconds: float) -> None:
+    def measure(self, tokens: int, sequences: int, seconds: float) -> None:
         """A step took that long. Steps that hardly evaluate prompts say nothing about their speed."""
-        if tokens >= _SMALLEST_SLICE_BESIDE_DECODES:
+        if tokens >= max(_SMALLEST_SLICE_BESIDE_DECODES, 2 * sequences):
             self._speed.measure(tokens, seconds)
 
+    def host_took(self, seconds: float) -> None:
+        """So long nothing was evaluated between two steps."""
+        self._host_s += _SMOOTHING * (min(seconds, _LONGEST_HOST_S) - self._host_s)
 
-def _decoding(sequence: Sequence, draft: Chosen | None) -> Planned:
+
+def _decoding(sequence: Sequence, draft: Chosen | None, may_go_on: bool) -> Planned:
     tokens, outputs = sequence.next_slice(1)
     if draft is None or not outputs:
-        return Planned(sequence, Rows(sequence.slot, sequence.computed, tokens, outputs))
+        draw = None
+        if outputs and sequence.sampler.takes_likeliest:
+            draw = _GOES_ON if may_go_on and sequence.sampled_count + 1 < sequence.max_new else _ENDS
+        return Planned(sequence, Rows(sequence.slot, sequence.computed, tokens, outputs, draw))
     tokens = np.concatenate([tokens, draft.draft.tokens[: draft.count]])
     return Planned(sequence, Rows(sequence.slot, sequence.computed, tokens, 1 + draft.count), draft)
 

@@ -17,6 +17,7 @@ import logging
 import sys
 import threading
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import field
@@ -27,100 +28,20 @@ import torch
 
 from emberkeep.engine.base import Rows
 from emberkeep.engine.hf.fused_layers import FusedLayer
-from emberkeep.engine.hf.kernels import PagedKv, choose_splits, choose_tiles, paged_attention, store_rows
-from emberkeep.engine.hf.network import AttentionOptions, Network
+from emberkeep.engine.hf.kernels import take_tokens
+from emberkeep.engine.hf.network import Network
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
+from emberkeep.engine.hf.step_batch import DeviceTables, StepBatch, StepSize
 from emberkeep.engine.hf.streaming import LayerStream
 from emberkeep.types.request import Json
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.engine")
 
-_TILE_NUMBERS = 4
 _TRIAL_TOKENS = 61
 """Different tokens of a prompt that a recorded step is tried with."""
 _FINER = 128
 """Rows from which on a step takes about as long as it has rows: what it has room for and lacks is not free."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepSize:
-    """What a recorded step has room for."""
-
-    rows: int
-    outputs: int
-    """Rows after which there are logits."""
-    sequences: int
-    blocks: int
-    """Blocks of the longest sequence."""
-
-
-class StepBatch:
-    """The tensors of a step, and its attention over the pool."""
-
-    def __init__(self, memory: KvMemory, size: StepSize, group: int) -> None:
-        """`group`: query heads per KV head."""
-        heads = max(g.shape.heads for g in memory.groups)
-        self.size = size
-        self.memory = memory
-        device = torch.cuda.get_device_properties(memory.device)
-        row_bytes = max(g.shape.width for g in memory.groups) * 2 * memory.dtype.itemsize
-        self._shape = choose_tiles(size.rows, group, row_bytes, device.shared_memory_per_block_optin)
-        most_tiles = size.rows // self._shape.tokens + min(size.sequences, size.rows)
-        counts = (size.rows, size.rows, size.rows, size.outputs, 1, _TILE_NUMBERS * most_tiles)
-        self._host = torch.zeros(sum(counts), dtype=torch.int64).pin_memory()
-        self._host_tables = torch.zeros((size.sequences, size.blocks), dtype=torch.int32).pin_memory()
-        self._inputs = torch.zeros_like(self._host, device=memory.device)
-        self._tables = torch.zeros_like(self._host_tables, device=memory.device)
-        self.tokens, self.positions, self.cells, self.wanted, self.live, tiles = self._inputs.split(counts)
-        self._tiles = tiles.view(-1, _TILE_NUMBERS)
-        self._views = [part.numpy() for part in self._host.split(counts)]
-        self._views[-1] = self._views[-1].reshape(-1, _TILE_NUMBERS)
-        self._table_views = self._host_tables.numpy()
-        programs = max(size.rows // self._shape.tokens, min(size.rows, size.sequences)) * heads
-        self._splits = choose_splits(programs, device.multi_processor_count)
-        self.layer = -1
-        """The one that attention is computed in."""
-        self.normed: torch.Tensor | None = None
-        """What the layer before has computed of the next one."""
-
-    def fill(self, batch: Sequence[Rows], tables: Sequence[BlockTable]) -> None:
-        """Nothing of the latest step may still be running."""
-        self._host.zero_()
-        tokens, positions, cells, wanted, live, tiles = self._views
-        end = outputs = tile = 0
-        each = self._shape.tokens
-        for index, (rows, table) in enumerate(zip(batch, tables, strict=True)):
-            begin, end = end, end + len(rows.tokens)
-            tokens[begin:end] = rows.tokens
-            self._table_views[index, : len(table.blocks)] = table.blocks
-            wanted[outputs : outputs + rows.outputs] = range(end - rows.outputs, end)
-            outputs += rows.outputs
-            if end - begin == 1:
-                positions[begin] = at = rows.start
-                cells[begin] = table.blocks[at // BLOCK] * BLOCK + at % BLOCK
-                tiles[tile] = (begin, 1, index, at)
-                tile += 1
-                continue
-            positions[begin:end] = np.arange(rows.start, rows.start + end - begin)
-            cells[begin:end] = table.cells(rows.start, rows.start + end - begin)
-            first = np.arange(0, end - begin, each)
-            part = tiles[tile : tile + len(first)]
-            part[:, 0], part[:, 2], part[:, 3] = begin + first, index, rows.start + first
-            part[:, 1] = np.minimum(each, end - begin - first)
-            tile += len(first)
-        live[0] = end
-        self._inputs.copy_(self._host, non_blocking=True)
-        self._tables[: len(batch)].copy_(self._host_tables[: len(batch)], non_blocking=True)
-
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.layer = layer
-        store_rows(keys[0], values[0], self.cells, self.memory.keys[layer], self.memory.values[layer])
-
-    def attend(self, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-        keys, values = self.memory.keys[self.layer], self.memory.values[self.layer]
-        paged = PagedKv(keys, values, self._tables, self._tiles)
-        return paged_attention(query[0].transpose(0, 1), paged, options, self._shape, self._splits)
 
 
 class StepGraphs:
@@ -139,6 +60,7 @@ class StepGraphs:
         pass, which are copied within the steps; nothing is compiled then."""
         self._network, self._memory, self._stream = network, memory, stream
         self._largest, self._group = largest, group
+        self._tables = DeviceTables(largest.sequences, largest.blocks, memory.device)
         self.layers = "plain" if stream else "fused" if fused else "compiled"
         """What computes them."""
         self._swaps: list[Swap] = []
@@ -158,11 +80,13 @@ class StepGraphs:
             # How a compiled part adds up may follow the first size that it sees: always the same one.
             self._compute(self._sized(largest.rows).batch)
 
-    def run(self, batch: Sequence[Rows], tables: Sequence[BlockTable]) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self, batch: Sequence[Rows], tables: Sequence[BlockTable], sources: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of every row that wants them, in float32, and the tokens with the highest: valid until the next
-        call."""
+        call. Does not wait. See `StepBatch.fill`."""
         count, outputs = sum(len(rows.tokens) for rows in batch), sum(rows.outputs for rows in batch)
-        self._run(self._sized(next(size for size in self._sizes if size >= count)), batch, tables)
+        self._run(self._sized(self._sizes[bisect_left(self._sizes, count)]), batch, tables, sources)
         assert self._logits is not None
         return self._logits[:outputs], self._likeliest[:outputs]
 
@@ -207,11 +131,17 @@ class StepGraphs:
         if step is None:
             outputs, sequences = min(rows, self._largest.outputs), min(rows, self._largest.sequences)
             size = StepSize(rows, outputs, sequences, self._largest.blocks)
-            step = self._steps[rows] = _SizedStep(StepBatch(self._memory, size, self._group))
+            step = self._steps[rows] = _SizedStep(StepBatch(self._memory, self._tables, size, self._group))
         return step
 
-    def _run(self, step: _SizedStep, batch: Sequence[Rows], tables: Sequence[BlockTable]) -> None:
-        step.batch.fill(batch, tables)
+    def _run(
+        self,
+        step: _SizedStep,
+        batch: Sequence[Rows],
+        tables: Sequence[BlockTable],
+        sources: Sequence[int] = (),
+    ) -> None:
+        step.batch.fill(batch, tables, sources)
         if step.graph is None:
             self._compute(step.batch)
             return
@@ -226,6 +156,7 @@ class StepGraphs:
         with ExitStack() as swapped:
             for swap in self._swaps:
                 swapped.enter_context(swap())
+            take_tokens(batch.tokens, batch.sources, self._likeliest)
             logits = self._network.run(batch, batch.tokens, batch.positions, batch.wanted)
         if self._logits is None:
             shape = (self._largest.outputs, logits.shape[-1])

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -77,8 +78,9 @@ class HfEngine:
         self._loading: dict[int, Mark] = {}
         """When the state of a sequence is there that the device was told to load."""
         self._outputs = HostLogits(self._network.device, settings.sequences + DRAFT_ROWS, model.vocab.size)
-        self._first_outputs: list[int] = []
-        """Where the outputs of each of the latest batch's rows begin."""
+        self._found: list[tuple[list[int] | None, int]] = []
+        """For each of the latest batch's rows, the likeliest tokens, where they are known, and the place of its first
+        output."""
         self.capabilities = Capabilities(
             kv_unit=KvUnit.RANGE,
             can_shift=self._rotations is not None,
@@ -127,14 +129,16 @@ class HfEngine:
         with self._grow(tables, [rows.start + len(rows.tokens) for rows in batch]) as has_room:
             if not has_room:
                 return Outcome.NO_ROOM
-            self._first_outputs = []
-            graphs = self._steps.graphs
-            if graphs is not None and self.attention.tier is AttentionTier.OWN:
-                logits, likeliest = graphs.run(batch, tables)
+            self._found = []
+            graphs, flights = self._steps.graphs, self._steps.flights
+            if graphs and flights and self.attention.tier is AttentionTier.OWN:
+                may_run_ahead = self._stream is None and self.experts is None
+                self._found, logits = flights.run(graphs, batch, tables, may_run_ahead=may_run_ahead)
+                self._outputs.take(logits)
             else:
-                logits = self._run(batch, tables)
-                likeliest = self._find_likeliest(logits)
-            self._take_logits(logits, likeliest, [rows.outputs for rows in batch])
+                self._take_logits(self._run(batch, tables), [rows.outputs for rows in batch])
+            self._transfer.let_go()
+            self._count_experts()
         return Outcome.DONE
 
     def _run(self, batch: Sequence[Rows], tables: Sequence[BlockTable]) -> torch.Tensor:
@@ -153,17 +157,11 @@ class HfEngine:
         last = self._tensor(np.concatenate(wanted).astype(np.int64))
         return self._network.run(step, self._tensor(tokens), self._tensor(positions), last)
 
-    def _find_likeliest(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """None where logits are in RAM, and it can be found when someone asks."""
-        return logits.argmax(-1) if logits.device.type == "cuda" else None
-
-    def _take_logits(self, logits: torch.Tensor, likeliest: torch.Tensor | None, outputs: Sequence[int]) -> None:
-        """`outputs`: how many rows of `logits` each of the batch has. Blocks until everything before it is
-        done."""
-        self._outputs.take(logits, likeliest)
-        self._transfer.let_go()
-        self._first_outputs = [0, *np.cumsum(outputs).tolist()]
-        self._count_experts()
+    def _take_logits(self, logits: torch.Tensor, outputs: Sequence[int]) -> None:
+        """`outputs`: how many rows of `logits` each of the batch has. Blocks until they are computed."""
+        chosen = logits.argmax(-1).tolist() if logits.device.type == "cuda" else None
+        self._outputs.take(logits)
+        self._found = [(chosen, first) for first in accumulate(outputs[:-1], initial=0)]
 
     def _count_experts(self) -> None:
         """Count the experts of a step that is over."""
@@ -171,12 +169,31 @@ class HfEngine:
             self.experts.step_done()
 
     def logits(self, index: int, row: int = 0) -> Logits:
-        taken: Logits = self._outputs.rows()[self._first_outputs[index] + row]
+        taken: Logits = self._outputs.rows()[self._found[index][1] + row]
         return taken
 
     def likeliest(self, index: int, row: int = 0) -> int:
-        found = self._outputs.likeliest
-        return int(self.logits(index, row).argmax() if found is None else found[self._first_outputs[index] + row])
+        chosen, first = self._found[index]
+        return int(self.logits(index, row).argmax()) if chosen is None else chosen[first + row]
+
+    @property
+    def is_ahead(self) -> bool:
+        return self._steps.flights is not None and self._steps.flights.is_ahead
+
+    def reserve(self, tables: Sequence[BlockTable]) -> bool:
+        """Room for one more token of each."""
+        if any(table.length >= self.capabilities.context for table in tables):
+            return False
+        copies = self._pool.reserve(tables)
+        if copies:
+            self._transfer.before_overwriting([copy.source for copy in copies])
+            self._memory.copy(copies)
+        return copies is not None
+
+    def _changes(self, sequence: int) -> None:
+        """Its state is about to become another than the latest step left."""
+        if self._steps.flights is not None:
+            self._steps.flights.forget(sequence)
 
     # ── moving state in and out ──
 
@@ -205,6 +222,7 @@ class HfEngine:
         table = self._tables[sequence]
         if table.length != start:
             raise EngineError(f"Sequence {sequence} does not end at {start}, so nothing can be appended there.")
+        self._changes(sequence)
         with self._grow([table], [end]) as has_room:
             if not has_room:
                 return Outcome.NO_ROOM
@@ -232,6 +250,7 @@ class HfEngine:
         table, end = self._tables[rows.sequence], rows.start + len(rows.tokens)
         if table.length != rows.start:
             raise EngineError(f"Sequence {rows.sequence} cannot go on at {rows.start}.")
+        self._changes(rows.sequence)
         self._settle(rows.sequence)
         with self._grow([table], [end]) as has_room:
             if not has_room:
@@ -243,7 +262,8 @@ class HfEngine:
             tier = self.attention.tier
             logits, blended = evaluate_blended(self._network, self._memory, tier, rows, table, known, ratio)
             if logits is not None:
-                self._take_logits(logits, self._find_likeliest(logits), [rows.outputs])
+                self._take_logits(logits, [rows.outputs])
+                self._count_experts()
             return blended
 
     def _reposition(self, piece: Piece) -> list[torch.Tensor]:
@@ -264,6 +284,7 @@ class HfEngine:
         self._tables[target] = self._pool.share(self._tables[source], end)
 
     def trim(self, sequence: int, start: int) -> None:
+        self._changes(sequence)
         self._settle(sequence)
         self._transfer.before_overwriting(self._tables[sequence].blocks[start // BLOCK :])
         self._pool.trim(self._tables[sequence], start)
@@ -275,6 +296,7 @@ class HfEngine:
         """Should the model fail in the middle of it, the sequence is emptied and StepFailed is raised."""
         table, stop = self._tables[sequence], start + len(insert)
         check_splice(self.capabilities, table.length, start, end, insert)
+        self._changes(sequence)
         self._settle(sequence)
         with translate_errors():
             rows = self._transfer.read(table, end, table.length) if end < table.length else []
@@ -298,7 +320,7 @@ class HfEngine:
 
     def _insert(self, rows: Rows, table: BlockTable) -> None:
         """Evaluate `rows` as if they were the last of the table, which has room for them."""
-        self._first_outputs = []
+        self._found = []
         step = self.capabilities.batch
         for begin in range(0, len(rows.tokens), step):
             tokens = rows.tokens[begin : begin + step]

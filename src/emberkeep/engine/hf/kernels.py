@@ -410,3 +410,16 @@ def paged_attention(
             parts, stats, sink_scores, out, QUERIES=queries, **of_values, **early(query.device)
         )
     return out
+
+
+@triton.jit
+def _take_kernel(token_ptr, source_ptr, chosen_ptr, count, SIZE: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    source = tl.load(source_ptr + at, at < count, other=-1)
+    chosen = tl.load(chosen_ptr + source, source >= 0, other=0)
+    tl.store(token_ptr + at, chosen, source >= 0)
+
+
+def take_tokens(tokens: torch.Tensor, sources: torch.Tensor, chosen: torch.Tensor) -> None:
+    """Put `chosen[source]` in the place of every token whose source is not negative."""
+    _take_kernel[(triton.cdiv(len(tokens), 256),)](tokens, sources, chosen, len(tokens), SIZE=256)

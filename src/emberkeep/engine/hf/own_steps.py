@@ -26,6 +26,7 @@ from emberkeep.types.models import Vocab
 
 if TYPE_CHECKING:
     from emberkeep.engine.hf.cuda_graphs import StepGraphs
+    from emberkeep.engine.hf.flights import Flights
     from emberkeep.engine.hf.fused_layers import FusedLayer
     from emberkeep.engine.hf.streaming import LayerStream
 
@@ -51,6 +52,9 @@ class SteppedEngine(Stepper, Protocol):
     def empty(self) -> None:
         """Forget every sequence."""
 
+    def reserve(self, tables: Sequence[BlockTable]) -> bool:
+        """Room for one more token of each; False: there is none."""
+
 
 class OwnSteps:
     """What computes an engine's steps, and what is done for them while nothing waits. Belongs to its thread."""
@@ -67,6 +71,8 @@ class OwnSteps:
         self._network, self._memory, self._learned, self._stream = network, memory, learned, stream
         self.graphs: StepGraphs | None = None
         """None: the model's own code computes them."""
+        self.flights: Flights | None = None
+        """Of steps of ours."""
         self.refusal = ""
         """Why no step is taken any more."""
         self.table: StepTable | None = None
@@ -113,11 +119,15 @@ class OwnSteps:
             return None
         try:
             # Needs Triton, which comes with torch for CUDA only.
-            from emberkeep.engine.hf.cuda_graphs import StepGraphs, StepSize
+            from emberkeep.engine.hf.cuda_graphs import StepGraphs
             from emberkeep.engine.hf.kernels import check_assembler
+            from emberkeep.engine.hf.step_batch import StepSize
 
             check_assembler(network.device)
             largest = StepSize(able.batch, able.outputs, able.max_sequences, -(-able.context // BLOCK))
+            from emberkeep.engine.hf.flights import Flights
+
+            self.flights = Flights(able.outputs, self._engine.reserve)
             fused = None if stream or layers == "compiled" else self.fuse_layers(layers)
             return StepGraphs(network, memory, largest, self._learned.group, fused, stream)
         except Exception as error:
@@ -189,7 +199,7 @@ class OwnSteps:
 
     def close(self) -> None:
         """Let go of the engine, the model and its state."""
-        self.graphs = None
+        self.graphs = self.flights = None
         self.chores.clear()
         self._engine = None  # type: ignore[assignment]
         self._network = None  # type: ignore[assignment]

@@ -45,6 +45,8 @@ class BlockTable:
     blocks: MutableSequence[int] = field(default_factory=lambda: array("i"))
     """An array: NumPy reads it without looking at every number."""
     length: int = 0
+    shown: int = 0
+    """The device knows so many of its blocks (`DeviceTables`)."""
 
     def cells(self, start: int, end: int) -> Cells:
         """Where the positions [start, end) are."""
@@ -104,6 +106,7 @@ class BlockPool:
             self._users[shared] -= 1
             self.copied += 1
             table.blocks[-1] = own
+            table.shown = min(table.shown, len(table.blocks) - 1)
         more = -(-end // BLOCK) - len(table.blocks)
         if more > 0:
             table.blocks.extend(self._take(more, near=table.blocks[-1] if table.blocks else 0))
@@ -119,6 +122,16 @@ class BlockPool:
         self.trim(table, start)
         return self.grow(table, end)
 
+    def reserve(self, tables: Sequence[BlockTable]) -> list[Copy] | None:
+        """As `grow`, for one more cell of each, which is not in use yet; None, and nothing changed, without room."""
+        if sum(self.count_needed(table, table.length + 1) for table in tables) > self.free:
+            return None
+        copies: list[Copy] = []
+        for table in tables:
+            copies += self.grow(table, table.length + 1) or ()
+            table.length -= 1
+        return copies
+
     def share(self, source: BlockTable, end: int) -> BlockTable:
         """A new table that begins with the first `end` cells of `source`. Nothing is copied."""
         blocks = source.blocks[: -(-end // BLOCK)]
@@ -133,6 +146,7 @@ class BlockPool:
             self._users[blocks] -= 1
             self.free += int((self._users[blocks] == 0).sum())
             del table.blocks[keep:]
+            table.shown = min(table.shown, keep)
         table.length = min(table.length, length)
 
     def stats(self) -> dict[str, int]:

@@ -234,8 +234,7 @@ class _Pages(mmap.mmap):
 
 
 class HostLogits:
-    """Logits on their way from the device to the sampler: they come when they are asked for, and which of them is
-    the highest comes at once.
+    """Logits on their way from the device to the sampler: they come when they are asked for.
 
     Belongs to the engine's thread. What was taken for one step is overwritten by the next.
     """
@@ -243,36 +242,26 @@ class HostLogits:
     def __init__(self, device: torch.device, rows: int, width: int) -> None:
         is_cuda = device.type == "cuda"
         self._buffer = torch.empty((rows, width), dtype=torch.float32, pin_memory=True) if is_cuda else None
-        self._best = torch.empty(rows, dtype=torch.int64, pin_memory=is_cuda)
-        self.likeliest: npt.NDArray[np.int64] | None = None
-        """Where each row was found on the device."""
         self._logits: torch.Tensor | None = None
         self._rows: Logits | None = None
 
-    def take(self, logits: torch.Tensor, likeliest: torch.Tensor | None) -> None:
-        """Rows of any dtype. Blocks until they are computed."""
-        self._logits, self._rows, self.likeliest = logits, None, None
-        if likeliest is not None:
-            self._best[: len(likeliest)].copy_(likeliest, non_blocking=True)
-            self.likeliest = self._best.numpy()
-        self._wait()
+    def take(self, logits: torch.Tensor | None) -> None:
+        """Rows of any dtype, which may still be computed; None: nobody will ask for them."""
+        self._logits, self._rows = logits, None
 
     def rows(self) -> Logits:
         """The logits of the latest step, as float32. Blocks until they are there."""
         if self._rows is None:
-            assert self._logits is not None
+            if self._logits is None:
+                raise EngineError("The logits of this step were not wanted.")
             if self._buffer is None:
                 self._rows = self._logits.float().cpu().numpy()
             else:
                 self._buffer[: len(self._logits)].copy_(self._logits, non_blocking=True)
-                self._wait()
+                torch.cuda.current_stream().synchronize()
                 self._rows = self._buffer[: len(self._logits)].numpy()
             self._logits = None
         return self._rows
-
-    def _wait(self) -> None:
-        if self._buffer is not None:
-            torch.cuda.current_stream().synchronize()
 
 
 @contextmanager

@@ -234,6 +234,8 @@ class LlamaEngine:
 
     # ── state ──
 
+    is_ahead = False
+
     def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> KvExport:
         if borders[-1] > self._context.cells[sequence].end:
             raise EngineError(f"Sequence {sequence} does not reach from {borders[0]} to {borders[-1]}.")
