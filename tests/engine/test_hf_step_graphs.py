@@ -19,13 +19,15 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from transformers.models.llama import modeling_llama
 
-from emberkeep.engine.base import Rows
+from emberkeep.engine.base import Choosing, Rows
 from emberkeep.engine.hf import cuda_graphs
-from emberkeep.engine.hf.cuda_graphs import StepBatch, StepGraphs, StepSize
+from emberkeep.engine.hf.cuda_graphs import StepGraphs
+from emberkeep.engine.hf.flights import Flights
 from emberkeep.engine.hf.fused_layers import fuse
 from emberkeep.engine.hf.model_loader import HfModel
 from emberkeep.engine.hf.network import Network, learn
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
+from emberkeep.engine.hf.step_batch import StepBatch, StepSize
 
 pytestmark = pytest.mark.slow
 
@@ -41,12 +43,21 @@ class Recording:
         self.replay = compute
 
 
+class Passed:
+    """An event of a device that has done everything at once."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
 @pytest.fixture
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of the steps that were recorded."""
     device = SimpleNamespace(shared_memory_per_block_optin=1 << 17, multi_processor_count=4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(torch.cuda, "Event", Passed)
     rows: list[int] = []
 
     def capture(self: StepGraphs, batch: StepBatch) -> Recording:
@@ -216,3 +227,74 @@ def test_parts_are_compiled_for_such_steps_and_on_their_thread_only(
     monkeypatch.setattr(StepBatch, "attend", attend_beside_others)
     opened.run(11, block=3)
     assert elsewhere and not any(elsewhere)
+
+
+# ── launched ahead ──
+
+
+class Talk:
+    """Some sequences that go on by one token a step, launched ahead or not."""
+
+    def __init__(self, opened: Opened, *, goes_on: bool, **how: object) -> None:
+        self.opened, self.flights = opened, Flights(8, lambda tables: True)
+        self.goes_on, self.how = goes_on, how
+        self.tables = {s: BlockTable([1 + 2 * s, 2 + 2 * s], 0) for s in range(3)}
+        self.tokens: dict[int, list[int]] = {}
+        self.were_ahead: list[bool] = []
+
+    def begin(self, sequence: int, prompt: list[int]) -> Rows:
+        self.tokens[sequence] = list(prompt)
+        self.tables[sequence].length = 0
+        self.flights.forget(sequence)
+        return Rows(sequence, 0, np.array(prompt, np.int32), 1)
+
+    def next_of(self, sequence: int, uniforms: tuple[float, float] = (0.3, 0.3)) -> Rows:
+        tokens = self.tokens[sequence]
+        choosing = Choosing(self.goes_on, uniforms=uniforms, **self.how)
+        return Rows(sequence, len(tokens) - 1, np.array(tokens[-1:], np.int32), 1, choosing)
+
+    def step(self, *batch: Rows) -> None:
+        for rows in batch:
+            self.tables[rows.sequence].length = rows.start + len(rows.tokens)
+        self.were_ahead.append(self.flights.is_ahead)
+        tables = [self.tables[rows.sequence] for rows in batch]
+        found, _ = self.flights.run(self.opened.graphs, list(batch), tables, may_run_ahead=True)
+        for rows, (chosen, place) in zip(batch, found, strict=True):
+            self.tokens[rows.sequence].append(chosen[place])
+
+
+HOW = [{}, {"temperature": 1.5, "top_p": 0.9}, {"bias": ((7, 60.0),)}]
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_what_is_launched_ahead_gives_the_same_tokens(opened: Opened, how: dict[str, object]) -> None:
+    told = []
+    for goes_on in (False, True):
+        talk = Talk(opened, goes_on=goes_on, **how)
+        talk.step(talk.begin(0, [40, 41, 42]), talk.begin(1, [50, 51]))
+        for _ in range(4):
+            talk.step(talk.next_of(0), talk.next_of(1))
+        talk.step(talk.next_of(1))  # the other has ended
+        talk.step(talk.next_of(1), talk.begin(2, [60, 61, 62, 63]))  # and a new one comes
+        for _ in range(3):
+            talk.step(talk.next_of(1), talk.next_of(2))
+        told.append(talk.tokens)
+        assert talk.were_ahead == [False] * 10 if not goes_on else [False, False, *[True] * 5, False, True, True]
+    assert told[0] == told[1]
+    if "bias" in how:
+        assert set(told[0][1][3:]) == {7}
+
+
+def test_what_was_launched_for_a_sequence_that_has_changed_does_not_count(opened: Opened) -> None:
+    talk = Talk(opened, goes_on=True)
+    talk.step(talk.begin(0, [40, 41, 42]))
+    talk.step(talk.next_of(0))
+    *before, last = talk.tokens[0]
+    talk.step(talk.begin(0, [43, 44, 45, 46][: len(before)]))  # as long, and another
+    talk.tokens[0][-1] = last  # which goes on with the same token
+    afresh = Talk(opened, goes_on=False)
+    afresh.step(afresh.begin(0, talk.tokens[0][:-1]))
+    afresh.tokens[0][-1] = last
+    afresh.step(afresh.next_of(0))
+    talk.step(talk.next_of(0))
+    assert talk.tokens[0] == afresh.tokens[0]

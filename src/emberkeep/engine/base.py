@@ -23,6 +23,10 @@ from emberkeep.values import dataclass
 Logits = npt.NDArray[np.float32]
 Payload = memoryview
 """KV bytes of a token range, in the engine's own layout. Read-only outside of the engine."""
+Bias = tuple[tuple[int, float], ...]
+"""What is added to the logits of some tokens. Compared by identity: one object for each request."""
+MOST_BIASED = 32
+"""Tokens of one sequence that are biased where its tokens are chosen."""
 DRAFT_ROWS = 64
 """Drafted tokens in one step, at most."""
 
@@ -83,11 +87,19 @@ class Capabilities:
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
-    """How the token after a row is chosen where the logits are: the likeliest."""
+class Choosing:
+    """How the token after a row is chosen where the logits are, as `sched/sampling` does it: the likeliest, or one
+    drawn."""
 
     goes_on: bool
     """The next step will most likely have this sequence alone with that token, so it may begin at once."""
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    uniforms: tuple[float, float] = (0.0, 0.0)
+    """The random numbers for this token and for the one after it."""
+    bias: Bias = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +112,7 @@ class Rows:
     outputs: int
     """After how many of these tokens, the last ones, logits are needed: 1 where the next token is sampled, more
     where the last tokens are a draft of which it is not known yet whether it is accepted."""
-    draw: Draw | None = None
+    choosing: Choosing | None = None
     """None: who looks at the logits chooses the next token. Else nobody looks at them."""
 
 
@@ -241,12 +253,16 @@ class Engine(Protocol):
         """Logits of the latest `evaluate` after one of the tokens of `batch[index]` that wanted them, by number.
 
         A view into the engine's memory: valid and unmodified until the next `evaluate` or `splice`. Where every
-        row of the batch had a `draw` that goes on, there are none.
+        row of the batch was chosen here (`Rows.choosing`), there may be none.
         """
 
     def likeliest(self, index: int, row: int = 0) -> int:
-        """The token that has the highest of these logits, the first of several: logits need not leave a device for
-        it."""
+        """The token that was chosen (`Rows.choosing`), else the one that has the highest of these logits, the
+        first of several: logits need not leave a device for it."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether it chooses tokens as `Choosing` says; else only the likeliest ones, without a bias."""
 
     @property
     def is_ahead(self) -> bool:

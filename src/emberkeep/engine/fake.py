@@ -216,7 +216,7 @@ class FakeEngine:
     def likeliest(self, index: int, row: int = 0) -> int:
         return int(self.logits(index, row).argmax())
 
-    is_ahead = False
+    draws = is_ahead = False
 
     def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> Exported:
         state = self._state(sequence)

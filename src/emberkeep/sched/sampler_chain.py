@@ -54,7 +54,7 @@ class ChainedSampler(Sampler):
         super().__init__(settings, matcher, top_logprobs, forced)
         self._chain = chain
         self._as_drawn = as_drawn
-        self._penalises = self._is_greedy = False
+        self._penalises = self._is_greedy = self._can_be_chosen = False
         self._chances = Uniforms(settings.seed, stream=1) if settings.uses_xtc else None
 
     def _accept(self, token: int, draw: Draw | None) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from emberkeep.engine.base import MOST_BIASED, Choosing
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.events import TokenLogprob
 from emberkeep.types.request import Sampling
@@ -26,6 +27,7 @@ GREEDY_BELOW = 1e-6
 _FORBIDDEN = np.float32(-np.inf)
 _WINDOWS = (4.0, 8.0, 16.0, 32.0)
 """Distances below the highest logit in which candidates are looked for before the whole vocabulary is sorted."""
+_LIKELIEST = (Choosing(goes_on=False), Choosing(goes_on=True))
 _BLOCK = 64
 """The highest of all logits is looked for among the highest of every so many."""
 
@@ -68,11 +70,32 @@ class Sampler:
         self._temperature = np.float32(settings.temperature)
         self._is_greedy = settings.temperature < GREEDY_BELOW
         self._is_plain = matcher is None and not len(self._bias) and top_logprobs is None
+        is_simple = matcher is None and top_logprobs is None and not self._penalises and settings.typical_p >= 1
+        self._can_be_chosen = is_simple and len(self._bias) <= MOST_BIASED
+        self._listed_bias = tuple(settings.logit_bias.items())
 
     @property
     def takes_likeliest(self) -> bool:
         """Whether the next token is the one with the highest logits, and nothing else of them is wanted."""
         return self._is_greedy and self._is_plain and not self._penalises and not self._forced
+
+    def choosing(self, *, goes_on: bool, draws: bool) -> Choosing | None:
+        """How an engine, which `draws` or knows only the likeliest, chooses the next token; `chose` is called
+        then. None: it cannot."""
+        if self.takes_likeliest:
+            return _LIKELIEST[goes_on]
+        if not (draws and self._can_be_chosen) or self._forced:
+            return None
+        if self._is_greedy:
+            return Choosing(goes_on, bias=self._listed_bias)
+        how, uniforms = self._settings, (self._uniforms.peek(0), self._uniforms.peek(1))
+        top_k = max(how.top_k, 0)
+        return Choosing(goes_on, how.temperature, top_k, how.top_p, how.min_p, uniforms, self._listed_bias)
+
+    def chose(self) -> None:
+        """The engine has chosen."""
+        if not self._is_greedy:
+            self._uniforms.take()
 
     def sample(self, logits: Floats, pieces: Sequence[bytes]) -> tuple[int, TokenLogprob | None]:
         """The chosen token. `logits` is not modified."""
@@ -147,7 +170,7 @@ class Sampler:
     def _draw(self, logits: Floats, drafted: Sequence[int] = (), ahead: int | None = None) -> Draw:
         """With the random number for the token after `ahead` others, which stays to be taken; None: the next."""
         uniform = self._uniforms.take() if ahead is None else self._uniforms.peek(ahead)
-        left = self._candidates(logits, drafted, ahead)
+        left = self._candidates(logits, drafted, ahead).in_order()
         cumulative = weights(left.logits).cumsum()
         place = int(cumulative.searchsorted(uniform * cumulative[-1], side="right"))
         return Draw(min(place, len(left.logits) - 1), cumulative, left)
@@ -232,6 +255,10 @@ class Candidates(NamedTuple):
     def ranked(self) -> Candidates:
         """The highest first."""
         return self.only(by_rank(self.logits, np.arange(len(self.logits))))
+
+    def in_order(self) -> Candidates:
+        """By their ids, so that the same number draws the same token wherever it is drawn."""
+        return self if self.ids is None else self.only(self.ids.argsort())
 
     def token(self, place: int) -> int:
         return place if self.ids is None else int(self.ids[place])

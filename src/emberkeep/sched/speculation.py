@@ -31,8 +31,8 @@ _WORTH = 1.03
 _WORTH_BESIDE = 0.02
 """And so much more for each other sequence: steps were measured with one, and beside others rows cost more."""
 _LOOKING, _MOST_LOOKING_S = 0.03, 0.25
-"""The share of the time in which drafts are looked for while what is found is of no use, and how much of it is saved
-up at most."""
+"""The share of the time in which drafts are looked for while what is found is of no use, and how much of it is
+saved up at most."""
 _CERTAIN = 0.995
 _PRIOR = 8.0
 """As many expected tokens count as if they had been accepted."""
@@ -96,8 +96,8 @@ class Speculation:
         """What each of these sequences evaluates besides its latest token, in a step that has `beside` other rows
         and `room` for more. Never raises.
 
-        `host_s`: what a step takes more that is not launched ahead; `is_ahead`: this one is, so nothing is drafted,
-        but whether it would be is found out (`is_promising`).
+        `host_s`: what a step takes more that is not launched ahead; `is_ahead`: this one is, so nothing is
+        drafted, but whether it would be is found out (`is_promising`).
         """
         self.is_promising = False
         room = min(room, self._rows)

@@ -7,16 +7,16 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from time import monotonic
 
 import numpy as np
 
 from emberkeep.chat.prompt import Prompt
-from emberkeep.engine.base import Draw, Outcome, Rows
+from emberkeep.engine.base import Outcome, Rows
 from emberkeep.errors import EngineError
 from emberkeep.kv.policy import Rate
 from emberkeep.sched.lifetimes import Endings, SchedulerParts
-from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.sequence import FAIR_SLICE, Sequence, slice_within
 from emberkeep.sched.sequence_state import EndReason, Phase
 from emberkeep.sched.speculation import Chosen, Speculation
@@ -77,7 +77,7 @@ class Steps:
 
     def _schedule(self) -> list[Planned]:
         try:
-            return self._planner.plan(self._loaded(), is_ahead=self._engine.is_ahead)
+            return self._planner.plan(self._loaded(), is_ahead=self._engine.is_ahead, draws=self._engine.draws)
         except Exception:
             log.exception("a step could not be planned")
         for sequence in self._slots.active:
@@ -187,7 +187,7 @@ class Steps:
         sequence, end = planned.sequence, None
         draft = planned.rows.tokens[1:].tolist() if planned.draft else []
         for row, drafted in enumerate([*draft, None]):
-            token, logprob = self._choose(sequence.sampler, index, row)
+            token, logprob = self._choose(planned, index, row)
             end = self._take(sequence, token, logprob)
             if end is not None or token != drafted:
                 break
@@ -204,7 +204,11 @@ class Steps:
         elif end is not None:
             self._endings.end(sequence, end)
 
-    def _choose(self, sampler: Sampler, index: int, row: int) -> tuple[int, TokenLogprob | None]:
+    def _choose(self, planned: Planned, index: int, row: int) -> tuple[int, TokenLogprob | None]:
+        sampler = planned.sequence.sampler
+        if planned.rows.choosing is not None:
+            sampler.chose()
+            return self._engine.likeliest(index, row), None
         if sampler.takes_likeliest:
             return self._engine.likeliest(index, row), None
         return sampler.sample(self._engine.logits(index, row), self._engine.vocab.pieces)
@@ -270,7 +274,6 @@ _STEP_BESIDE_DECODES_S = 0.25
 """The same while answers are being written: each of them gets one token per step."""
 _SMALLEST_SLICE_BESIDE_DECODES = 32
 _SMOOTHING, _LONGEST_HOST_S = 0.1, 0.02
-_GOES_ON, _ENDS = Draw(goes_on=True), Draw(goes_on=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,8 +305,8 @@ class Planner:
         spare_outputs: int = 0,
         is_wanted: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`spare_outputs`: rows with logits in one step, beyond one for each sequence. `is_wanted`: whether something
-        waits now, which a step that is launched ahead would hold up."""
+        """`spare_outputs`: rows with logits in one step, beyond one for each sequence. `is_wanted`: whether
+        something waits now, which a step that is launched ahead would hold up."""
         self._is_wanted = is_wanted
         self._host_s = 0.0
         self._batch = batch
@@ -312,9 +315,9 @@ class Planner:
         self._largest_slice = largest_slice
         self._speed = speed
 
-    def plan(self, active: list[Sequence], *, is_ahead: bool = False) -> list[Planned]:
+    def plan(self, active: list[Sequence], *, is_ahead: bool = False, draws: bool = False) -> list[Planned]:
         """One row for every sequence that decodes, and drafts; prompts share the rest of the step, those apart
-        that blend. `is_ahead`: see `Engine`.
+        that blend. `is_ahead`, `draws`: see `Engine`.
 
         The shortest goes first, which makes waits shortest on the whole; a quarter is kept for the oldest, so
         that no prompt waits for ever. One that has to go alone does.
@@ -349,7 +352,8 @@ class Planner:
             )
         is_promising = self._speculation is not None and self._speculation.is_promising
         may_go_on = not (filling or is_promising or self._is_wanted())
-        return [*(_decoding(sequence, drafts.get(sequence), may_go_on) for sequence in decoding), *plan]
+        how = partial(_decoding, may_go_on=may_go_on, draws=draws)
+        return [*(how(sequence, drafts.get(sequence)) for sequence in decoding), *plan]
 
     def prompt_room(self, *, beside_decodes: bool) -> int:
         """How many prompt tokens a step may evaluate, or what blending may cost in their place."""
@@ -369,13 +373,12 @@ class Planner:
         self._host_s += _SMOOTHING * (min(seconds, _LONGEST_HOST_S) - self._host_s)
 
 
-def _decoding(sequence: Sequence, draft: Chosen | None, may_go_on: bool) -> Planned:
+def _decoding(sequence: Sequence, draft: Chosen | None, *, may_go_on: bool, draws: bool) -> Planned:
     tokens, outputs = sequence.next_slice(1)
     if draft is None or not outputs:
-        draw = None
-        if outputs and sequence.sampler.takes_likeliest:
-            draw = _GOES_ON if may_go_on and sequence.sampled_count + 1 < sequence.max_new else _ENDS
-        return Planned(sequence, Rows(sequence.slot, sequence.computed, tokens, outputs, draw))
+        goes_on = may_go_on and sequence.sampled_count + 1 < sequence.max_new
+        choosing = sequence.sampler.choosing(goes_on=goes_on, draws=draws) if outputs else None
+        return Planned(sequence, Rows(sequence.slot, sequence.computed, tokens, outputs, choosing))
     tokens = np.concatenate([tokens, draft.draft.tokens[: draft.count]])
     return Planned(sequence, Rows(sequence.slot, sequence.computed, tokens, 1 + draft.count), draft)
 

@@ -27,11 +27,12 @@ import numpy as np
 import torch
 
 from emberkeep.engine.base import Rows
+from emberkeep.engine.hf.choosing import choose_tokens
 from emberkeep.engine.hf.fused_layers import FusedLayer
 from emberkeep.engine.hf.kernels import take_tokens
 from emberkeep.engine.hf.network import Network
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
-from emberkeep.engine.hf.step_batch import DeviceTables, StepBatch, StepSize
+from emberkeep.engine.hf.step_batch import DeviceBiases, DeviceTables, StepBatch, StepSize
 from emberkeep.engine.hf.streaming import LayerStream
 from emberkeep.types.request import Json
 from emberkeep.values import dataclass
@@ -61,6 +62,7 @@ class StepGraphs:
         self._network, self._memory, self._stream = network, memory, stream
         self._largest, self._group = largest, group
         self._tables = DeviceTables(largest.sequences, largest.blocks, memory.device)
+        self._biases = DeviceBiases(largest.sequences, memory.device)
         self.layers = "plain" if stream else "fused" if fused else "compiled"
         """What computes them."""
         self._swaps: list[Swap] = []
@@ -75,7 +77,7 @@ class StepGraphs:
         """Sizes that are to be recorded."""
         self._logits: torch.Tensor | None = None
         """The scores of the latest step, whatever its size: recorded ones need not keep one each."""
-        self._likeliest = torch.empty(largest.outputs, dtype=torch.int64, device=memory.device)
+        self._chosen = torch.zeros(largest.outputs, dtype=torch.int64, device=memory.device)
         if self.layers == "compiled":
             # How a compiled part adds up may follow the first size that it sees: always the same one.
             self._compute(self._sized(largest.rows).batch)
@@ -83,12 +85,12 @@ class StepGraphs:
     def run(
         self, batch: Sequence[Rows], tables: Sequence[BlockTable], sources: Sequence[int] = ()
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of every row that wants them, in float32, and the tokens with the highest: valid until the next
+        """Logits of every row that wants them, in float32, and the tokens that were chosen: valid until the next
         call. Does not wait. See `StepBatch.fill`."""
         count, outputs = sum(len(rows.tokens) for rows in batch), sum(rows.outputs for rows in batch)
         self._run(self._sized(self._sizes[bisect_left(self._sizes, count)]), batch, tables, sources)
         assert self._logits is not None
-        return self._logits[:outputs], self._likeliest[:outputs]
+        return self._logits[:outputs], self._chosen[:outputs]
 
     def stats(self) -> dict[str, Json]:
         """How many sizes are replayed, and how many there are. May be asked by any thread."""
@@ -131,7 +133,9 @@ class StepGraphs:
         if step is None:
             outputs, sequences = min(rows, self._largest.outputs), min(rows, self._largest.sequences)
             size = StepSize(rows, outputs, sequences, self._largest.blocks)
-            step = self._steps[rows] = _SizedStep(StepBatch(self._memory, self._tables, size, self._group))
+            step = self._steps[rows] = _SizedStep(
+                StepBatch(self._memory, self._tables, self._biases, size, self._group)
+            )
         return step
 
     def _run(
@@ -156,14 +160,14 @@ class StepGraphs:
         with ExitStack() as swapped:
             for swap in self._swaps:
                 swapped.enter_context(swap())
-            take_tokens(batch.tokens, batch.sources, self._likeliest)
+            take_tokens(batch.tokens, batch.sources, self._chosen)
             logits = self._network.run(batch, batch.tokens, batch.positions, batch.wanted)
         if self._logits is None:
             shape = (self._largest.outputs, logits.shape[-1])
             self._logits = torch.empty(shape, dtype=torch.float32, device=logits.device)
-        taken, likeliest = self._logits[: len(logits)], self._likeliest[: len(logits)]
+        taken, chosen = self._logits[: len(logits)], self._chosen[: len(logits)]
         taken.copy_(logits)
-        torch.argmax(taken, -1, out=likeliest)
+        choose_tokens(taken, batch.numbers, batch.biases.ids, batch.biases.values, chosen)
 
     def _record(self, step: _SizedStep) -> bool:
         """Whether it computes the same bits when it is replayed: of a prompt whose state goes to other cells."""

@@ -79,8 +79,8 @@ class HfEngine:
         """When the state of a sequence is there that the device was told to load."""
         self._outputs = HostLogits(self._network.device, settings.sequences + DRAFT_ROWS, model.vocab.size)
         self._found: list[tuple[list[int] | None, int]] = []
-        """For each of the latest batch's rows, the likeliest tokens, where they are known, and the place of its first
-        output."""
+        """For each of the latest batch's rows, the tokens that were chosen, where any were, and the place of its
+        first output."""
         self.capabilities = Capabilities(
             kv_unit=KvUnit.RANGE,
             can_shift=self._rotations is not None,
@@ -131,7 +131,7 @@ class HfEngine:
                 return Outcome.NO_ROOM
             self._found = []
             graphs, flights = self._steps.graphs, self._steps.flights
-            if graphs and flights and self.attention.tier is AttentionTier.OWN:
+            if graphs and flights and self.draws:
                 may_run_ahead = self._stream is None and self.experts is None
                 self._found, logits = flights.run(graphs, batch, tables, may_run_ahead=may_run_ahead)
                 self._outputs.take(logits)
@@ -175,6 +175,10 @@ class HfEngine:
     def likeliest(self, index: int, row: int = 0) -> int:
         chosen, first = self._found[index]
         return int(self.logits(index, row).argmax()) if chosen is None else chosen[first + row]
+
+    @property
+    def draws(self) -> bool:
+        return self._steps.graphs is not None and self.attention.tier is AttentionTier.OWN
 
     @property
     def is_ahead(self) -> bool:

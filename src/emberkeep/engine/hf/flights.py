@@ -22,7 +22,6 @@ from emberkeep.engine.hf.cuda_graphs import StepGraphs
 from emberkeep.engine.hf.pool import BlockTable
 from emberkeep.values import dataclass
 
-
 Chosen = list[int]
 """The tokens that a step chose, one for each of its outputs."""
 
@@ -31,7 +30,7 @@ class _Flight:
     """One step."""
 
     def __init__(self, outputs: int) -> None:
-        self._host = torch.empty(outputs, dtype=torch.int64, pin_memory=True)
+        self._host = torch.empty(outputs, dtype=torch.int64).pin_memory()
         self._has_landed = torch.cuda.Event()
         self._count = 0
         self.chosen: Chosen = []
@@ -83,10 +82,15 @@ class Flights:
         self._ahead.pop(sequence, None)
 
     def run(
-        self, graphs: StepGraphs, batch: Sequence[Rows], tables: Sequence[BlockTable], *, may_run_ahead: bool
+        self,
+        graphs: StepGraphs,
+        batch: Sequence[Rows],
+        tables: Sequence[BlockTable],
+        *,
+        may_run_ahead: bool,
     ) -> tuple[list[tuple[Chosen | None, int]], torch.Tensor | None]:
-        """For each of the batch, what was chosen, and the place of its first output there; and the logits, if those
-        who were not launched ahead may want them. Blocks until all is there."""
+        """For each of the batch, what was chosen, and the place of its first output there; and the logits, if
+        someone may want them. Blocks until all is there."""
         ahead, known = self._take_known(batch)
         rest = [index for index in range(len(batch)) if index not in known]
         fresh, logits = None, None
@@ -96,8 +100,10 @@ class Flights:
             fresh.launched(chosen)
         firsts = accumulate((batch[i].outputs for i in rest), initial=0)
         places = known | dict(zip(rest, firsts, strict=False))
-        may_run_ahead &= not (known and rest) and all(rows.draw for rows in batch)
-        going = [i for i, rows in enumerate(batch) if rows.draw and rows.draw.goes_on] if may_run_ahead else []
+        may_run_ahead &= not (known and rest) and all(rows.choosing for rows in batch)
+        going = (
+            [i for i, rows in enumerate(batch) if rows.choosing and rows.choosing.goes_on] if may_run_ahead else []
+        )
         if going and self._reserve([tables[i] for i in going]):
             logits = None  # the step ahead overwrites them
             sources = [places[i] for i in going]
@@ -113,7 +119,7 @@ class Flights:
         known = {}
         for index, rows in enumerate(batch) if flight else ():
             row = rows_ahead.get(rows.sequence)
-            is_next = row is not None and rows.draw is not None and rows.outputs == len(rows.tokens) == 1
+            is_next = row is not None and rows.choosing is not None and rows.outputs == len(rows.tokens) == 1
             if is_next and row and row.start == rows.start and rows.tokens[0] == self._before[row.before]:
                 known[index] = row.place
         return flight, known

@@ -123,7 +123,8 @@ class BlockPool:
         return self.grow(table, end)
 
     def reserve(self, tables: Sequence[BlockTable]) -> list[Copy] | None:
-        """As `grow`, for one more cell of each, which is not in use yet; None, and nothing changed, without room."""
+        """As `grow`, for one more cell of each, which is not in use yet; None, and nothing changed, where there is
+        no room."""
         if sum(self.count_needed(table, table.length + 1) for table in tables) > self.free:
             return None
         copies: list[Copy] = []

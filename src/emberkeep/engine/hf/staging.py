@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import cycle
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from emberkeep.engine.base import Logits, Payload

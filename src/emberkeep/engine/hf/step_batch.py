@@ -8,7 +8,8 @@ from itertools import cycle
 import numpy as np
 import torch
 
-from emberkeep.engine.base import Rows
+from emberkeep.engine.base import MOST_BIASED, Bias, Rows
+from emberkeep.engine.hf.choosing import NUMBERS, numbers_of
 from emberkeep.engine.hf.kernels import PagedKv, choose_splits, choose_tiles, paged_attention, store_rows
 from emberkeep.engine.hf.network import AttentionOptions
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
@@ -56,20 +57,48 @@ class DeviceTables:
         self._copied.record()
 
 
+class DeviceBiases:
+    """What is added to the logits of every sequence whose tokens are chosen on the device."""
+
+    def __init__(self, sequences: int, device: torch.device) -> None:
+        shape = (sequences, MOST_BIASED)
+        self._shown: list[Bias] = [()] * sequences
+        self._host = [torch.full(shape, -1, dtype=kind).pin_memory() for kind in (torch.int64, torch.float32)]
+        self.ids, self.values = (host.to(device, copy=True) for host in self._host)
+        self._copied = torch.cuda.Event()
+
+    def show(self, sequence: int, bias: Bias) -> None:
+        """What is launched from now on finds it."""
+        if not bias or self._shown[sequence] is bias:
+            return
+        self._copied.synchronize()
+        self._shown[sequence] = bias
+        ids, values = (host[sequence] for host in self._host)
+        ids.fill_(-1)
+        ids[: len(bias)] = torch.tensor([token for token, _ in bias])
+        values[: len(bias)] = torch.tensor([by for _, by in bias])
+        self.ids[sequence].copy_(ids, non_blocking=True)
+        self.values[sequence].copy_(values, non_blocking=True)
+        self._copied.record()
+
+
 class _HostInputs:
     """What a step's inputs are copied from."""
 
     def __init__(self, counts: Sequence[int]) -> None:
         self.all = torch.zeros(sum(counts), dtype=torch.int64).pin_memory()
-        self.views = [part.numpy() for part in self.all.split(counts)]
-        self.views[-1] = self.views[-1].reshape(-1, _TILE_NUMBERS)
+        *views, tiles, numbers = [part.numpy() for part in self.all.split(counts)]
+        self.views = [*views, tiles.reshape(-1, _TILE_NUMBERS)]
+        self.numbers = numbers.view(np.float64).reshape(-1, NUMBERS)
         self.copied = torch.cuda.Event()
 
 
 class StepBatch:
     """The tensors of a step, and its attention over the pool."""
 
-    def __init__(self, memory: KvMemory, tables: DeviceTables, size: StepSize, group: int) -> None:
+    def __init__(
+        self, memory: KvMemory, tables: DeviceTables, biases: DeviceBiases, size: StepSize, group: int
+    ) -> None:
         """`group`: query heads per KV head."""
         heads = max(g.shape.heads for g in memory.groups)
         self.size = size
@@ -78,15 +107,17 @@ class StepBatch:
         row_bytes = max(g.shape.width for g in memory.groups) * 2 * memory.dtype.itemsize
         self._shape = choose_tiles(size.rows, group, row_bytes, device.shared_memory_per_block_optin)
         most_tiles = size.rows // self._shape.tokens + min(size.sequences, size.rows)
-        counts = (size.rows, size.rows, size.rows, size.rows, size.outputs, 1, _TILE_NUMBERS * most_tiles)
+        rows = [size.rows] * 4
+        counts = (*rows, size.outputs, 1, _TILE_NUMBERS * most_tiles, NUMBERS * size.outputs)
         # One is filled while the other may still be copied from.
         self._hosts = cycle([_HostInputs(counts), _HostInputs(counts)])
         self._inputs = torch.zeros(sum(counts), dtype=torch.int64, device=memory.device)
-        self._tables = tables
-        self.tokens, self.positions, self.cells, self.sources, self.wanted, self.live, tiles = self._inputs.split(
-            counts
-        )
+        self._tables, self.biases = tables, biases
+        *parts, tiles, numbers = self._inputs.split(counts)
+        self.tokens, self.positions, self.cells, self.sources, self.wanted, self.live = parts
         self._tiles = tiles.view(-1, _TILE_NUMBERS)
+        self.numbers = numbers.view(torch.float64).view(-1, NUMBERS)
+        """How tokens are chosen: a row for each of `wanted`."""
         programs = max(size.rows // self._shape.tokens, min(size.rows, size.sequences)) * heads
         self._splits = choose_splits(programs, device.multi_processor_count)
         self.layer = -1
@@ -100,13 +131,23 @@ class StepBatch:
         host.copied.synchronize()
         host.all.zero_()
         self._tables.show(batch, tables)
-        host.views[3][:] = -1
+        host.views[3][:] = host.numbers[:, -1] = -1
+        self._fill_numbers(host, batch, is_next=bool(sources))
         if all(len(rows.tokens) == rows.outputs == 1 for rows in batch):
             self._fill_decoding(host, batch, tables, sources)
         else:
             self._fill_any(host, batch, tables)
         self._inputs.copy_(host.all, non_blocking=True)
         host.copied.record()
+
+    def _fill_numbers(self, host: _HostInputs, batch: Sequence[Rows], *, is_next: bool) -> None:
+        output = 0
+        for rows in batch:
+            how = rows.choosing
+            if how is not None and (how.bias or how.temperature):
+                self.biases.show(rows.sequence, how.bias)
+                host.numbers[output] = numbers_of(how, rows.sequence, is_next=is_next)
+            output += rows.outputs
 
     def _fill_decoding(
         self, host: _HostInputs, batch: Sequence[Rows], tables: Sequence[BlockTable], sources: Sequence[int]

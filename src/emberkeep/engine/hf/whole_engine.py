@@ -125,7 +125,7 @@ class HfWholeEngine:
     def likeliest(self, index: int, row: int = 0) -> int:
         return int(self.logits(index, row).argmax())
 
-    is_ahead = False
+    draws = is_ahead = False
 
     def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> Exported:
         if borders[-1] > self._end(sequence):

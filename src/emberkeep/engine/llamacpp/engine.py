@@ -234,7 +234,7 @@ class LlamaEngine:
 
     # ── state ──
 
-    is_ahead = False
+    draws = is_ahead = False
 
     def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> KvExport:
         if borders[-1] > self._context.cells[sequence].end:
