@@ -151,9 +151,10 @@ def test_slices_follow_the_measured_speed():
 def test_steps_with_few_tokens_say_nothing_about_the_speed():
     speed = Rate()
     planner = Planner(batch=512, largest_slice=512, speed=speed)
-    planner.measure(3, 1.0)
+    planner.measure(3, 1, 1.0)
+    planner.measure(64, 64, 1.0)  # answers of many
     assert speed.value is None
-    planner.measure(200, 2.0)
+    planner.measure(200, 1, 2.0)
     assert speed.value == 100
 
 

@@ -169,6 +169,11 @@ class Sequence:
         return self.computed < self.reusable
 
     @property
+    def fills(self) -> bool:
+        """What it evaluates next is its prompt, or the end of its turn."""
+        return self.computed < self.reusable or self.phase is Phase.CLOSING
+
+    @property
     def is_blending(self) -> bool:
         """Its next tokens are moved, not evaluated."""
         return bool(self.pieces) and self.is_runnable and self.pieces[0].start <= self.computed

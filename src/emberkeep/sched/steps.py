@@ -116,8 +116,8 @@ class Steps:
 
     def _execute(self, batch: list[Planned]) -> bool:
         begin = monotonic()
-        self._planner.host_took(begin - self._landed_at)
         try:
+            self._planner.host_took(begin - self._landed_at)
             while batch and self._engine.evaluate([each.rows for each in batch]) is Outcome.NO_ROOM:
                 if any(each.draft for each in batch):
                     batch[:] = [each.undrafted for each in batch]
@@ -322,10 +322,7 @@ class Planner:
         The shortest goes first, which makes waits shortest on the whole; a quarter is kept for the oldest, so
         that no prompt waits for ever. One that has to go alone does.
         """
-        runnable = [s for s in active if s.is_runnable and not s.is_blending]
-        runnable = [s for s in runnable if s.is_apart][:1] or runnable
-        decoding = [s for s in runnable if not s.in_prompt and s.phase is Phase.EVALUATING]
-        filling = [s for s in runnable if s.in_prompt or s.phase is Phase.CLOSING]
+        decoding, filling = _divide(active)
         room = self.prompt_room(beside_decodes=bool(decoding)) if filling else 0
         room = min(room, self._batch - len(decoding))
         plan: list[Planned] = []
@@ -348,7 +345,11 @@ class Planner:
             beside = sum(len(each.rows.tokens) for each in plan)
             room = self._batch - len(decoding) - beside
             drafts = self._speculation.draft(
-                decoding, beside=beside, room=room, host_s=self._host_s, is_ahead=is_ahead
+                decoding,
+                beside=beside,
+                room=room,
+                host_s=self._host_s if draws else 0.0,
+                is_ahead=is_ahead,
             )
         is_promising = self._speculation is not None and self._speculation.is_promising
         may_go_on = not (filling or is_promising or self._is_wanted())
@@ -371,6 +372,18 @@ class Planner:
     def host_took(self, seconds: float) -> None:
         """So long nothing was evaluated between two steps."""
         self._host_s += _SMOOTHING * (min(seconds, _LONGEST_HOST_S) - self._host_s)
+
+
+def _divide(active: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    """Those that decode, and those that have a prompt or the end of a turn to evaluate."""
+    decoding: list[Sequence] = []
+    filling: list[Sequence] = []
+    for sequence in active:
+        if sequence.is_runnable and not sequence.is_blending:
+            if sequence.is_apart:
+                return ([], [sequence]) if sequence.fills else ([sequence], [])
+            (filling if sequence.fills else decoding).append(sequence)
+    return decoding, filling
 
 
 def _decoding(sequence: Sequence, draft: Chosen | None, *, may_go_on: bool, draws: bool) -> Planned:

@@ -239,8 +239,10 @@ class HfEngine:
 
     def is_loading(self, sequence: int) -> bool:
         mark = self._loading.get(sequence)
+        if mark is None:
+            return False
         with translate_errors():
-            return mark is not None and not mark.has_passed
+            return not mark.has_passed
 
     def import_snapshot(self, sequence: int, position: int, payload: Payload) -> Outcome:
         raise EngineError("This model's state has nothing that could be restored from a snapshot.")
@@ -381,7 +383,7 @@ class HfEngine:
 
     def _settle(self, *sequences: int) -> None:
         """What the device is told next waits for state of these that is still being loaded."""
-        for sequence in sequences:
+        for sequence in sequences if self._loading else ():
             mark = self._loading.pop(sequence, None)
             if mark is not None:
                 mark.hold_back()
@@ -390,14 +392,12 @@ class HfEngine:
     def _grow(self, tables: Sequence[BlockTable], ends: Sequence[int]) -> Iterator[bool]:
         """Room in every table up to its end, or in none; taken back if what follows fails."""
         lengths = [table.length for table in tables]
-        needed = sum(self._pool.count_needed(table, end) for table, end in zip(tables, ends, strict=True))
-        has_room = needed <= self._pool.free
-        if has_room:
-            for table, end in zip(tables, ends, strict=True):
-                copies = self._pool.grow(table, end) or ()
-                # Whoever shared a block with this table may have it alone now, and write to it.
-                self._transfer.before_overwriting([copy.source for copy in copies])
-                self._memory.copy(copies)
+        copies = self._pool.grow_all(tables, ends)
+        has_room = copies is not None
+        if copies:
+            # Whoever shared a block with a table may have it alone now, and write to it.
+            self._transfer.before_overwriting([copy.source for copy in copies])
+            self._memory.copy(copies)
         try:
             with translate_errors():
                 yield has_room

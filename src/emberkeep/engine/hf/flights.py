@@ -20,7 +20,6 @@ import torch
 from emberkeep.engine.base import Rows
 from emberkeep.engine.hf.cuda_graphs import StepGraphs
 from emberkeep.engine.hf.pool import BlockTable
-from emberkeep.values import dataclass
 
 Chosen = list[int]
 """The tokens that a step chose, one for each of its outputs."""
@@ -48,15 +47,10 @@ class _Flight:
         return self.chosen
 
 
-@dataclass(frozen=True, slots=True)
-class _Ahead:
-    """A row that was launched ahead."""
-
-    start: int
-    before: int
-    """Which of the tokens that the step before it chose is its own."""
-    place: int
-    """Which output is its own."""
+_Ahead = tuple[int, int, int]
+"""A row that was launched ahead: where it starts, which of the tokens that the step before it chose is its own,
+and which output is its own."""
+_NOWHERE: _Ahead = (-1, 0, 0)
 
 
 class Flights:
@@ -118,10 +112,10 @@ class Flights:
         rows_ahead, self._ahead = self._ahead, {}
         known = {}
         for index, rows in enumerate(batch) if flight else ():
-            row = rows_ahead.get(rows.sequence)
-            is_next = row is not None and rows.choosing is not None and rows.outputs == len(rows.tokens) == 1
-            if is_next and row and row.start == rows.start and rows.tokens[0] == self._before[row.before]:
-                known[index] = row.place
+            start, before, place = rows_ahead.get(rows.sequence, _NOWHERE)
+            is_next = rows.start == start and rows.choosing is not None and rows.outputs == len(rows.tokens) == 1
+            if is_next and rows.tokens[0] == self._before[before]:
+                known[index] = place
         return flight, known
 
     def _launch_ahead(
@@ -131,6 +125,6 @@ class Flights:
         self._next = next(self._flights)
         self._next.launched(chosen)
         self._ahead = {
-            rows.sequence: _Ahead(rows.start + 1, source, place)
+            rows.sequence: (rows.start + 1, source, place)
             for place, (rows, source) in enumerate(zip(batch, sources, strict=True))
         }

@@ -80,6 +80,8 @@ class BlockPool:
         self.blocks = -(-cells // BLOCK)
         self._users = np.zeros(1 + self.blocks, np.int32)
         self._users[0] = 1
+        self._counts = memoryview(self._users)
+        """The same, for a look at one of them."""
         self.free = self.blocks
         self.copied = 0
         """Blocks copied because a sequence wrote into one that it shared."""
@@ -122,16 +124,30 @@ class BlockPool:
         self.trim(table, start)
         return self.grow(table, end)
 
-    def reserve(self, tables: Sequence[BlockTable]) -> list[Copy] | None:
-        """As `grow`, for one more cell of each, which is not in use yet; None, and nothing changed, where there is
-        no room."""
-        if sum(self.count_needed(table, table.length + 1) for table in tables) > self.free:
+    def grow_all(self, tables: Sequence[BlockTable], ends: Sequence[int]) -> list[Copy] | None:
+        """As `grow` for each of these; None, and nothing changed, where there is no room for all."""
+        more = [(t, end) for t, end in zip(tables, ends, strict=True) if not self._has(t, end)]
+        if more and sum(self.count_needed(table, end) for table, end in more) > self.free:
             return None
         copies: list[Copy] = []
-        for table in tables:
-            copies += self.grow(table, table.length + 1) or ()
-            table.length -= 1
+        for table, end in more:
+            copies += self.grow(table, end) or ()
+        for table, end in zip(tables, ends, strict=True):
+            table.length = end
         return copies
+
+    def reserve(self, tables: Sequence[BlockTable]) -> list[Copy] | None:
+        """As `grow_all`, for one more cell of each, which is not in use yet."""
+        copies = self.grow_all(tables, [table.length + 1 for table in tables])
+        if copies is not None:
+            for table in tables:
+                table.length -= 1
+        return copies
+
+    def _has(self, table: BlockTable, end: int) -> bool:
+        """Whether what is asked for, mostly one more cell, is there already."""
+        blocks = table.blocks
+        return end <= len(blocks) * BLOCK and (not table.length % BLOCK or self._counts[blocks[-1]] == 1)
 
     def share(self, source: BlockTable, end: int) -> BlockTable:
         """A new table that begins with the first `end` cells of `source`. Nothing is copied."""
@@ -164,7 +180,7 @@ class BlockPool:
 
     def _writes_into_shared(self, table: BlockTable, end: int) -> bool:
         is_partial = table.length % BLOCK != 0 and end > table.length
-        return is_partial and bool(self._users[table.blocks[-1]] > 1)
+        return is_partial and self._counts[table.blocks[-1]] > 1
 
     def _take(self, count: int, near: int) -> list[int]:
         """Free blocks, after `near` if they are free there: what lies together is read without gathering."""

@@ -141,13 +141,16 @@ class StepBatch:
         host.copied.record()
 
     def _fill_numbers(self, host: _HostInputs, batch: Sequence[Rows], *, is_next: bool) -> None:
-        output = 0
+        places, numbers, output = [], [], 0
         for rows in batch:
             how = rows.choosing
             if how is not None and (how.bias or how.temperature):
                 self.biases.show(rows.sequence, how.bias)
-                host.numbers[output] = numbers_of(how, rows.sequence, is_next=is_next)
+                places.append(output)
+                numbers.append(numbers_of(how, rows.sequence, is_next=is_next))
             output += rows.outputs
+        if places:
+            host.numbers[places] = numbers
 
     def _fill_decoding(
         self, host: _HostInputs, batch: Sequence[Rows], tables: Sequence[BlockTable], sources: Sequence[int]
