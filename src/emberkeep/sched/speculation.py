@@ -130,7 +130,7 @@ class Speculation:
         looked = [s for s in decoding if s.drafts is not None and s.drafts.are_used]
         drafts = {s: chosen for s in looked if (chosen := self._propose(s, step.room)) is not None}
         if self._for_looking > 0:
-            others = [s for s in decoding if s.drafts is None or not s.drafts.are_used]
+            others = [s for s in decoding if s not in drafts and self._limit(s, step.room) > 0]
             for sequence in sorted(others, key=lambda s: s.drafts.looked if s.drafts else 0):
                 begin = thread_time()  # of its own: who else runs here takes nothing of it
                 if (chosen := self._propose(sequence, step.room)) is not None:
