@@ -33,6 +33,8 @@ log = logging.getLogger("emberkeep.sched")
 
 _SAVED_AT_ONCE = 4096
 """Tokens that are stored between two steps at most."""
+_CROWD = 32
+"""So many more answers make the state of each wait for one more chunk."""
 _UNPACKED = 0.75
 """A chunk with less than this share of the bytes of exact state is packed: that leaves little more than half."""
 _WORTH_A_CHUNK = 16
@@ -66,12 +68,13 @@ class Commits:
             end = min(sequence.computed, sequence.cursor.position + _SAVED_AT_ONCE)
             self._begin_save(sequence, end, tail=False, fork=False)
 
-    def has_to_commit(self, sequence: Sequence) -> bool:
-        """Whether `commit` would store something."""
+    def has_to_commit(self, sequence: Sequence, beside: int = 0) -> bool:
+        """Whether `commit` would store something. With many others `beside` it, it waits for more chunks: they are
+        stored in about the time of one."""
         if self._has_snapshots:
             return sequence.computed in sequence.prompt.borders and self.keeps(sequence)
-        has_something = sequence.saving is not None or sequence.unsaved >= self._chunk
-        return has_something and self.keeps(sequence)
+        wanted = self._chunk * (1 + beside // _CROWD)
+        return (sequence.saving is not None or sequence.unsaved >= wanted) and self.keeps(sequence)
 
     def commit_all(self, sequence: Sequence) -> None:
         """Store everything computed, with a tail chunk for what does not fill one. Blocks until the engine has

@@ -127,10 +127,10 @@ class Speculation:
         self._calls += 1
         self._for_looking += _LOOKING * step.seconds(step.decoding + step.beside, step.depth, step.decoding)
         self._for_looking = min(self._for_looking, _MOST_LOOKING_S)
-        looked = [s for s in decoding if s.drafts is not None and s.drafts.are_used]
+        looked = [s for s in decoding if _is_used(s)]
         drafts = {s: chosen for s in looked if (chosen := self._propose(s, step.room)) is not None}
         if self._for_looking > 0:
-            others = [s for s in decoding if s not in drafts and self._limit(s, step.room) > 0]
+            others = [s for s in decoding if not _is_used(s) and self._limit(s, step.room) > 0]
             for sequence in sorted(others, key=lambda s: s.drafts.looked if s.drafts else 0):
                 begin = thread_time()  # of its own: who else runs here takes nothing of it
                 if (chosen := self._propose(sequence, step.room)) is not None:
@@ -219,6 +219,11 @@ class _Tally:
         self.drafted += drafted
         self.accepted += accepted
         self.lengths[min(accepted, LENGTH_BUCKETS - 1)] += 1
+
+
+def _is_used(sequence: Running) -> bool:
+    """Its latest drafts were of use."""
+    return sequence.drafts is not None and sequence.drafts.are_used
 
 
 @contextmanager
