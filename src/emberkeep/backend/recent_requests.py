@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Container
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from time import monotonic
 
-from emberkeep.types.events import LookupRecord
+from emberkeep.types.events import Divergence, LookupRecord
 from emberkeep.types.request import Json, Request
 
 log = logging.getLogger("emberkeep.backend")
@@ -22,17 +22,12 @@ class RecentLookups:
     operator reads it, so no text of a request is in it."""
 
     def __init__(self) -> None:
-        self._latest: deque[tuple[str, dict[str, Json]]] = deque(maxlen=_REMEMBERED_LOOKUPS)
+        self._latest: deque[tuple[str, dict[str, Json], LookupRecord]] = deque(maxlen=_REMEMBERED_LOOKUPS)
 
     def add(self, request: Request, lookup: LookupRecord) -> None:
-        record = {
-            "conversation_id": request.conversation_id,
-            "user": request.user or None,
-            "reused_tokens": lookup.reused_tokens,
-            **asdict(lookup),
-            "divergence": {"token_index": lookup.divergence.token_index} if lookup.divergence else None,
-        }
-        self._latest.append((request.namespace, record))
+        whose: dict[str, Json] = {"conversation_id": request.conversation_id, "user": request.user or None}
+        found = lookup.divergence and Divergence(lookup.divergence.token_index, "", "")  # without the texts
+        self._latest.append((request.namespace, whose, replace(lookup, divergence=found) if found else lookup))
         if log.isEnabledFor(logging.DEBUG):
             log.debug("%s", _lookup_line(request, lookup))
 
@@ -42,7 +37,7 @@ class RecentLookups:
 
     def json(self) -> list[Json]:
         """The latest first."""
-        return [record for _, record in list(self._latest)][::-1]
+        return [_lookup_json(whose, lookup) for _, whose, lookup in list(self._latest)][::-1]
 
 
 class ForgottenUsers:
@@ -62,6 +57,11 @@ class ForgottenUsers:
         if len(known) == _REMEMBERED_FORGETTINGS and known[0][0] > arrived:
             return True
         return any(at >= arrived and owner in owners for at, owners in known)
+
+
+def _lookup_json(whose: dict[str, Json], lookup: LookupRecord) -> dict[str, Json]:
+    place = {"token_index": lookup.divergence.token_index} if lookup.divergence else None
+    return {**whose, "reused_tokens": lookup.reused_tokens, **asdict(lookup), "divergence": place}
 
 
 def _lookup_line(request: Request, lookup: LookupRecord) -> str:

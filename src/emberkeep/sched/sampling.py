@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -217,9 +218,13 @@ class Uniforms:
 
     def __init__(self, seed: int | None, stream: int = 0) -> None:
         """`stream`: there are several of one seed, which have nothing to do with each other."""
-        seeds = [seed, stream] if seed is not None and stream else seed
-        self._random = np.random.Generator(np.random.PCG64(seeds))
+        self._seeds = [seed, stream] if seed is not None and stream else seed
         self._seen: deque[float] = deque()
+
+    @cached_property
+    def _random(self) -> np.random.Generator:
+        """Many answers need none."""
+        return np.random.Generator(np.random.PCG64(self._seeds))
 
     def take(self) -> float:
         return self._seen.popleft() if self._seen else self._random.random()

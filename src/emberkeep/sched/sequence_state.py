@@ -95,6 +95,10 @@ class TokenBuffer:
     def __getitem__(self, part: slice) -> TokenArray:
         return self._data[: self._length][part]
 
+    def begin_as(self, tokens: TokenArray) -> bool:
+        """A quick look at the first one: most that have nothing in common differ there."""
+        return len(tokens) > 0 and self._length > 0 and bool(self._data[0] == tokens[0])
+
     def extend(self, tokens: Iterable[int]) -> None:
         for token in tokens:
             self.append(token)

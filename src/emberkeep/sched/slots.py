@@ -68,7 +68,7 @@ class Slots:
         """The sequence that shares the longest computed prefix with `tokens`."""
         best = HotMatch(None, 0)
         for sequence in self._by_slot.values():
-            if sequence.phase is Phase.LOADING:
+            if sequence.phase is Phase.LOADING or not sequence.tokens.begin_as(tokens):
                 continue
             length = common_prefix(sequence.tokens[: min(sequence.computed, sequence.shown_to(lineage))], tokens)
             if self._whole_only and length != sequence.computed:
@@ -81,6 +81,8 @@ class Slots:
         """The active sequence that will have computed the longest shared prefix when its prompt is done."""
         best = HotMatch(None, 0)
         for sequence in self.active:
+            if not sequence.tokens.begin_as(tokens):
+                continue
             shown = sequence.shown_to(lineage)
             ahead = sequence.prompt.tokens[: sequence.prompt.reusable] if self._whole_only else sequence.tokens
             length = common_prefix(ahead[:shown], tokens)

@@ -174,6 +174,7 @@ class StepGraphs:
         batch, tables = self._trial(step.batch.size)
         self._run(step, batch, tables[:1])
         launched = self._bits()
+        torch.cuda.synchronize()  # what it was filled from is filled again
         step.batch.fill([], [])
         step.graph = self._capture(step.batch)
         self._run(step, batch, tables[1:])

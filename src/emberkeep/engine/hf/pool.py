@@ -47,6 +47,13 @@ class BlockTable:
     length: int = 0
     shown: int = 0
     """The device knows so many of its blocks (`DeviceTables`)."""
+    is_rewritten: bool = True
+    """What the device knows of it is not only short of some."""
+
+    def hide(self, first: int) -> None:
+        """The blocks from this one on are others now."""
+        if first < self.shown:
+            self.shown, self.is_rewritten = first, True
 
     def cells(self, start: int, end: int) -> Cells:
         """Where the positions [start, end) are."""
@@ -108,7 +115,7 @@ class BlockPool:
             self._users[shared] -= 1
             self.copied += 1
             table.blocks[-1] = own
-            table.shown = min(table.shown, len(table.blocks) - 1)
+            table.hide(len(table.blocks) - 1)
         more = -(-end // BLOCK) - len(table.blocks)
         if more > 0:
             table.blocks.extend(self._take(more, near=table.blocks[-1] if table.blocks else 0))
@@ -163,7 +170,7 @@ class BlockPool:
             self._users[blocks] -= 1
             self.free += int((self._users[blocks] == 0).sum())
             del table.blocks[keep:]
-            table.shown = min(table.shown, keep)
+            table.hide(keep)
         table.length = min(table.length, length)
 
     def stats(self) -> dict[str, int]:

@@ -48,8 +48,10 @@ class DeviceTables:
         ]
         if not changed:
             return
-        self._copied.synchronize()  # what is on its way must not change
+        if any(table.is_rewritten for _, table in changed):
+            self._copied.synchronize()  # what is on its way must not change; more blocks do no harm
         for sequence, table in changed:
+            table.is_rewritten = False
             self._views[sequence, table.shown : len(table.blocks)] = table.blocks[table.shown :]
             table.shown = len(table.blocks)
         first, last = min(sequence for sequence, _ in changed), max(sequence for sequence, _ in changed)
@@ -90,7 +92,6 @@ class _HostInputs:
         *views, tiles, numbers = [part.numpy() for part in self.all.split(counts)]
         self.views = [*views, tiles.reshape(-1, _TILE_NUMBERS)]
         self.numbers = numbers.view(np.float64).reshape(-1, NUMBERS)
-        self.copied = torch.cuda.Event()
 
 
 class StepBatch:
@@ -109,7 +110,7 @@ class StepBatch:
         most_tiles = size.rows // self._shape.tokens + min(size.sequences, size.rows)
         rows = [size.rows] * 4
         counts = (*rows, size.outputs, 1, _TILE_NUMBERS * most_tiles, NUMBERS * size.outputs)
-        # One is filled while the other may still be copied from.
+        # One is filled while the step before may still have to copy from the other: every other step has landed.
         self._hosts = cycle([_HostInputs(counts), _HostInputs(counts)])
         self._inputs = torch.zeros(sum(counts), dtype=torch.int64, device=memory.device)
         self._tables, self.biases = tables, biases
@@ -128,7 +129,6 @@ class StepBatch:
     def fill(self, batch: Sequence[Rows], tables: Sequence[BlockTable], sources: Sequence[int] = ()) -> None:
         """`sources`: a token further each, of those that the latest step chose these; none: as they are given."""
         host = next(self._hosts)
-        host.copied.synchronize()
         host.all.zero_()
         self._tables.show(batch, tables)
         host.views[3][:] = host.numbers[:, -1] = -1
@@ -138,7 +138,6 @@ class StepBatch:
         else:
             self._fill_any(host, batch, tables)
         self._inputs.copy_(host.all, non_blocking=True)
-        host.copied.record()
 
     def _fill_numbers(self, host: _HostInputs, batch: Sequence[Rows], *, is_next: bool) -> None:
         places, numbers, output = [], [], 0
