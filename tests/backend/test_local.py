@@ -27,6 +27,7 @@ from emberkeep.types.request import Message, Request, Sampling
 from helpers.scheduling import PATIENCE, Gate
 from helpers.scripted_backend import end_of, fake_backend, read_events, settle, text_of
 from helpers.valkey_server import ValkeyServer, running_valkey
+from helpers.waiting import eventually
 
 ASKED = Request(prompt="harbour " * 40, sampling=Sampling(temperature=0), max_tokens=6)
 
@@ -94,7 +95,7 @@ def test_an_end_that_cannot_be_told_is_an_error_and_frees_one_place_once(backend
     monkeypatch.setattr(TextStream, "finish", breaks)
     assert isinstance(asyncio.run(outcome(backend, ASKED)), EngineError)
     monkeypatch.undo()
-    assert is_empty(backend)
+    assert eventually(lambda: is_empty(backend))
     assert asyncio.run(answer(backend, ASKED)) == expected
 
 

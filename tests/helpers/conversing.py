@@ -171,12 +171,13 @@ class Harbour:
         return [Answer(events, texts, self._prompts[-1]) for events in answers]
 
     def leave_in_the_middle(self, request: Request, after: int) -> None:
-        """The client goes away after so many events."""
+        """The client goes away after so many tokens, those that have come with them included."""
 
         async def some() -> None:
-            events = self.backend.generate(request)
-            for _ in range(after):
-                await anext(events)
+            events, seen = self.backend.generate(request), 0
+            while seen < after:
+                event = await anext(events)
+                seen += len(event.tokens) if isinstance(event, TextDelta) else 0
             await events.aclose()  # type: ignore[attr-defined]
 
         self._runner.run(some())

@@ -27,7 +27,6 @@ from emberkeep.sched.sequence_state import NewChunk, Save
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.lineage import EXACT_BITS, Lineage
 from emberkeep.types.models import Vocab
-from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")
 
@@ -332,21 +331,33 @@ class RecentAnswers:
             known, begin = each.known, each.known.sampled[0][0]
             if not each.since <= len(ids) <= begin <= furthest or len(ids) >= len(known.tokens):
                 continue
-            # Asked at every stretch of a prompt: most are told apart by one token.
-            if not text.startswith(self._pieces[known.tokens[len(ids)]], start):
+            # Asked at every stretch of a prompt: most are told apart by what stands before it or the answer.
+            if not lineage.sees(known.lineage) or not _begins_with(known.tokens, ids):
                 continue
-            if lineage.sees(known.lineage) and _begins_with(known.tokens, ids):
+            if text.startswith(each.before(self._pieces, len(ids)), start):
                 found = stored_ids(Cursor(known, len(ids), lineage), text, start, borders, self._pieces)
                 if found[0]:
                     return found
         return (), start
 
 
-@dataclass(frozen=True, slots=True)
 class _Answered:
-    known: Chunk
-    since: int
-    """Where the stretch of text begins in which the answer does."""
+    def __init__(self, known: Chunk, since: int) -> None:
+        """`since`: where the stretch of text begins in which the answer does."""
+        self.known, self.since = known, since
+        self._before: bytes | None = None
+
+    def before(self, pieces: Items[bytes], position: int) -> bytes:
+        """What is written from there on, up to the answer. From the beginning of the stretch it is remembered."""
+        if position > self.since:
+            return self._text(pieces, position)
+        if self._before is None:
+            self._before = self._text(pieces, position)
+        return self._before
+
+    def _text(self, pieces: Items[bytes], position: int) -> bytes:
+        begin = self.known.sampled[0][0]
+        return b"".join([pieces[token] for token in self.known.tokens[position:begin].tolist()])
 
 
 @lru_cache(maxsize=8)
