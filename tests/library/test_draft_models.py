@@ -15,7 +15,7 @@ from emberkeep.errors import ConfigError, EngineError, ModelNotFound
 from emberkeep.library.emberkeep import Emberkeep
 from emberkeep.runtime.local_model import vocab_difference
 from emberkeep.sched.draft_model import DraftModel
-from emberkeep.sched.speculation import StepCost
+from emberkeep.sched.drafts import StepCost
 from helpers import tiny_gguf
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and then it jumps over it again. " * 3

@@ -258,8 +258,8 @@ class Improving(SmallEngine):
 
 
 def test_in_gaps_it_becomes_quicker_with_nothing_in_it_and_later_gives_back_memory(monkeypatch, plain):
-    monkeypatch.setattr("emberkeep.sched.steps.GAP_S", 0.01)
-    monkeypatch.setattr("emberkeep.sched.steps.REST_S", 0.01)
+    monkeypatch.setattr("emberkeep.sched.scheduler.GAP_S", 0.01)
+    monkeypatch.setattr("emberkeep.sched.scheduler.REST_S", 0.01)
     small = Improving()
     with Rig(draft=small) as rig:
         assert small.rested.wait(PATIENCE)

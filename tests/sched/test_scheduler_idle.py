@@ -14,7 +14,7 @@ import pytest
 from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine, FakeTiers
 from emberkeep.errors import EngineError, Overloaded
-from emberkeep.sched import steps as module
+from emberkeep.sched import scheduler as module
 from emberkeep.types.events import MissReason
 from emberkeep.types.models import AttentionTier
 from helpers.chance import seed, times

@@ -139,7 +139,7 @@ class Choice:
         self._channel.put(Ended(self._index, ending))
 
     def read(self, tokens: Iterable[Sampled]) -> list[Event]:
-        """Of an answer that nothing in its text may end."""
+        """The events of its next tokens, where nothing in its text may end it."""
         return self._stream.push_together([(token, logprob) for _, token, logprob in tokens])
 
     def finish(self, ending: Ending) -> list[Event]:

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Container
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -78,7 +78,6 @@ from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.backend")
 
-_SHORT_CHARS = 1 << 16
 _WARMUP = " ".join(f"{word} {number}" for number, word in enumerate(["state", "token", "prompt", "cache"] * 64))
 
 
@@ -129,7 +128,6 @@ class LocalBackend:
         self._permits = settings.permits
         self._vocab = scheduler.engine.vocab
         self._outbox = Outbox()
-        self._shortly = ThreadPoolExecutor(2, "prompts")
         scheduler.flush = self._outbox.flush
         self._prompts = PromptBuilder(
             scheduler.engine.vocab,
@@ -208,7 +206,9 @@ class LocalBackend:
         permit = held or self._permits.acquire(request.user, request.n)
         sequences: list[tuple[Sequence, Choice]] = []
         try:
-            conversation, sampler_of, arrival = await self._prepared(request, lineage)
+            conversation, sampler_of, arrival = await self._fitter.in_turn(
+                request, partial(self._prepare, request, lineage)
+            )
             if arrival is not None:
                 conversation = await self._fitter.wait_for(arrival, conversation)
             if self._forgotten.since(asked_at, request.namespace):
@@ -273,16 +273,6 @@ class LocalBackend:
             reasoning=request.reasoning or self._settings.reasoning,
             deadline_s=request.deadline_s or self._settings.deadline_s,
         )
-
-    async def _prepared(
-        self, request: Request, lineage: Lineage
-    ) -> tuple[Conversation, MakeSampler, Arrival | None]:
-        """Short prompts of a crowd take turns on one thread: several that compute would take the interpreter from
-        the engine's."""
-        chars = len(request.prompt or "") + sum(len(message.content) for message in request.messages)
-        executor = self._shortly if chars < _SHORT_CHARS else None
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(executor, self._prepare, request, lineage)
 
     def _prepare(self, request: Request, lineage: Lineage) -> tuple[Conversation, MakeSampler, Arrival | None]:
         """What the model sees of a request, as a prompt that fits into its context and into memory, how its
@@ -438,7 +428,7 @@ class LocalBackend:
     async def close(self) -> None:
         await self._server_tools.close()
         self.warmer.stop()
-        self._shortly.shutdown(wait=False)
+        self._fitter.close()
         if self.embedder is not None:
             await self.embedder.close()
         await asyncio.to_thread(self.scheduler.close)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
+from typing import TypeVar
 
 from emberkeep.chat.prompt import Prompt
 from emberkeep.errors import ContextExceeded, TooLarge
@@ -21,9 +24,13 @@ from emberkeep.types.request import Json, Request
 
 log = logging.getLogger("emberkeep.backend")
 
+T = TypeVar("T")
+_SHORT_CHARS = 1 << 16
+_AT_ONCE = 2
+
 
 class PromptFitter:
-    """Safe to use from several threads; all but `wait_for` blocks for milliseconds."""
+    """Safe to use from several threads; all that is not awaited blocks for milliseconds."""
 
     def __init__(
         self,
@@ -44,6 +51,17 @@ class PromptFitter:
         self._auto_truncate = auto_truncate
         self._refused = self._truncated = 0
         self._counting = threading.Lock()
+        self._shortly = ThreadPoolExecutor(_AT_ONCE, "prompts")
+
+    async def in_turn(self, request: Request, work: Callable[[], T]) -> T:
+        """Do the work for a request on a thread. Short prompts of a crowd take turns: many that compute would take
+        the interpreter from the engine's thread."""
+        chars = len(request.prompt or "") + sum(len(message.content) for message in request.messages)
+        executor = self._shortly if chars < _SHORT_CHARS else None
+        return await asyncio.get_running_loop().run_in_executor(executor, work)
+
+    def close(self) -> None:
+        self._shortly.shutdown(wait=False)
 
     def fit(self, request: Request, lineage: Lineage) -> Conversation:
         """What the model sees of a request. Raises RequestError: ContextExceeded or TooLarge for what does not

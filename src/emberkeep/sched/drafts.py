@@ -7,8 +7,10 @@ latest tokens when they stood there before: in one of these, or in earlier seque
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,6 +22,8 @@ from emberkeep.token_arrays import TokenArray, common_prefix
 from emberkeep.types.models import DraftSource, Vocab
 from emberkeep.values import dataclass
 
+Drafting = TypeVar("Drafting")
+"""What drafts are for."""
 PATH_TOKENS = 512
 """How far a stored path is followed."""
 _SURE = 16
@@ -365,3 +369,80 @@ def _common_suffix(a: list[int], b: list[int]) -> int:
     while count < min(len(a), len(b)) and a[-1 - count] == b[-1 - count]:
         count += 1
     return count
+
+
+# ── how many tokens of which drafts ──
+
+WORTH = 1.03
+"""Drafting has to give so many times the tokens per second: measurements are not exact, and it takes time, too."""
+_WORTH_BESIDE = 0.02
+"""And so much more for each other sequence: steps were measured with one, and beside others rows cost more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A draft as it is evaluated, with how likely each of its tokens was taken to be, given those before it."""
+
+    draft: Draft
+    count: int
+    chances: Sequence[float]
+
+    def expected_tokens(self, count: int | None = None) -> float:
+        """Tokens that are accepted, of the first `count`."""
+        return sum(together(self.chances[:count]))
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """The step that drafts are for."""
+
+    seconds: Callable[[int, int, int], float]
+    """What a step takes: by its rows, by how many tokens there are before each of them in its sequence, and by how
+    many of them have logits after them."""
+    decoding: int
+    """Sequences with one row each, whatever is drafted."""
+    beside: int
+    room: int
+    depth: int
+    host_s: float = 0.0
+    """What it takes more where something is drafted: it cannot be launched before the tokens are known."""
+
+    def cost(self, drafted: int) -> float:
+        """Seconds that it takes for what it decodes and drafts, besides what it takes for its other rows."""
+        alone = self.seconds(self.beside, self.depth, 1) if self.beside else 0.0
+        sampled = self.decoding + drafted
+        seconds = self.seconds(sampled + self.beside, self.depth, sampled) + (self.host_s if drafted else 0.0)
+        return max(seconds - alone, 1e-9)
+
+
+def share(drafts: Mapping[Drafting, Chosen], step: StepCost) -> tuple[dict[Drafting, int], float]:
+    """How many tokens of each draft are evaluated: the likeliest ones, as long as more tokens per second come out
+    of it. Returns the tokens per second, too."""
+    likely = sorted(
+        ((chance, s) for s, chosen in drafts.items() for chance in together(chosen.chances)),
+        key=lambda each: -each[0],
+    )
+    expected = float(step.decoding)
+    plain = expected / step.cost(0)
+    best, best_rate = 0, (WORTH + _WORTH_BESIDE * (step.decoding - 1)) * plain
+    most = min(len(likely), step.room)
+    for count, (chance, _) in enumerate(likely[:most], 1):
+        expected += chance
+        cost = step.cost(count)
+        if expected > best_rate * cost:
+            best, best_rate = count, expected / cost
+        elif expected + chance * (most - count) <= best_rate * cost:
+            break  # not even if the rest took no time
+    counts: dict[Drafting, int] = defaultdict(int)
+    for _, sequence in likely[:best]:
+        counts[sequence] += 1
+    return counts, best_rate if best else plain
+
+
+def together(chances: Sequence[float]) -> list[float]:
+    """How likely it is that each token is accepted with all those before it."""
+    all_before, product = [], 1.0
+    for chance in chances:
+        product *= chance
+        all_before.append(product)
+    return all_before

@@ -27,7 +27,7 @@ from emberkeep.sched.engine_thread import SHUTTING_DOWN, EngineCall, EngineThrea
 from emberkeep.sched.lifetimes import Beginnings, Endings, SchedulerParts, SchedulerSettings
 from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.sequence_state import Phase
-from emberkeep.sched.steps import Gaps, Steps
+from emberkeep.sched.steps import Steps
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.lineage import Lineage
 from emberkeep.types.models import SpeculationStats, TimelineRecord
@@ -317,3 +317,66 @@ class Scheduler:
     def _give_up(self, future: Future[Any]) -> None:
         if future.set_running_or_notify_cancel():
             future.set_exception(self._over())
+
+
+# ── while no request is here ──
+
+GAP_S, REST_S = 1.0, 40.0
+"""After so long without work, what makes later work quicker is done, and memory that is not used is given back."""
+
+
+class Gaps:
+    """Belongs to the engine's thread."""
+
+    def __init__(self, parts: SchedulerParts, is_wanted: Callable[[], bool]) -> None:
+        """`is_wanted`: whether something waits now."""
+        self._engine, self._slots, self._draft = parts.engine, parts.slots, parts.draft
+        self._is_wanted = is_wanted
+        self._improvements = deque([self._improve])
+        """Each is given a function that says whether something waits, and says whether all is done."""
+        if self._draft is not None:
+            self._improvements.append(self._draft.improve)
+        self._is_resting = False
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds without work after which there is something to do; None: nothing."""
+        return GAP_S if self._improvements else None if self._is_resting else REST_S
+
+    def end_rest(self) -> None:
+        """Something runs, or was given up: there may be memory to give back later."""
+        self._is_resting = False
+
+    def use(self) -> None:
+        """Do some of what waits for a gap. What fails is in the log: it only makes later work quicker."""
+        if self._improvements:
+            improve = self._improvements.popleft()
+            try:
+                is_done = improve(self._is_wanted)
+            except Exception:
+                log.exception("work for a gap failed")
+                return
+            if not is_done:
+                self._improvements.append(improve)
+        elif not self._is_resting:
+            self._rest()
+
+    def _improve(self, is_wanted: Callable[[], bool]) -> bool:
+        if not self._engine.can_improve:
+            return True  # and the next turn finds what it wants where it was
+        self._slots.clear_the_way()
+        return self._engine.improve(is_wanted)
+
+    def _rest(self) -> None:
+        """Gives memory back. Conversations that would keep the engine from it are given up: the store has them."""
+        self._is_resting = True
+        kept = self._engine.capabilities.resting_cells
+        if kept is not None:
+            self._slots.keep_latest(kept)
+        try:
+            self._engine.rest()
+        except (EngineError, MemoryError) as error:
+            log.warning("the engine could not give back memory, and forgets what is idle: %s", error)
+            self._slots.clear_the_way()
+        if self._draft is not None:
+            self._draft.rest()

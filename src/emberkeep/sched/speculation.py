@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field, replace
 from time import perf_counter, thread_time
@@ -19,17 +19,13 @@ from time import perf_counter, thread_time
 from emberkeep.engine.base import Engine
 from emberkeep.kv.corpus import TokenCorpus
 from emberkeep.sched.draft_model import DraftModel
-from emberkeep.sched.drafts import Acceptance, Draft, SequenceDrafts
+from emberkeep.sched.drafts import WORTH, Acceptance, Chosen, Draft, SequenceDrafts, StepCost, share
 from emberkeep.sched.sequence import Sequence as Running
 from emberkeep.types.models import LENGTH_BUCKETS, DraftSource, SourceStats, SpeculationStats
 from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")
 
-_WORTH = 1.03
-"""Drafting has to give so many times the tokens per second: measurements are not exact, and it takes time, too."""
-_WORTH_BESIDE = 0.02
-"""And so much more for each other sequence: steps were measured with one, and beside others rows cost more."""
 _LOOKING, _MOST_LOOKING_S = 0.03, 0.25
 """The share of the time in which drafts are looked for while what is found is of no use, and how much of it is
 saved up at most."""
@@ -39,19 +35,6 @@ _PRIOR = 8.0
 
 _Kind = tuple[DraftSource, bool, int, bool]
 """Tokens whose acceptance is counted together: after about as long a match, the first ones and the others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """A draft as it is evaluated, with how likely each of its tokens was taken to be, given those before it."""
-
-    draft: Draft
-    count: int
-    chances: Sequence[float]
-
-    def expected_tokens(self, count: int | None = None) -> float:
-        """Tokens that are accepted, of the first `count`."""
-        return sum(_together(self.chances[:count]))
 
 
 class Speculation:
@@ -110,7 +93,7 @@ class Speculation:
             with _logged("the draft model was not asked"):
                 limits = {s: limit for s in decoding if (limit := self._limit(s, room)) > 0}
                 drafts |= self._model.ask(limits, drafts, step)
-        counts = _share(drafts, step)[0] if drafts else {}
+        counts = share(drafts, step)[0] if drafts else {}
         for sequence in looked:
             if sequence.drafts is not None:
                 sequence.drafts.are_used = sequence in counts
@@ -239,65 +222,6 @@ def _kind(draft: Draft, place: int) -> _Kind:
     return draft.source, draft.is_rewriting, draft.matched.bit_length(), place > 0
 
 
-# ── how many tokens of which drafts ──
-
-
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """The step that drafts are for."""
-
-    seconds: Callable[[int, int, int], float]
-    """What a step takes: by its rows, by how many tokens there are before each of them in its sequence, and by how
-    many of them have logits after them."""
-    decoding: int
-    """Sequences with one row each, whatever is drafted."""
-    beside: int
-    room: int
-    depth: int
-    host_s: float = 0.0
-    """What it takes more where something is drafted: it cannot be launched before the tokens are known."""
-
-    def cost(self, drafted: int) -> float:
-        """Seconds that it takes for what it decodes and drafts, besides what it takes for its other rows."""
-        alone = self.seconds(self.beside, self.depth, 1) if self.beside else 0.0
-        sampled = self.decoding + drafted
-        seconds = self.seconds(sampled + self.beside, self.depth, sampled) + (self.host_s if drafted else 0.0)
-        return max(seconds - alone, 1e-9)
-
-
-def _share(drafts: Mapping[Running, Chosen], step: StepCost) -> tuple[dict[Running, int], float]:
-    """How many tokens of each draft are evaluated: the likeliest ones, as long as more tokens per second come out
-    of it. Returns the tokens per second, too."""
-    likely = sorted(
-        ((chance, s) for s, chosen in drafts.items() for chance in _together(chosen.chances)),
-        key=lambda each: -each[0],
-    )
-    expected = float(step.decoding)
-    plain = expected / step.cost(0)
-    best, best_rate = 0, (_WORTH + _WORTH_BESIDE * (step.decoding - 1)) * plain
-    most = min(len(likely), step.room)
-    for count, (chance, _) in enumerate(likely[:most], 1):
-        expected += chance
-        cost = step.cost(count)
-        if expected > best_rate * cost:
-            best, best_rate = count, expected / cost
-        elif expected + chance * (most - count) <= best_rate * cost:
-            break  # not even if the rest took no time
-    counts: dict[Running, int] = defaultdict(int)
-    for _, sequence in likely[:best]:
-        counts[sequence] += 1
-    return counts, best_rate if best else plain
-
-
-def _together(chances: Sequence[float]) -> list[float]:
-    """How likely it is that each token is accepted with all those before it."""
-    all_before, product = [], 1.0
-    for chance in chances:
-        product *= chance
-        all_before.append(product)
-    return all_before
-
-
 # ── a draft model ──
 
 _MOST = 16
@@ -392,12 +316,12 @@ class ModelDrafts:
         """What gives the most tokens per second: nothing where plain decoding or what was found is quicker."""
         if not asking:
             return _NOTHING
-        counts, plain = _share(found, step)
+        counts, plain = share(found, step)
         others = {s: count for s, count in counts.items() if s not in asking}
         known = step.decoding + sum(found[s].expected_tokens(count) for s, count in others.items())
         rows, each = sum(others.values()), self._model.seconds(len(asking), step.depth)
         chance = sum(asking.values()) / len(asking)
-        best, best_rate = 0, _WORTH * plain
+        best, best_rate = 0, WORTH * plain
         for count in range(1, min(_MOST, (step.room - rows) // len(asking)) + 1):
             expected = known + len(asking) * _series(chance, count)
             rate = expected / (step.cost(rows + count * len(asking)) + count * each)

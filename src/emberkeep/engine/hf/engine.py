@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +32,8 @@ from emberkeep.engine.hf.blend import FULL_LAYERS, evaluate_blended, learn_rotat
 from emberkeep.engine.hf.expert_counter import HookExpertCounter
 from emberkeep.engine.hf.footprint import affordable_cells, footprint, measure_step, peak_bytes, with_step
 from emberkeep.engine.hf.model_loader import HfModel, HfSettings, fingerprint
-from emberkeep.engine.hf.network import Network, Span, Step, Tiers, learn
-from emberkeep.engine.hf.own_steps import OwnSteps
+from emberkeep.engine.hf.network import Network, Tiers, learn
+from emberkeep.engine.hf.own_steps import OwnSteps, run_by_model
 from emberkeep.engine.hf.pool import BLOCK, BlockPool, BlockTable, KvMemory
 from emberkeep.engine.hf.staging import DeviceExport, HostLogits, Mark, translate_errors
 from emberkeep.engine.hf.transfer import Transfer
@@ -142,20 +141,7 @@ class HfEngine:
         return Outcome.DONE
 
     def _run(self, batch: Sequence[Rows], tables: Sequence[BlockTable]) -> torch.Tensor:
-        """Not recorded: logits of every row that wants them."""
-        ends = np.cumsum([len(rows.tokens) for rows in batch]).tolist()
-        begins = [0, *ends[:-1]]
-        spans = [
-            Span(begin, end, table, rows.start)
-            for begin, end, table, rows in zip(begins, ends, tables, batch, strict=True)
-        ]
-        cells = np.concatenate([t.cells(r.start, t.length) for t, r in zip(tables, batch, strict=True)])
-        positions = np.concatenate([np.arange(r.start, r.start + len(r.tokens)) for r in batch])
-        tokens = np.concatenate([r.tokens for r in batch]).astype(np.int64)
-        wanted = [np.arange(end - rows.outputs, end) for end, rows in zip(ends, batch, strict=True)]
-        step = Step(self._memory, spans, self._tensor(cells), self.attention.tier)
-        last = self._tensor(np.concatenate(wanted).astype(np.int64))
-        return self._network.run(step, self._tensor(tokens), self._tensor(positions), last)
+        return run_by_model(self._network, self._memory, self.attention.tier, batch, tables)
 
     def _take_logits(self, logits: torch.Tensor, outputs: Sequence[int]) -> None:
         """`outputs`: how many rows of `logits` each of the batch has. Blocks until they are computed."""
@@ -411,9 +397,6 @@ class HfEngine:
         if self.experts is not None:
             with suppress(RuntimeError):  # a device that has failed says so to the next step, too
                 self.experts.step_failed()
-
-    def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._network.device, non_blocking=True)
 
     # ── which code computes steps ──
 

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from emberkeep.engine.base import Capabilities, Logits, Rows
@@ -22,7 +23,7 @@ from emberkeep.engine.hf.network import LearningStep, Network, Span, Step
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
 from emberkeep.engine.step_table import IdleSteps, Interrupted, Stepper, StepTable, measure_steps
 from emberkeep.errors import EngineError
-from emberkeep.types.models import Vocab
+from emberkeep.types.models import AttentionTier, Vocab
 
 if TYPE_CHECKING:
     from emberkeep.engine.hf.cuda_graphs import StepGraphs
@@ -72,7 +73,7 @@ class OwnSteps:
         self.graphs: StepGraphs | None = None
         """None: the model's own code computes them."""
         self.flights: Flights | None = None
-        """Of steps of ours."""
+        """They launch steps of ours."""
         self.refusal = ""
         """Why no step is taken any more."""
         self.table: StepTable | None = None
@@ -206,6 +207,33 @@ class OwnSteps:
         self._memory = None  # type: ignore[assignment]
         self._learned = None  # type: ignore[assignment]
         self._stream = None
+
+
+def run_by_model(
+    network: Network,
+    memory: KvMemory,
+    tier: AttentionTier,
+    batch: Sequence[Rows],
+    tables: Sequence[BlockTable],
+) -> torch.Tensor:
+    """By the model's own code: logits of every row that wants them."""
+
+    def on_device(array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(network.device, non_blocking=True)
+
+    ends = np.cumsum([len(rows.tokens) for rows in batch]).tolist()
+    begins = [0, *ends[:-1]]
+    spans = [
+        Span(begin, end, table, rows.start)
+        for begin, end, table, rows in zip(begins, ends, tables, batch, strict=True)
+    ]
+    cells = np.concatenate([t.cells(r.start, t.length) for t, r in zip(tables, batch, strict=True)])
+    positions = np.concatenate([np.arange(r.start, r.start + len(r.tokens)) for r in batch])
+    tokens = np.concatenate([r.tokens for r in batch]).astype(np.int64)
+    wanted = [np.arange(end - rows.outputs, end) for end, rows in zip(ends, batch, strict=True)]
+    step = Step(memory, spans, on_device(cells), tier)
+    last = on_device(np.concatenate(wanted).astype(np.int64))
+    return network.run(step, on_device(tokens), on_device(positions), last)
 
 
 class Reference:
