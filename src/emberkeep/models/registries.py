@@ -121,9 +121,10 @@ def _remove_old(folder: Path) -> None:
 def _pack(archive: Archive, work: Path, reporter: Reporter) -> Path:
     command = [*_npm(work), "pack", archive.spec, "--pack-destination", str(work), "--silent", "--ignore-scripts"]
     environment = {**os.environ, "npm_config_cache": str(work / "npm"), "npm_config_update_notifier": "false"}
-    program = with_default_signals(command)
     pipe = subprocess.PIPE
-    with subprocess.Popen(program, cwd=work, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+    with subprocess.Popen(
+        with_default_signals(command), cwd=work, env=environment, stdout=pipe, stderr=pipe, text=True
+    ) as process:
         try:
             complaint = _watch(process, archive, work, reporter)
         finally:
