@@ -26,9 +26,10 @@ import numpy as np
 import torch
 
 from emberkeep.engine.base import Rows
+from emberkeep.engine.hf.attention import AttentionOptions
 from emberkeep.engine.hf.fused_layers import FusedLayer
 from emberkeep.engine.hf.kernels import PagedKv, choose_splits, choose_tiles, paged_attention, store_rows
-from emberkeep.engine.hf.network import AttentionOptions, Network
+from emberkeep.engine.hf.network import Network
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
 from emberkeep.engine.hf.streaming import LayerStream
 from emberkeep.types.request import Json

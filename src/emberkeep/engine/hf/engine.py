@@ -28,11 +28,12 @@ from emberkeep.engine.base import (
     check_splice,
 )
 from emberkeep.engine.facts import Facts
+from emberkeep.engine.hf.attention import Span
 from emberkeep.engine.hf.blend import FULL_LAYERS, evaluate_blended, learn_rotations
 from emberkeep.engine.hf.expert_counter import HookExpertCounter
 from emberkeep.engine.hf.footprint import affordable_cells, footprint, measure_step, peak_bytes, with_step
 from emberkeep.engine.hf.model_loader import HfModel, HfSettings, fingerprint
-from emberkeep.engine.hf.network import Network, Span, Step, Tiers, learn
+from emberkeep.engine.hf.network import Network, Step, Tiers, learn
 from emberkeep.engine.hf.own_steps import OwnSteps
 from emberkeep.engine.hf.pool import BLOCK, BlockPool, BlockTable, KvMemory
 from emberkeep.engine.hf.staging import DeviceExport, HostLogits, Mark, translate_errors
@@ -106,9 +107,8 @@ class HfEngine:
         except EngineError:
             self._steps.close()  # who computes this model otherwise needs the memory now
             raise
-        graphs = self._steps.graphs
-        computed = graphs.layers if graphs else None
-        self._fingerprints = {tier: self._identify(tier, layers=computed) for tier in self.attention.available}
+        graphs, own = self._steps.graphs, self._steps.layers
+        self._fingerprints = {tier: self._identify(tier, layers=own) for tier in self.attention.available}
         self._estimate = footprint(model, self._memory, layers, settings, has_masks=graphs is None)
         known = self._facts.read_json(_MEMORY, partial(with_step, self._estimate))
         self.footprint: Footprint | None = known or self._estimate
