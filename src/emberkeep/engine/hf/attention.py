@@ -97,7 +97,7 @@ class Crowd:
 
     @classmethod
     def of(cls, spans: Sequence[Span], rows: int, dtype: torch.dtype) -> Crowd:
-        """`rows`: how many the batch has."""
+        """Make it of spans of a batch of so many rows."""
         most, longest = max(span.end - span.begin for span in spans), max(span.last for span in spans)
         begins, ends, starts = np.array([(span.begin, span.end, span.start) for span in spans]).T[:, :, None]
         queries = np.minimum(begins + np.arange(most), ends - 1)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import silu
 
 from emberkeep.engine.hf.attention import AttentionOptions
-from emberkeep.engine.hf.panels import Product
+from emberkeep.engine.hf.panels import PanelProduct
 from emberkeep.engine.hf.usual_layers import is_usual, norm_of
 
 
@@ -28,10 +28,10 @@ class CpuLayer:
         self._head_norms: list[_Norm] = []
         if hasattr(attention, "q_norm"):
             self._head_norms = [_Norm(attention.q_norm), _Norm(attention.k_norm)]
-        self._heads = Product([attention.q_proj, attention.k_proj, attention.v_proj])
-        self._mixed = Product([attention.o_proj])
-        self._gates = Product([feed_forward.gate_proj, feed_forward.up_proj])
-        self._down = Product([feed_forward.down_proj])
+        self._heads = PanelProduct([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._mixed = PanelProduct([attention.o_proj])
+        self._gates = PanelProduct([feed_forward.gate_proj, feed_forward.up_proj])
+        self._down = PanelProduct([feed_forward.down_proj])
 
     def __call__(
         self, hidden_states: torch.Tensor, *_: Any, past_key_values: Any, position_embeddings: Any, **__: Any

@@ -97,7 +97,7 @@ def has_panels(network: nn.Module) -> bool:
     return any(isinstance(part, PanelLinear) for part in network.modules())
 
 
-class Product:
+class PanelProduct:
     """One product with the weights of several linear parts: at once where their panels lie together."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
