@@ -85,7 +85,7 @@ class Crowd:
     they see. Sequences that are shorter than the longest end with what is masked."""
 
     rows: torch.Tensor | None
-    """Of the batch; None: every row, one for each sequence."""
+    """Where it has rows in the batch; None: every row, one for each sequence."""
     queries: torch.Tensor
     """`[sequences * most]`: rows again, the last one repeated where a span has fewer."""
     picked: torch.Tensor
