@@ -14,6 +14,7 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 pytest.importorskip("triton", reason="needs Triton")
 
+from emberkeep.engine.hf.attention import AttentionOptions, Span, attend_plain
 from emberkeep.engine.hf.fused_layers import HeadNorms, add_norm, fuse, rms_norm, rotate_and_store, silu_gate
 from emberkeep.engine.hf.kernels import (
     PagedKv,
@@ -24,7 +25,7 @@ from emberkeep.engine.hf.kernels import (
     store_rows,
 )
 from emberkeep.engine.hf.model_loader import HfSource, load_model
-from emberkeep.engine.hf.network import AttentionOptions, Network, Span, Step, attend_plain, learn
+from emberkeep.engine.hf.network import Network, Step, learn
 from emberkeep.engine.hf.own_steps import agree
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
 from emberkeep.engine.hf.product_kernels import ProductParts, dequantise, int4_product, join, product

@@ -28,7 +28,8 @@ import numpy.typing as npt
 import torch
 
 from emberkeep.engine.base import Blended, Outcome, Rows
-from emberkeep.engine.hf.network import Network, Span, Step, probe
+from emberkeep.engine.hf.attention import Span
+from emberkeep.engine.hf.network import Network, Step, probe
 from emberkeep.engine.hf.pool import BlockTable, KvMemory
 from emberkeep.types.models import AttentionTier
 from emberkeep.values import dataclass
@@ -48,11 +49,11 @@ class BlendStep(Step):
     rows: torch.Tensor | None = None
     """Those that do, once they are chosen."""
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         if layer == FULL_LAYERS - 1:
-            self.rows = self._most_deviating(layer, keys[0].transpose(0, 1), values[0].transpose(0, 1))
+            self.rows = self._most_deviating(layer, keys, values)
         # A class with slots is made anew, and a bare super() would mean the one before.
-        super(BlendStep, self).write(layer, keys, values)  # noqa: UP008
+        super(BlendStep, self).store(layer, keys, values)  # noqa: UP008
 
     def _most_deviating(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """The rows of which nothing was known and those that differ most, in order."""

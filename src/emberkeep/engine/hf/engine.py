@@ -107,9 +107,8 @@ class HfEngine:
         except EngineError:
             self._steps.close()  # who computes this model otherwise needs the memory now
             raise
-        graphs = self._steps.graphs
-        computed = graphs.layers if graphs else None
-        self._fingerprints = {tier: self._identify(tier, layers=computed) for tier in self.attention.available}
+        graphs, own = self._steps.graphs, self._steps.layers
+        self._fingerprints = {tier: self._identify(tier, layers=own) for tier in self.attention.available}
         self._estimate = footprint(model, self._memory, layers, settings, has_masks=graphs is None)
         known = self._facts.read_json(_MEMORY, partial(with_step, self._estimate))
         self.footprint: Footprint | None = known or self._estimate

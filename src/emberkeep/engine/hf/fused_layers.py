@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 from torch import nn
 from torch.nn.functional import linear
-from transformers.activations import ACT2FN
 
-from emberkeep.engine.hf.network import AttentionOptions
+from emberkeep.engine.hf.attention import AttentionOptions
 from emberkeep.engine.hf.product_kernels import (
     FEW_INT4_ROWS,
     FEW_ROWS,
@@ -32,13 +31,9 @@ from emberkeep.engine.hf.product_kernels import (
     wait_for_previous,
 )
 from emberkeep.engine.hf.quantize import Int4Linear, has_kernels
+from emberkeep.engine.hf.usual_layers import is_usual, linear_parts, norm_of
 from emberkeep.values import dataclass
 
-_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_HEAD_NORMS = {"q_norm", "k_norm"}
-_FEED_FORWARD = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-_SILU = (nn.SiLU, type(ACT2FN["silu"]))
 _ELEMENTS = 1024
 """A program has so many at once."""
 
@@ -53,9 +48,9 @@ class FusedLayer:
         """Only for a layer that `is_usual`, and for a layer `following` it that is so too."""
         attention, feed_forward = layer.self_attn, layer.mlp
         self._index, self._options = index, options
-        self._first_norm = _norm(layer.input_layernorm)
-        self._second_norm = _norm(layer.post_attention_layernorm)
-        self._next_norm = _norm(following.input_layernorm) if following is not None else None
+        self._first_norm = norm_of(layer.input_layernorm)
+        self._second_norm = norm_of(layer.post_attention_layernorm)
+        self._next_norm = norm_of(following.input_layernorm) if following is not None else None
         self._head_norms: HeadNorms | None = None
         if hasattr(attention, "q_norm"):
             self._head_norms = HeadNorms(
@@ -120,28 +115,11 @@ class Product:
         return self._weight if self._codes is None else dequantise(*self._codes)
 
 
-def is_usual(layer: nn.Module, options: AttentionOptions) -> bool:
-    """Whether it has the parts that `FusedLayer` knows, and no others."""
-    if _names(layer) != _LAYER or options.softcap is not None or options.sinks is not None:
-        return False
-    attention, feed_forward = layer.self_attn, layer.mlp
-    products = [*(getattr(attention, name, None) for name in sorted(_ATTENTION))]
-    products += [getattr(feed_forward, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [getattr(attention, name) for name in sorted(_HEAD_NORMS) if hasattr(attention, name)]
-    return (
-        _names(attention) in (_ATTENTION, _ATTENTION | _HEAD_NORMS)
-        and _names(feed_forward) == _FEED_FORWARD
-        and isinstance(feed_forward.act_fn, _SILU)
-        and _are_alike(products)
-        and all(hasattr(norm, "variance_epsilon") and norm.weight.ndim == 1 for norm in norms)
-        and attention.k_proj.out_features == attention.v_proj.out_features
-    )
-
-
 def fuse(layers: Sequence[nn.Module], options: Sequence[AttentionOptions]) -> list[FusedLayer] | None:
     """None unless all of them are usual; whether they compute the same is for `agree` to say."""
     if not layers or not all(is_usual(layer, each) for layer, each in zip(layers, options, strict=True)):
+        return None
+    if not all(_are_alike(linear_parts(layer)) for layer in layers):
         return None
     following = [*layers[1:], None]
     return [
@@ -150,20 +128,12 @@ def fuse(layers: Sequence[nn.Module], options: Sequence[AttentionOptions]) -> li
     ]
 
 
-def _names(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_children()}
-
-
 def _are_alike(products: Sequence[nn.Module]) -> bool:
     """Whether one kernel can compute several of them."""
     if all(isinstance(each, Int4Linear) for each in products):
         groups = {(each.codes.device, each.group) for each in products if isinstance(each, Int4Linear)}
         return all(has_kernels(*each) for each in groups)
     return all(type(each) is nn.Linear for each in products)
-
-
-def _norm(module: Any) -> tuple[torch.Tensor, float]:
-    return module.weight, module.variance_epsilon
 
 
 def _join_weights(products: Sequence[nn.Linear]) -> torch.Tensor:

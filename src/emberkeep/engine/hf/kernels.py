@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from emberkeep.engine.hf.network import AttentionOptions
+from emberkeep.engine.hf.attention import AttentionOptions
 from emberkeep.engine.hf.pool import BLOCK
 from emberkeep.engine.hf.product_kernels import early, wait_for_previous
 from emberkeep.errors import EngineError

@@ -22,7 +22,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from emberkeep.engine.hf.network import KNOWN, AttentionOptions, has_choice
+from emberkeep.engine.hf.attention import KNOWN, AttentionOptions
+from emberkeep.engine.hf.network import has_choice
 from emberkeep.errors import EngineError
 from emberkeep.values import dataclass
 

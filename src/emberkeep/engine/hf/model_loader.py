@@ -26,6 +26,7 @@ from emberkeep.config.machine import cpu_facts
 from emberkeep.engine.facts import Stored, known_as
 from emberkeep.engine.hf.checkpoint import Checkpoint, awq_format, place_layers
 from emberkeep.engine.hf.device import choose_device, choose_dtype, kv_bytes_per_token, shares_ram, weights_budget
+from emberkeep.engine.hf.panels import has_panels, pack
 from emberkeep.engine.hf.quantize import int4_count, round_layers, rounded_count, weights_bytes
 from emberkeep.engine.hf.residency import Placing
 from emberkeep.engine.hf.streaming import LayerStream
@@ -131,6 +132,9 @@ def load_model(
         network, stream = _placed_network(source, config, target, form, (placing or Placing()).settled())
         tokenizer = load_tokenizer(source)
         vocab = _vocab(source, tokenizer, network)
+        parameters = sum(weight.numel() for weight in network.parameters()) + rounded_count(network)
+        if stream is None:
+            pack(network)
         text = network.config.get_text_config(decoder=True)
     return HfModel(
         network=network,
@@ -138,7 +142,7 @@ def load_model(
         chat_template=_template(tokenizer),
         context_length=_context_length(text),
         architecture=str(network.config.model_type),
-        parameters=sum(weight.numel() for weight in network.parameters()) + rounded_count(network),
+        parameters=parameters,
         weights_bytes=weights_bytes(network),
         kv_bytes_per_token=kv_bytes_per_token(text, network.dtype),
         dtype=str(network.dtype).removeprefix("torch."),
@@ -333,9 +337,10 @@ def quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-_PAYLOADS, _RECORDED, _INT4, _ROUNDED = 1, 3, 1, 1
+_PAYLOADS, _RECORDED, _ON_CPU, _INT4, _ROUNDED = 1, 3, 1, 1, 1
 """Versions, raised when the bytes change that something gives: payloads; the kernels that steps are recorded with;
-those for weights in four bits; the rounding of weights when they are loaded."""
+attention, panels and layers of ours on a CPU; kernels for weights in four bits; the rounding of weights when they
+are loaded."""
 
 
 def fingerprint(
@@ -347,8 +352,8 @@ def fingerprint(
     layers: str | None = None,
     stored: Stored | None = None,
 ) -> bytes:
-    """`attention`: which code computes it. `layers`: which code computes recorded steps; None: none are
-    recorded. The number of threads is left out: they round as the shapes of steps do."""
+    """`attention`: which code computes it. `layers`: which code of ours computes them; None: the model's own
+    does. The number of threads is left out: they round as the shapes of steps do."""
     config = model.network.config.get_text_config()
     has_int4 = model.network.device.type == "cuda" and int4_count(model.network) > 0
     fields = {
@@ -366,6 +371,8 @@ def fingerprint(
         "attention": attention,
         "recorded": [_RECORDED, layers] if layers else False,
     }
+    if model.network.device.type == "cpu":
+        fields["on a CPU"] = [_ON_CPU, has_panels(model.network)]
     if model.quantization is not Quantization.NONE:
         fields["quantization"] = [model.quantization, _ROUNDED]
     if has_int4:

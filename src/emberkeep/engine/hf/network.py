@@ -9,17 +9,25 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import field
 from typing import Any, ClassVar
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
-from emberkeep.engine.hf.pool import BlockTable, KvMemory, LayerShape, StreamShape
+from emberkeep.engine.hf.attention import (
+    AttentionOptions,
+    Crowd,
+    Span,
+    attend_crowd,
+    attend_flash,
+    attend_plain,
+    find_crowds,
+    visible,
+)
+from emberkeep.engine.hf.pool import KvMemory, LayerShape, StreamShape
 from emberkeep.errors import EngineError
 from emberkeep.types.models import AttentionTier
 from emberkeep.values import dataclass
@@ -46,21 +54,36 @@ class Network:
         self.device: torch.device = model.device
         self.layers: list[torch.nn.Module] = []
         """From the first to the last, once it is known how many there are."""
+        self.own_layers: Sequence[Callable[..., torch.Tensor]] | None = None
+        """What computes them over the pool; None: their own code."""
         self._picks_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def run(self, step: Any, tokens: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """Logits of the rows `wanted`, in the model's dtype. `step` takes keys and values, and attends."""
         picked = {"logits_to_keep": wanted} if self._picks_logits else {}
-        with use_step(step):
+        with use_step(step), self._replaced_layers():
             output = self.model(
                 input_ids=tokens[None],
                 position_ids=positions[None],
-                past_key_values=StepCache(step),
+                past_key_values=StepCache(step, wanted),
                 use_cache=True,
                 **picked,
             )
         logits: torch.Tensor = output.logits[0]
         return logits if self._picks_logits else logits[wanted]
+
+    @contextmanager
+    def _replaced_layers(self) -> Iterator[None]:
+        if self.own_layers is None:
+            yield
+            return
+        for layer, own in zip(self.layers, self.own_layers, strict=True):
+            layer.forward = own
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                vars(layer).pop("forward", None)
 
     def reference(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits of every token, computed as the model's authors wrote it."""
@@ -73,24 +96,6 @@ class Network:
 
 
 # ── the batch, and attention over it ──
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The rows [begin, end) of the batch: tokens of one sequence, in order of their positions."""
-
-    begin: int
-    end: int
-    table: BlockTable
-    start: int
-    """The first token's position."""
-    positions: torch.Tensor | None = None
-    """Given for every token where they do not follow each other."""
-
-    @property
-    def last(self) -> int:
-        """Every token sees positions before this one only."""
-        return self.start + (self.end - self.begin) if self.positions is None else int(self.positions[-1]) + 1
 
 
 @dataclass(slots=True)
@@ -108,6 +113,7 @@ class Step:
     """What the layer before has computed of the next one, if it has (`fused_layers`)."""
     live: ClassVar[torch.Tensor | None] = None
     """How many rows are tokens; None: all."""
+    _crowds: tuple[Sequence[Crowd], Sequence[Span]] | None = None
     _located: dict[tuple[int, int], slice | torch.Tensor] = field(default_factory=dict)
     """Where the cells of a span are, by its first row and the first position wanted: the same in most layers."""
 
@@ -118,18 +124,43 @@ class Step:
         self.spans = [Span(0, len(rows), span.table, int(positions[0]), positions)]
         self.cells = self.cells[rows]
         self._located.clear()
+        self._crowds = None
         return positions
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Take a layer's `[1, heads, tokens, width]`."""
+        self.store(layer, keys[0].transpose(0, 1), values[0].transpose(0, 1))
+
+    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Take a layer's `[tokens, heads, width]`."""
         self.layer = layer
-        self.memory.keys[layer].index_copy_(0, self.cells, keys[0].transpose(0, 1))
-        self.memory.values[layer].index_copy_(0, self.cells, values[0].transpose(0, 1))
+        self.memory.keys[layer].index_copy_(0, self.cells, keys)
+        self.memory.values[layer].index_copy_(0, self.cells, values)
 
     def attend(self, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-        """`[tokens, heads, width]` of every row, span by span."""
-        parts = [self._attend_span(span, query[:, :, span.begin : span.end], options) for span in self.spans]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        """`[tokens, heads, width]` of every row."""
+        crowds, spans = self._crowds_for(options)
+        parts = [self._attend_span(span, query[:, :, span.begin : span.end], options) for span in spans]
+        if not crowds:
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        keys, values = self.memory.keys[self.layer], self.memory.values[self.layer]
+        if crowds[0].rows is None:
+            return attend_crowd(query, keys, values, crowds[0], options, self.memory.scratch)
+        mixed = query.new_empty((query.shape[2], query.shape[1], values.shape[2]))
+        for span, part in zip(spans, parts, strict=True):
+            mixed[span.begin : span.end] = part
+        for crowd in crowds:
+            mixed[crowd.rows] = attend_crowd(query, keys, values, crowd, options, self.memory.scratch)
+        return mixed
+
+    def _crowds_for(self, options: AttentionOptions) -> tuple[Sequence[Crowd], Sequence[Span]]:
+        """Spans that are computed together, and all others."""
+        has_crowds = self.tier is AttentionTier.FLASH and self.cells.device.type == "cpu"
+        if not has_crowds or options.window or options.is_plain_only:
+            return (), self.spans
+        if self._crowds is None:
+            self._crowds = find_crowds(self.spans, self.memory.dtype)
+        return self._crowds
 
     def _attend_span(self, span: Span, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         first = options.first_seen(span.start)
@@ -161,9 +192,11 @@ class Step:
 class StepCache(Cache):
     """What a model is given as its cache: it says which layer comes, and hands on what attention is given."""
 
-    def __init__(self, step: Any) -> None:
+    def __init__(self, step: Any, wanted: torch.Tensor) -> None:
         super().__init__(layers=[])
         self.step = step
+        self.wanted = wanted
+        """The rows of which there are to be logits."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
@@ -179,43 +212,7 @@ class StepCache(Cache):
         )
 
 
-KNOWN = {"scaling", "dropout", "sliding_window", "softcap", "s_aux", "position_ids", "cache_position"}
-"""What models hand to attention; dropout, positions and their cache change nothing here."""
-
 _running = threading.local()
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionOptions:
-    """What a layer asks of its attention."""
-
-    scale: float
-    window: int | None = None
-    """Tokens that a token sees, itself included; None: all."""
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
-    """Per head, a score that takes part in the softmax and belongs to no token."""
-
-    @classmethod
-    def read(cls, given: Mapping[str, Any], width: int) -> AttentionOptions:
-        """From what transformers hands to attention by name, for heads of `width`.
-
-        Raises EngineError for a tensor that is not known here: it may change what is computed.
-        """
-        if unknown := [name for name, o in given.items() if isinstance(o, torch.Tensor) and name not in KNOWN]:
-            raise EngineError(
-                f"This model's attention takes arguments that are not known here: {', '.join(unknown)}."
-            )
-        scaling = given.get("scaling")
-        scale = width**-0.5 if scaling is None else float(scaling)
-        return cls(scale, given.get("sliding_window"), given.get("softcap"), given.get("s_aux"))
-
-    def first_seen(self, position: int) -> int:
-        return max(position - self.window + 1, 0) if self.window else 0
-
-    @property
-    def is_plain_only(self) -> bool:
-        return self.softcap is not None or self.sinks is not None
 
 
 @contextmanager
@@ -249,73 +246,6 @@ def attend(
 
 
 AttentionInterface.register(NAME, attend)
-
-
-def visible(span: Span, first: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Which keys (from position `first` on) each token of the span sees; None: all."""
-    if span.end - span.begin == 1:
-        return None
-    if span.positions is None:
-        queries = torch.arange(span.start, span.last, device=device)[:, None]
-    else:
-        queries = span.positions[:, None]
-    keys = torch.arange(first, span.last, device=device)[None]
-    seen = keys <= queries
-    return seen if window is None else seen & (keys > queries - window)
-
-
-def attend_flash(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    span: Span,
-    first: int,
-    options: AttentionOptions,
-) -> torch.Tensor:
-    """By torch's own kernels: flash attention where the device has it."""
-    count = span.end - span.begin
-    is_whole = span.positions is None and count == len(keys) and not (options.window and count > options.window)
-    mask = None if is_whole or count == 1 else _bias(span, first, options.window, query.device)
-    mixed = scaled_dot_product_attention(
-        query,
-        keys.transpose(0, 1)[None],
-        values.transpose(0, 1)[None],
-        attn_mask=mask,
-        is_causal=is_whole and count > 1,
-        scale=options.scale,
-        enable_gqa=query.shape[1] != keys.shape[1],
-    )
-    return mixed[0].transpose(0, 1)
-
-
-def _bias(span: Span, first: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    if device.type == "cuda" and span.positions is None and window is None:
-        # Said in two numbers: no mask is written, and the fastest kernel can be used.
-        return causal_lower_right(span.end - span.begin, span.last - first)
-    return visible(span, first, window, device)
-
-
-def attend_plain(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    seen: torch.Tensor | None,
-    options: AttentionOptions,
-) -> torch.Tensor:
-    """By two matrix products and a softmax in float32: any device, and everything a layer may ask for."""
-    heads, count = query.shape[1], query.shape[2]
-    groups = heads // keys.shape[1]
-    grouped = query[0].unflatten(0, (keys.shape[1], groups))
-    scores = torch.einsum("hgqd,khd->hgqk", grouped, keys).float() * options.scale
-    if options.softcap is not None:
-        scores = torch.tanh(scores / options.softcap) * options.softcap
-    if seen is not None:
-        scores = scores.masked_fill(~seen, float("-inf"))
-    if options.sinks is not None:
-        sinks = options.sinks.float().view(keys.shape[1], groups, 1, 1).expand(-1, -1, count, 1)
-        scores = torch.cat([scores, sinks], dim=-1)
-    weights = scores.softmax(-1)[..., : len(keys)].to(values.dtype)
-    return torch.einsum("hgqk,khd->qhgd", weights, values).flatten(1, 2)
 
 
 class Tiers:

@@ -1,8 +1,8 @@
 """Which code computes an engine's steps, and how long they take.
 
 The code is chosen when an engine is opened, because the bytes of its state depend on it. On CUDA steps are ours
-(`cuda_graphs`), if the model can be computed so and gives what its authors' code gives; else they are the
-model's own. What was chosen is remembered: the start after it compares nothing.
+(`cuda_graphs`), on a CPU layers are (`cpu_layers`), if the model can be computed so and gives what its authors'
+code gives; else they are the model's own. What was chosen is remembered: the start after it compares nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import torch
 
 from emberkeep.engine.base import Capabilities, Logits, Rows
 from emberkeep.engine.facts import Facts
-from emberkeep.engine.hf.network import LearningStep, Network, Span, Step
+from emberkeep.engine.hf.attention import Span
+from emberkeep.engine.hf.cpu_layers import CpuLayer, cpu_layers
+from emberkeep.engine.hf.network import LearningStep, Network, Step
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
 from emberkeep.engine.step_table import IdleSteps, Interrupted, Stepper, StepTable, measure_steps
 from emberkeep.errors import EngineError
@@ -34,8 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("emberkeep.engine")
 _CHOSEN, _MEASURED = "code of steps", "times of steps"
 """What is remembered."""
-_OF_MODEL = "model"
-"""The model's own code computes its steps."""
+_OF_MODEL, _ON_CPU = "model", "on a CPU"
+"""The model's own code computes its steps, or `cpu_layers` does."""
 _COMPARED = 16
 """Tokens of which layers are computed in two ways."""
 _PROMPT = 24
@@ -91,26 +93,35 @@ class OwnSteps:
         layers = facts.read_json(_CHOSEN, str)
         if layers is None:
             self._find_out()
+        elif layers == _ON_CPU:
+            self._network.own_layers = self.open_cpu_layers()
         elif layers != _OF_MODEL:
             self.graphs = self._open_graphs(layers)
         self.chores.extend([self._record, self._time, *more])
         if layers is not None:
             self.chores.append(self._verify)
 
+    @property
+    def layers(self) -> str | None:
+        """Which code of ours computes them; None: the model's own does."""
+        if self.graphs is not None:
+            return self.graphs.layers
+        return _ON_CPU if self._network.own_layers else None
+
     def _find_out(self) -> None:
         reference = self._reference()
         reference.check(self._engine)
-        self.graphs = self._open_graphs()
-        if self.graphs is not None:
+        self.graphs, self._network.own_layers = self._open_graphs(), self._agreeing_cpu_layers()
+        if self.layers is not None:
             try:
                 reference.check(self._engine)
             except EngineError as error:
-                log.warning("steps are not recorded, and will be slower: %s", error)
+                log.warning("steps are not computed by code of ours, and will be slower: %s", error)
                 self._engine.empty()
-                self.graphs = None
+                self.graphs, self._network.own_layers = None, None
         # What failed may have done so by chance: only success is remembered.
-        if self.graphs is not None or self._network.device.type != "cuda":
-            self._facts.remember_json(_CHOSEN, self.graphs.layers if self.graphs else _OF_MODEL)
+        if self.layers is not None or self._network.device.type != "cuda":
+            self._facts.remember_json(_CHOSEN, self.layers or _OF_MODEL)
 
     def _open_graphs(self, layers: str | None = None) -> StepGraphs | None:
         """Steps of ours, where this model's can be computed so. `layers`: what was found to compute them rightly;
@@ -143,9 +154,24 @@ class OwnSteps:
         fused = fuse(network.layers, [options[layer] for layer in range(len(options))])
         if fused is None or layers == "fused":
             return fused
-        rows = torch.arange(_COMPARED, device=network.device)
+        return fused if self._agrees(fused) else None
+
+    def open_cpu_layers(self) -> list[CpuLayer] | None:
+        """What computes the layers on a CPU, if they are of the usual make and stay there."""
+        options = self._learned.options
+        if self._network.device.type != "cpu" or self._stream is not None:
+            return None
+        return cpu_layers(self._network.layers, [options[layer] for layer in range(len(options))])
+
+    def _agreeing_cpu_layers(self) -> list[CpuLayer] | None:
+        own = self.open_cpu_layers()
+        return own if own and self._agrees(own) else None
+
+    def _agrees(self, own: Sequence[Layer]) -> bool:
+        """Nothing may be in the pool."""
+        network, rows = self._network, torch.arange(_COMPARED, device=self._network.device)
         step = Step(self._memory, [Span(0, _COMPARED, BlockTable([0], _COMPARED), 0)], rows)
-        return fused if agree(network.layers, fused, lambda: network.run(step, rows, rows, rows[:1])) else None
+        return agree(network.layers, own, lambda: network.run(step, rows, rows, rows))
 
     def _reference(self) -> Reference:
         engine = self._engine
@@ -186,17 +212,17 @@ class OwnSteps:
     def _verify(self, steps: IdleSteps) -> None:
         """What was remembered of the code of steps still holds: a library may have changed beneath it. Else no
         step is taken any more."""
-        reference, graphs = self._reference(), self.graphs
+        reference, graphs, own = self._reference(), self.graphs, self._network.own_layers
         try:
             reference.check(steps)
-            self.graphs = None
+            self.graphs, self._network.own_layers = None, None
             reference.check(steps)
         except EngineError as error:
             self._facts.forget(_CHOSEN)
             self.refusal = f"What computed steps rightly before no longer does, so restart: {error}"
             log.error("%s", self.refusal)
         finally:
-            self.graphs = graphs
+            self.graphs, self._network.own_layers = graphs, own
 
     def close(self) -> None:
         """Let go of the engine, the model and its state."""
@@ -271,7 +297,10 @@ _CLOSE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """How far results may differ that are rounded in other places, as a share of what a layer adds."""
 
 
-def agree(layers: Sequence[torch.nn.Module], fused: Sequence[FusedLayer], run: Callable[[], object]) -> bool:
+Layer = Callable[..., torch.Tensor]
+
+
+def agree(layers: Sequence[torch.nn.Module], fused: Sequence[Layer], run: Callable[[], object]) -> bool:
     """Whether every layer computes the same in both ways of what it is given when the model is `run`."""
     seen: list[tuple[torch.Tensor, dict[str, Any], torch.Tensor]] = []
 

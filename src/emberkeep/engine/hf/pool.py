@@ -14,6 +14,7 @@ operation for all layers of a usual model.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import MutableSequence, Sequence
 from dataclasses import field
@@ -251,6 +252,22 @@ def group_streams(layers: Sequence[LayerShape]) -> tuple[StreamGroup, ...]:
     return tuple(StreamGroup(shape, tuple(streams)) for shape, streams in found.items())
 
 
+class Scratch:
+    """Memory that is used again and again: fresh pages may take longer than what is computed in them."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._parts: dict[str, torch.Tensor] = {}
+        self._dtype, self._device = dtype, device
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """Contiguous, with anything in it; what was taken by that name before is no longer valid."""
+        size = math.prod(shape)
+        part = self._parts.get(name)
+        if part is None or len(part) < size:
+            part = self._parts[name] = torch.empty(size, dtype=self._dtype, device=self._device)
+        return part[:size].view(shape)
+
+
 class KvMemory:
     """Belongs to the engine's thread. `cells` rows for every stream, allocated once."""
 
@@ -258,6 +275,7 @@ class KvMemory:
         self.groups = group_streams(layers)
         self.dtype = dtype
         self.device = device
+        self.scratch = Scratch(dtype, device)
         self._tensors = [
             torch.zeros((len(g.streams), cells, g.shape.heads, g.shape.width), dtype=dtype, device=device)
             for g in self.groups

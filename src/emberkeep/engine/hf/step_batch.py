@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from emberkeep.engine.base import MOST_BIASED, Bias, Rows
+from emberkeep.engine.hf.attention import AttentionOptions
 from emberkeep.engine.hf.choosing import NUMBERS, numbers_of
 from emberkeep.engine.hf.kernels import PagedKv, choose_splits, choose_tiles, paged_attention, store_rows
-from emberkeep.engine.hf.network import AttentionOptions
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
 from emberkeep.values import dataclass
 
