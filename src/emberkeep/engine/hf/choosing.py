@@ -85,8 +85,9 @@ def _choose_kernel(
     if biased >= 0:
         places = biased * BIASES + tl.arange(0, BIASES)
         ids = tl.load(bias_id_ptr + places)
-        found = tl.load(logit_ptr + ids, ids >= 0, other=0.0)
-        tl.store(logit_ptr + ids, found + tl.load(bias_ptr + places), ids >= 0)
+        is_there = (ids >= 0) & (ids < width)
+        found = tl.load(logit_ptr + ids, is_there, other=0.0)
+        tl.store(logit_ptr + ids, found + tl.load(bias_ptr + places), is_there)
         tl.debug_barrier()
     highest = -float("inf")
     best = 0
