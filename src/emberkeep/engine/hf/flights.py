@@ -94,7 +94,7 @@ class Flights:
             fresh.launched(chosen)
         firsts = accumulate((batch[i].outputs for i in rest), initial=0)
         places = known | dict(zip(rest, firsts, strict=False))
-        may_run_ahead &= not (known and rest) and all(rows.choosing for rows in batch)
+        may_run_ahead &= not (known and rest) and all(rows.choosing and len(rows.tokens) == 1 for rows in batch)
         going = (
             [i for i, rows in enumerate(batch) if rows.choosing and rows.choosing.goes_on] if may_run_ahead else []
         )

@@ -110,8 +110,8 @@ class StepBatch:
         most_tiles = size.rows // self._shape.tokens + min(size.sequences, size.rows)
         rows = [size.rows] * 4
         counts = (*rows, size.outputs, 1, _TILE_NUMBERS * most_tiles, NUMBERS * size.outputs)
-        # One is filled while the step before may still have to copy from the other: every other step has landed.
-        self._hosts = cycle([_HostInputs(counts), _HostInputs(counts)])
+        # One is filled while the two latest steps may still have to copy from theirs: every other one has landed.
+        self._hosts = cycle([_HostInputs(counts) for _ in range(3)])
         self._inputs = torch.zeros(sum(counts), dtype=torch.int64, device=memory.device)
         self._tables, self.biases = tables, biases
         *parts, tiles, numbers = self._inputs.split(counts)
