@@ -252,7 +252,9 @@ def stored_ids(
             if (offset in borders and sampled > most) or is_whole:
                 best, most = (tuple(ids), offset), sampled
             for first, group in chunk.branches.get(index, {}).items():
-                if 0 <= first < len(pieces) and text.startswith(pieces[first], offset):
+                if offset == first_border or (
+                    first in range(len(pieces)) and text.startswith(pieces[first], offset)
+                ):
                     todo += ((child, 0, offset, tuple(ids), sampled) for child in group if cursor.sees(child))
             stop, is_sampled = _run(chunk, index, specials)
             run = chunk.tokens[index:stop].tolist()

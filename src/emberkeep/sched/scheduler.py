@@ -209,12 +209,13 @@ class Scheduler:
 
     def _run(self) -> None:
         try:
-            while self._take_commands(wait=not self._has_work()):
+            has_work = False
+            while self._take_commands(wait=not has_work):
                 self._act_when_idle()
                 self._admit()
                 self._steps.run()
-                if not self._has_work():
-                    self._flush(hurry=True)
+                has_work = self._has_work()
+                self._flush(hurry=not has_work)
                 self._check_slots()
         except BaseException as error:
             self._failed_with = type(error).__name__

@@ -148,8 +148,8 @@ class Steps:
                     storing.append(sequence)
             except Exception as error:
                 self._endings.fail(sequence, error)
-        if any(sequence.unsaved > _LONG for sequence in storing):
-            self._flush(True)
+        if storing:
+            self._flush(False)
         for sequence in storing:
             with self._only(sequence):
                 self._commits.commit(sequence)
@@ -274,8 +274,6 @@ _STEP_BESIDE_DECODES_S = 0.25
 """The same while answers are being written: each of them gets one token per step."""
 _SMALLEST_SLICE_BESIDE_DECODES = 32
 _SMOOTHING, _LONGEST_HOST_S = 0.1, 0.02
-_LONG = 1024
-"""Tokens whose state takes as long to store as some tokens take."""
 
 
 @dataclass(frozen=True, slots=True)
