@@ -270,13 +270,12 @@ class Samplers:
         return of_choice
 
     def with_ids(self, settings: Sampling) -> Sampling:
-        """Replace texts that are biased by their tokens. Raises InvalidField for tokens that are not of this model:
-        an engine may write where they say."""
+        """Replace texts that are biased by their tokens. Raises InvalidField for tokens that the model has not: an
+        engine may write where they say."""
         size = self._vocab.size
         if foreign := [token for token in settings.logit_bias if not 0 <= token < size]:
-            raise InvalidField(
-                "logit_bias", f"this model has no token {foreign[0]}: its tokens are 0 to {size - 1}."
-            )
+            message = f"this model has no token {foreign[0]}: its tokens are 0 to {size - 1}."
+            raise InvalidField("logit_bias", message)
         if not settings.text_bias and not settings.ignore_eos:
             return settings
         bias = dict(settings.logit_bias)
