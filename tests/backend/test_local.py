@@ -99,6 +99,12 @@ def test_an_end_that_cannot_be_told_is_an_error_and_frees_one_place_once(backend
     assert asyncio.run(answer(backend, ASKED)) == expected
 
 
+def test_a_bias_for_a_token_that_the_model_has_not_is_refused(backend) -> None:
+    """An engine may write where it says."""
+    asked = Request(prompt=ASKED.prompt, sampling=Sampling(logit_bias={5: 1.0, 1 << 40: 1.0}))
+    assert f"{1 << 40} is not a token of this model" in str(asyncio.run(outcome(backend, asked)))
+
+
 def test_an_engine_that_fails_is_told_to_those_who_wait_and_to_those_who_come(backend, engine) -> None:
     gate = Gate(engine)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from emberkeep.backend.limits import Permit
 from emberkeep.chat.output import TextStream, open_reasoning
 from emberkeep.chat.prompt import Prompt
-from emberkeep.errors import EmberkeepError, InvalidField
+from emberkeep.errors import EmberkeepError
 from emberkeep.latest import Latest
 from emberkeep.sched.lifetimes import explained
 from emberkeep.sched.sampler_chain import Breakers, Chain, ChainedSampler, find_breakers
@@ -270,12 +270,7 @@ class Samplers:
         return of_choice
 
     def with_ids(self, settings: Sampling) -> Sampling:
-        """Replace texts that are biased by their tokens. Raises InvalidField for tokens that the model has not: an
-        engine may write where they say."""
-        size = self._vocab.size
-        if foreign := [token for token in settings.logit_bias if not 0 <= token < size]:
-            message = f"this model has no token {foreign[0]}: its tokens are 0 to {size - 1}."
-            raise InvalidField("logit_bias", message)
+        """Replace texts that are biased by their tokens."""
         if not settings.text_bias and not settings.ignore_eos:
             return settings
         bias = dict(settings.logit_bias)
