@@ -32,8 +32,6 @@ class _Flight:
         self._host = torch.empty(outputs, dtype=torch.int64).pin_memory()
         self._has_landed = torch.cuda.Event()
         self._count = 0
-        self.chosen: Chosen = []
-        """Once it has landed."""
 
     def launched(self, chosen: torch.Tensor) -> None:
         self._count = len(chosen)
@@ -41,10 +39,10 @@ class _Flight:
         self._has_landed.record()
 
     def land(self) -> Chosen:
-        """Blocks until it has."""
+        """Blocks until it has landed."""
         self._has_landed.synchronize()
-        self.chosen = self._host[: self._count].tolist()
-        return self.chosen
+        chosen: Chosen = self._host[: self._count].tolist()
+        return chosen
 
 
 _Ahead = tuple[int, int, int]
