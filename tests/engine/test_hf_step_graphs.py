@@ -258,7 +258,7 @@ class Talk:
             self.tables[rows.sequence].length = rows.start + len(rows.tokens)
         self.were_ahead.append(self.flights.is_ahead)
         tables = [self.tables[rows.sequence] for rows in batch]
-        found, _ = self.flights.run(self.opened.graphs, list(batch), tables, may_run_ahead=True)
+        found, _ = self.flights.run(self.opened.graphs, list(batch), tables, lambda: None, may_run_ahead=True)
         for rows, (chosen, place) in zip(batch, found, strict=True):
             self.tokens[rows.sequence].append(chosen[place])
 

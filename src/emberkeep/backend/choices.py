@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from time import monotonic
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -293,8 +294,8 @@ T = TypeVar("T")
 # ── from the engine's thread to the event loop ──
 
 
-_PER_READER_S = 150e-6
-"""Readers are not woken more often than this times their number: each takes a part of it, and many would leave the
+_PER_READER_S = 200e-6
+"""Readers are woken one by one, not faster than this: each takes a part of it, and many at once would leave the
 engine's thread no time."""
 
 
@@ -302,28 +303,38 @@ class Outbox:
     """The channels that have something new. Belongs to the engine's thread."""
 
     def __init__(self) -> None:
-        self._fresh: dict[asyncio.AbstractEventLoop, dict[asyncio.Event, None]] = {}
-        self._can_wait = True
-        self._rest_ends = 0.0
+        self._fresh: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
+        """Those that have waited longest come first."""
+        self._urgent: set[asyncio.Event] = set()
+        self._woken_until = 0.0
+        """On the monotonic clock: as many readers were woken as could be until then."""
 
     def add(self, loop: asyncio.AbstractEventLoop, ready: asyncio.Event, *, can_wait: bool) -> None:
-        self._fresh.setdefault(loop, {})[ready] = None
-        self._can_wait &= can_wait
+        self._fresh[ready] = loop
+        if not can_wait:
+            self._urgent.add(ready)
 
     def flush(self, hurry: bool) -> None:
-        """Wake every reader: one wake-up per event loop. Cheap when there is nothing new. Unless in a `hurry`,
-        tokens that go on with an answer may wait for those of the next step."""
-        now = monotonic()
-        if self._can_wait and not hurry and now < self._rest_ends:
+        """Wake readers: one wake-up per event loop. Cheap when there is nothing new. Unless in a `hurry`, only as
+        many as there is time for: tokens that go on with an answer may wait for those of the next step."""
+        if not self._fresh:
             return
-        count = 0
-        while self._fresh:
-            loop, events = next(iter(self._fresh.items()))
+        now = monotonic()
+        count = int((now - self._woken_until) / _PER_READER_S)
+        if hurry or count >= len(self._fresh):
+            chosen, self._woken_until = list(self._fresh), now
+        else:
+            chosen = [*dict.fromkeys([*self._urgent, *islice(self._fresh, count)])]
+            self._woken_until += count * _PER_READER_S
+        by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+        for ready in chosen:
+            by_loop.setdefault(self._fresh[ready], []).append(ready)
+        for loop, events in by_loop.items():
             with suppress(RuntimeError):  # the event loop is closed, and with it the reader
                 loop.call_soon_threadsafe(_set_all, events)
-            del self._fresh[loop]  # not before: should that fail, it is tried again
-            count += len(events)
-        self._can_wait, self._rest_ends = True, now + _PER_READER_S * count
+            for ready in events:  # not before: should that fail, it is tried again
+                del self._fresh[ready]
+                self._urgent.discard(ready)
 
 
 class Channel(Generic[T]):

@@ -102,9 +102,10 @@ class Choosing:
     bias: Bias = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Rows:
-    """Consecutive tokens of one sequence, evaluated at positions `start ..`."""
+    """Consecutive tokens of one sequence, evaluated at positions `start ..`. Never changed; not frozen, because one
+    is made for every token, which takes a third of the time so."""
 
     sequence: int
     start: int
@@ -263,6 +264,10 @@ class Engine(Protocol):
     @property
     def draws(self) -> bool:
         """Whether it chooses tokens as `Choosing` says; else only the likeliest ones, without a bias."""
+
+    meanwhile: Callable[[], None]
+    """What an engine that `draws` calls in every `evaluate`, once the device is at work and before it waits for it:
+    the interpreter is free then. The others do not call it. Set by the scheduler."""
 
     @property
     def is_ahead(self) -> bool:

@@ -217,6 +217,7 @@ class FakeEngine:
         return int(self.logits(index, row).argmax())
 
     draws = is_ahead = False
+    meanwhile: Callable[[], None] = staticmethod(lambda: None)
 
     def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> Exported:
         state = self._state(sequence)

@@ -29,6 +29,8 @@ log = logging.getLogger("emberkeep.sched")
 _LOOKING, _MOST_LOOKING_S = 0.03, 0.25
 """The share of the time in which drafts are looked for while what is found is of no use, and how much of it is
 saved up at most."""
+_LOOKING_AT_ONCE = 0.1
+"""The share of one step that may go into it, however much is saved up."""
 _CERTAIN = 0.995
 _PRIOR = 8.0
 """As many expected tokens count as if they had been accepted."""
@@ -108,20 +110,23 @@ class Speculation:
         """Drafts that need no model: for sequences whose latest ones were of use, and for others in turn, as long
         as there is time for it."""
         self._calls += 1
-        self._for_looking += _LOOKING * step.seconds(step.decoding + step.beside, step.depth, step.decoding)
-        self._for_looking = min(self._for_looking, _MOST_LOOKING_S)
+        seconds = step.seconds(step.decoding + step.beside, step.depth, step.decoding)
+        self._for_looking = min(self._for_looking + _LOOKING * seconds, _MOST_LOOKING_S)
         looked = [s for s in decoding if _is_used(s)]
         drafts = {s: chosen for s in looked if (chosen := self._propose(s, step.room)) is not None}
-        if self._for_looking > 0:
-            others = [s for s in decoding if not _is_used(s) and self._limit(s, step.room) > 0]
-            for sequence in sorted(others, key=lambda s: s.drafts.looked if s.drafts else 0):
-                begin = thread_time()  # of its own: who else runs here takes nothing of it
-                if (chosen := self._propose(sequence, step.room)) is not None:
-                    drafts[sequence] = chosen
-                looked.append(sequence)
-                self._for_looking -= thread_time() - begin
-                if self._for_looking <= 0:
-                    break
+        if self._for_looking <= 0:
+            return looked, drafts
+        begin = thread_time()  # of its own: who else runs here takes nothing of it
+        others = [s for s in decoding if not _is_used(s) and self._limit(s, step.room) > 0]
+        spent, most = 0.0, min(self._for_looking, _LOOKING_AT_ONCE * seconds)
+        for sequence in sorted(others, key=lambda s: s.drafts.looked if s.drafts else 0):
+            if spent and spent >= most:
+                break
+            if (chosen := self._propose(sequence, step.room)) is not None:
+                drafts[sequence] = chosen
+            looked.append(sequence)
+            spent = thread_time() - begin
+        self._for_looking -= spent
         return looked, drafts
 
     def settle(self, sequence: Running, chosen: Chosen, accepted: int) -> None:

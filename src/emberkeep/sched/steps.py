@@ -59,11 +59,14 @@ class Steps:
         self._counters = parts.counters
         self._endings, self._only = endings, endings.only
         self._flush = flush
+        self._hurries = False
+        parts.engine.meanwhile = self._tell
 
     def run(self) -> None:
         batch = self._schedule()
-        # The readers work while the engine computes, and lets go of the interpreter.
-        self._flush(any(each.sequence.in_prompt for each in batch) or not batch)
+        self._hurries = any(each.sequence.in_prompt for each in batch) or not batch
+        if not (batch and self._engine.draws):
+            self._tell()
         if batch and self._execute(batch):
             for index, planned in enumerate(batch):
                 try:  # as `only`, in less time
@@ -72,6 +75,10 @@ class Steps:
                     self._endings.fail(planned.sequence, error)
             self._store_computed(batch)
         self._blend()
+
+    def _tell(self) -> None:
+        """Wake the readers: they work while the engine computes, and lets go of the interpreter."""
+        self._flush(self._hurries)
 
     def _schedule(self) -> list[Planned]:
         try:
@@ -276,8 +283,10 @@ _SMALLEST_SLICE_BESIDE_DECODES = 32
 _SMOOTHING, _LONGEST_HOST_S = 0.1, 0.02
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Planned:
+    """Never changed; see `Rows`."""
+
     sequence: Sequence
     rows: Rows
     draft: Chosen | None = None

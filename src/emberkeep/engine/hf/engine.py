@@ -115,6 +115,8 @@ class HfEngine:
 
     # ── evaluating ──
 
+    meanwhile: Callable[[], None] = staticmethod(lambda: None)
+
     @torch.no_grad()
     def evaluate(self, batch: Sequence[Rows]) -> Outcome:
         if self._steps.refusal:
@@ -131,7 +133,9 @@ class HfEngine:
             graphs, flights = self._steps.graphs, self._steps.flights
             if graphs and flights and self.draws:
                 may_run_ahead = self._stream is None and self.experts is None
-                self._found, logits = flights.run(graphs, batch, tables, may_run_ahead=may_run_ahead)
+                self._found, logits = flights.run(
+                    graphs, batch, tables, self.meanwhile, may_run_ahead=may_run_ahead
+                )
                 self._outputs.take(logits)
             else:
                 self._take_logits(self._run(batch, tables), [rows.outputs for rows in batch])

@@ -78,6 +78,7 @@ class Flights:
         graphs: StepGraphs,
         batch: Sequence[Rows],
         tables: Sequence[BlockTable],
+        meanwhile: Callable[[], None],
         *,
         may_run_ahead: bool,
     ) -> tuple[list[tuple[Chosen | None, int]], torch.Tensor | None]:
@@ -100,6 +101,7 @@ class Flights:
             logits = None  # the step ahead overwrites them
             sources = [places[i] for i in going]
             self._launch_ahead(graphs, [batch[i] for i in going], [tables[i] for i in going], sources)
+        meanwhile()
         landed = [flight.land() if flight else [] for flight in (ahead if known else None, fresh)]
         self._before = landed[0] or landed[1]
         return [(landed[0 if i in known else 1], places[i]) for i in range(len(batch))], logits

@@ -126,6 +126,7 @@ class HfWholeEngine:
         return int(self.logits(index, row).argmax())
 
     draws = is_ahead = False
+    meanwhile: Callable[[], None] = staticmethod(lambda: None)
 
     def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> Exported:
         if borders[-1] > self._end(sequence):
