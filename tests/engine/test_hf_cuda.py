@@ -42,9 +42,10 @@ def opened(folders):
         placing: Placing | None = None,
         facts: Path | None = None,
         is_improved: bool = True,
+        sequences: int = 4,
     ) -> HfEngine:
         model = tiny_hf.load(folders[family], device="cuda", dtype=dtype, placing=placing)
-        settings = tiny_hf.settings(context, 4096, batch=batch, facts=facts, threads=None)
+        settings = tiny_hf.settings(context, 4096, sequences, batch, facts=facts, threads=None)
         engines.append(HfEngine(model, settings, "digest"))
         assert engines[-1].stats()["recorded_steps"]["replayed"] == 0
         if is_improved:
@@ -94,6 +95,21 @@ def test_a_recorded_step_gives_what_plain_attention_gives(opened, family):
             assert min(np.corrcoef(a, b)[0, 1] for a, b in zip(recorded, plain, strict=True)) > 0.99
         else:
             np.testing.assert_allclose(recorded, plain, rtol=1e-3, atol=2e-2)
+
+
+def test_many_that_decode_in_a_step_get_what_each_gets_alone(opened):
+    engine = opened(sequences=40)
+    lengths = [20 + 2 * sequence for sequence in range(40)]
+    expected = []
+    for length in lengths:
+        fill(engine, 0, length)
+        expected.append(decode(engine, [0], length)[0])
+        engine.trim(0, 0)
+    for sequence, length in enumerate(lengths):
+        fill(engine, sequence, length)
+    engine.evaluate([Rows(s, n, TOKENS[n : n + 1], outputs=1) for s, n in enumerate(lengths)])
+    together = np.stack([engine.logits(index).copy() for index in range(40)])
+    np.testing.assert_allclose(together, np.stack(expected), rtol=1e-3, atol=2e-2)
 
 
 def test_an_assembler_that_gets_our_kernels_wrong_is_not_used(tmp_path, monkeypatch):

@@ -104,8 +104,10 @@ class Choosing:
 
 @dataclass(slots=True)
 class Rows:
-    """Consecutive tokens of one sequence, evaluated at positions `start ..`. Never changed; not frozen, because one
-    is made for every token, which takes a third of the time so."""
+    """Consecutive tokens of one sequence, evaluated at positions `start ..`.
+
+    Never changed. Not frozen: one is made for every token, in a third of the time so.
+    """
 
     sequence: int
     start: int
@@ -266,8 +268,8 @@ class Engine(Protocol):
         """Whether it chooses tokens as `Choosing` says; else only the likeliest ones, without a bias."""
 
     meanwhile: Callable[[], None]
-    """What an engine that `draws` calls in every `evaluate`, once the device is at work and before it waits for it:
-    the interpreter is free then. The others do not call it. Set by the scheduler."""
+    """What an engine that `draws` calls in every `evaluate`, once the device is at work and before it waits: the
+    interpreter is free then. The others do not call it. Set by the scheduler."""
 
     @property
     def is_ahead(self) -> bool:

@@ -29,7 +29,7 @@ import torch
 from emberkeep.engine.base import Rows
 from emberkeep.engine.hf.choosing import choose_tokens
 from emberkeep.engine.hf.fused_layers import FusedLayer
-from emberkeep.engine.hf.kernels import take_tokens
+from emberkeep.engine.hf.kernels import FEW_TOKENS, take_tokens
 from emberkeep.engine.hf.network import Network
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
 from emberkeep.engine.hf.step_batch import DeviceBiases, DeviceTables, StepBatch, StepSize
@@ -70,17 +70,18 @@ class StepGraphs:
             self._swaps = [_replace(layer, own) for layer, own in zip(network.layers, fused, strict=True)]
         elif not stream:
             self._swaps = compile_parts(network.layers)
-        self._steps: dict[int, _SizedStep] = {}
-        """By their rows."""
-        self._sizes = _sizes(largest.rows)
-        self._left = _recording_order(self._sizes)
+        self._steps: dict[StepSize, _SizedStep] = {}
+        self._rows = _sizes(largest.rows)
+        order = _recording_order(self._rows, largest.sequences)
+        self._sizes = [self._size(rows, decodes=decodes) for rows, decodes in order]
+        self._left = list(self._sizes)
         """Sizes that are to be recorded."""
         self._logits: torch.Tensor | None = None
         """The scores of the latest step, whatever its size: recorded ones need not keep one each."""
         self._chosen = torch.zeros(largest.outputs, dtype=torch.int64, device=memory.device)
         if self.layers == "compiled":
             # How a compiled part adds up may follow the first size that it sees: always the same one.
-            self._compute(self._sized(largest.rows).batch)
+            self._compute(self._sized(self._size(largest.rows)).batch)
 
     def run(
         self, batch: Sequence[Rows], tables: Sequence[BlockTable], sources: Sequence[int] = ()
@@ -88,7 +89,9 @@ class StepGraphs:
         """Logits of every row that wants them, in float32, and the tokens that were chosen: valid until the next
         call. Does not wait. See `StepBatch.fill`."""
         count, outputs = sum(len(rows.tokens) for rows in batch), sum(rows.outputs for rows in batch)
-        self._run(self._sized(self._sizes[bisect_left(self._sizes, count)]), batch, tables, sources)
+        rows = self._rows[bisect_left(self._rows, count)]
+        decodes = rows > FEW_TOKENS and count == len(batch)
+        self._run(self._sized(self._size(rows, decodes=decodes)), batch, tables, sources)
         assert self._logits is not None
         return self._logits[:outputs], self._chosen[:outputs]
 
@@ -120,22 +123,23 @@ class StepGraphs:
 
     def record_anew(self) -> None:
         """What was recorded, because the model is watched from now on, or no longer."""
-        before = [rows for rows, step in self._steps.items() if step.graph is not None]
-        for rows in before:
-            self._steps[rows].graph = None
-        left, self._left = self._left, [rows for rows in _recording_order(self._sizes) if rows in before]
+        before = [size for size, step in self._steps.items() if step.graph is not None]
+        for size in before:
+            self._steps[size].graph = None
+        left, self._left = self._left, [size for size in self._sizes if size in before]
         while self._left:
             self.record_next()
         self._left = left
 
-    def _sized(self, rows: int) -> _SizedStep:
-        step = self._steps.get(rows)
+    def _size(self, rows: int, *, decodes: bool = False) -> StepSize:
+        outputs, sequences = min(rows, self._largest.outputs), min(rows, self._largest.sequences)
+        return StepSize(rows, outputs, sequences, self._largest.blocks, decodes)
+
+    def _sized(self, size: StepSize) -> _SizedStep:
+        step = self._steps.get(size)
         if step is None:
-            outputs, sequences = min(rows, self._largest.outputs), min(rows, self._largest.sequences)
-            size = StepSize(rows, outputs, sequences, self._largest.blocks)
-            step = self._steps[rows] = _SizedStep(
-                StepBatch(self._memory, self._tables, self._biases, size, self._group)
-            )
+            batch = StepBatch(self._memory, self._tables, self._biases, size, self._group)
+            step = self._steps[size] = _SizedStep(batch)
         return step
 
     def _run(
@@ -244,11 +248,14 @@ def _sizes(most: int) -> list[int]:
     return sizes
 
 
-def _recording_order(sizes: Sequence[int]) -> list[int]:
-    """First those of few rows, which answers have and which gain most. They need little memory; of the others the
-    largest come first, so that the rest find room in what it has let go of."""
-    few = [rows for rows in sizes if rows <= _FINER]
-    return [*few, *reversed(sizes[len(few) :])]
+def _recording_order(sizes: Sequence[int], sequences: int) -> list[tuple[int, bool]]:
+    """Numbers of rows, and whether each is of another sequence. First those of few rows, which answers have and
+    which gain most. They need little memory; of the others the largest come first, so that the rest find room in
+    what it has let go of."""
+    few = [(rows, False) for rows in sizes if rows <= _FINER]
+    most = next((rows for rows in sizes if rows >= sequences), 0)
+    decoding = [(rows, True) for rows in sizes if FEW_TOKENS < rows <= most]
+    return [*few, *decoding, *((rows, False) for rows in reversed(sizes[len(few) :]))]
 
 
 # ── other code in place of the model's, while such a step runs ──

@@ -28,6 +28,8 @@ _LEAST_ROWS = 16
 """A matrix product has no fewer."""
 _OVER = 1.2
 """Programs per processor that are not too many: a second round takes as long as the first."""
+_OVER_DECODING = 2.0
+"""The same for small tiles of many sequences, some of which fit beside each other."""
 _LOG2_E = 1.4426950408889634
 _LEAST_ASSEMBLER = (12, 9)
 """Before it, ptxas lets these kernels read registers that nothing was written to, where the width of values is
@@ -314,14 +316,15 @@ class TileShape:
     stages: int
 
 
-_DECODING = ((16, 32, 4, 3), (16, 32, 4, 2), (16, 32, 4, 1))
+_DECODING = ((16, 64, 4, 2), (16, 32, 4, 2), (16, 32, 4, 1))
 _FILLING = ((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 4, 3), (64, 32, 4, 2), *_DECODING)
 """Rows, keys, warps and stages, the fastest first."""
 
 
 def choose_tiles(tokens: int, group: int, row_bytes: int, shared_bytes: int) -> TileShape:
-    """For a step of `tokens`, with `group` query heads per KV head, keys and values of `row_bytes` together at
-    most, and so much shared memory: 227 KiB of the latest devices, 64 KiB of the oldest."""
+    """For a sequence that may have so many tokens in a step, with `group` query heads per KV head, keys and values
+    of `row_bytes` together at most, and so much shared memory: 227 KiB of the latest devices, 64 KiB of the
+    oldest."""
     least = max(_LEAST_ROWS, triton.next_power_of_2(group))
     shapes = [
         TileShape(max(rows, least) // group, max(rows, least), keys, warps, stages)
@@ -344,10 +347,10 @@ class PagedKv:
     """For each: first row, tokens, row of `tables`, first position. Those with 0 tokens are skipped."""
 
 
-def choose_splits(programs: int, processors: int) -> int:
+def choose_splits(programs: int, processors: int, *, decodes: bool = False) -> int:
     """How many programs share the keys of one tile, so that all processors are busy: a power of 2."""
-    splits = 1
-    while splits < _MOST_SPLITS and programs * splits * 2 <= processors * _OVER:
+    splits, over = 1, _OVER_DECODING if decodes else _OVER
+    while splits < _MOST_SPLITS and programs * splits * 2 <= processors * over:
         splits *= 2
     return splits
 

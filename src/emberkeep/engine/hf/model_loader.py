@@ -337,7 +337,7 @@ def quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-_PAYLOADS, _RECORDED, _ON_CPU, _INT4, _ROUNDED = 1, 3, 1, 1, 1
+_PAYLOADS, _RECORDED, _ON_CPU, _INT4, _ROUNDED = 1, 4, 1, 1, 1
 """Versions, raised when the bytes change that something gives: payloads; the kernels that steps are recorded with;
 attention, panels and layers of ours on a CPU; kernels for weights in four bits; the rounding of weights when they
 are loaded."""

@@ -28,6 +28,8 @@ class StepSize:
     sequences: int
     blocks: int
     """Blocks of the longest sequence."""
+    decodes: bool = False
+    """Many rows, each of another sequence."""
 
 
 class DeviceTables:
@@ -106,7 +108,8 @@ class StepBatch:
         self.memory = memory
         device = torch.cuda.get_device_properties(memory.device)
         row_bytes = max(g.shape.width for g in memory.groups) * 2 * memory.dtype.itemsize
-        self._shape = choose_tiles(size.rows, group, row_bytes, device.shared_memory_per_block_optin)
+        most_tokens = 1 if size.decodes else size.rows
+        self._shape = choose_tiles(most_tokens, group, row_bytes, device.shared_memory_per_block_optin)
         most_tiles = size.rows // self._shape.tokens + min(size.sequences, size.rows)
         rows = [size.rows] * 4
         counts = (*rows, size.outputs, 1, _TILE_NUMBERS * most_tiles, NUMBERS * size.outputs)
@@ -120,7 +123,7 @@ class StepBatch:
         self.numbers = numbers.view(torch.float64).view(-1, NUMBERS)
         """How tokens are chosen: a row for each of `wanted`."""
         programs = max(size.rows // self._shape.tokens, min(size.rows, size.sequences)) * heads
-        self._splits = choose_splits(programs, device.multi_processor_count)
+        self._splits = choose_splits(programs, device.multi_processor_count, decodes=size.decodes)
         self.layer = -1
         """The one that attention is computed in."""
         self.normed: torch.Tensor | None = None
