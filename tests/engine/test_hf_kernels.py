@@ -232,5 +232,3 @@ def test_splits_fill_a_device_and_not_more():
     assert choose_splits(32, 132) == 4
     assert choose_splits(128, 132) == 1
     assert choose_splits(4096, 132) == 1
-    assert choose_splits(128, 132, decodes=True) == 2
-    assert choose_splits(256, 132, decodes=True) == 1

@@ -28,8 +28,6 @@ _LEAST_ROWS = 16
 """A matrix product has no fewer."""
 _OVER = 1.2
 """Programs per processor that are not too many: a second round takes as long as the first."""
-_OVER_DECODING = 2.0
-"""The same for small tiles of many sequences, some of which fit beside each other."""
 _LOG2_E = 1.4426950408889634
 _LEAST_ASSEMBLER = (12, 9)
 """Before it, ptxas lets these kernels read registers that nothing was written to, where the width of values is
@@ -347,10 +345,10 @@ class PagedKv:
     """For each: first row, tokens, row of `tables`, first position. Those with 0 tokens are skipped."""
 
 
-def choose_splits(programs: int, processors: int, *, decodes: bool = False) -> int:
+def choose_splits(programs: int, processors: int) -> int:
     """How many programs share the keys of one tile, so that all processors are busy: a power of 2."""
-    splits, over = 1, _OVER_DECODING if decodes else _OVER
-    while splits < _MOST_SPLITS and programs * splits * 2 <= processors * over:
+    splits = 1
+    while splits < _MOST_SPLITS and programs * splits * 2 <= processors * _OVER:
         splits *= 2
     return splits
 

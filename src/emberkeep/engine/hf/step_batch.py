@@ -123,7 +123,7 @@ class StepBatch:
         self.numbers = numbers.view(torch.float64).view(-1, NUMBERS)
         """How tokens are chosen: a row for each of `wanted`."""
         programs = max(size.rows // self._shape.tokens, min(size.rows, size.sequences)) * heads
-        self._splits = choose_splits(programs, device.multi_processor_count, decodes=size.decodes)
+        self._splits = choose_splits(programs, device.multi_processor_count)
         self.layer = -1
         """The one that attention is computed in."""
         self.normed: torch.Tensor | None = None
