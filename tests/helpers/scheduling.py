@@ -12,7 +12,7 @@ import numpy as np
 from emberkeep.chat.messages import CacheKeys
 from emberkeep.chat.prompt import Prompt, Stable
 from emberkeep.chat.prompt_tokens import SeamedText, TokenizedText
-from emberkeep.engine.base import Engine, Exported, KvExport, Payload, Rows
+from emberkeep.engine.base import Engine, Exported, KvExport, Outcome, Payload, Rows
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EmberkeepError, EngineError
 from emberkeep.kv.corpus import TokenCorpus
@@ -371,3 +371,15 @@ class LateEngine(FakeEngine):
         self.begun += 1
         self.copied_tokens += borders[-1] - borders[0]
         return LateExport(self, super().export_kv(sequence, borders, bits))
+
+
+class DeviceEngine(LateEngine):
+    """Chooses tokens itself, and lets others work while it computes."""
+
+    draws = True
+
+    def evaluate(self, batch: Sequence[Rows]) -> Outcome:
+        outcome = super().evaluate(batch)
+        if outcome is Outcome.DONE:
+            self.meanwhile()
+        return outcome

@@ -17,7 +17,7 @@ from emberkeep.chat.template import ChatTemplate
 from emberkeep.engine.fake import FakeEngine, FakeVocab
 from emberkeep.errors import EngineError
 from emberkeep.kv.tree import Chunk, Made
-from emberkeep.sched.commits import RecentAnswers, StoredText
+from emberkeep.sched.commits import Commits, RecentAnswers, StoredText
 from emberkeep.types.lineage import EXACT, Lineage
 from helpers.chance import examples
 from helpers.kv_building import check_ledger, chunks_of, exported, new_store, prompt, put
@@ -28,6 +28,7 @@ from helpers.scheduling import (
     PATIENCE,
     PROMPT,
     SLICE,
+    DeviceEngine,
     Gate,
     LateEngine,
     Recorder,
@@ -182,6 +183,41 @@ def test_of_a_user_that_is_forgotten_nothing_arrives(rig, engine):
     rig.settle()
     assert engine.begun == 3
     assert stored(rig, LONG) == 2 * SLICE
+
+
+# ── a device, beside whose steps state is stored ──
+
+
+def test_answers_that_end_together_are_told_before_they_are_stored(tmp_path, monkeypatch):
+    events: list[str] = []
+    commit, ended = Commits.commit_turn, Recorder.ended
+    monkeypatch.setattr(Commits, "commit_turn", lambda *given: events.append("stored") or commit(*given))
+    monkeypatch.setattr(Recorder, "ended", lambda *given: events.append("told") or ended(*given))
+    prompts = [text(100, seed=seed) for seed in range(4)]
+    with Rig(tmp_path, engine := DeviceEngine()) as rig:
+        gate = Gate(engine)
+        recorders = [rig.start(prompt) for prompt in prompts]
+        gate.reached()
+        gate.open()
+        assert [recorder.answer for recorder in recorders] == [reference(prompt) for prompt in prompts]
+        rig.settle()
+        assert all(stored(rig, prompt) == len(prompt) for prompt in prompts)
+        assert_bytes_are_right(rig)
+    assert events.index("stored") > events.index("told")
+    assert events.count("stored") == events.count("told") == 4
+
+
+def test_the_next_turn_goes_on_where_one_is_still_to_be_stored(tmp_path):
+    with Rig(tmp_path, DeviceEngine()) as rig:
+        second = Recorder()
+
+        def go_on(first: Recorder) -> None:
+            rig.start([*PROMPT, *first.tokens, *CLOSING, *text(30, seed=4)], second, closing=())
+
+        first = rig.start(PROMPT, Recorder(then=go_on), closing=())
+        assert first.answer == reference(PROMPT)
+        assert second.answer == reference([*PROMPT, *first.tokens, *CLOSING, *text(30, seed=4)])
+        assert second.lookup.hot_tokens >= len(PROMPT)
 
 
 # ── an engine that computes on when `evaluate` has returned ──

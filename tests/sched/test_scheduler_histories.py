@@ -23,6 +23,7 @@ from helpers.scheduling import (
     LONG,
     PROMPT,
     SLICE,
+    DeviceEngine,
     Gate,
     HeldDisk,
     LateEngine,
@@ -62,7 +63,7 @@ actions = st.lists(
 @examples(30)
 @given(
     actions,
-    st.sampled_from([FakeEngine, LateEngine]),
+    st.sampled_from([FakeEngine, LateEngine, DeviceEngine]),
     st.sampled_from([700, 1 << 15]),
     st.sampled_from([3_000, 1 << 30]),
     st.integers(1, 4),

@@ -33,6 +33,8 @@ log = logging.getLogger("emberkeep.sched")
 
 _WARM_AFTER = 2
 """Turns of its conversation after which a branch that was left alone leaves the engine."""
+_SPARED_S = 0.002
+"""A step can spare about so long for turns that are over."""
 _RECENT = 64
 """Answers that are remembered, at most: the store has the others."""
 
@@ -161,6 +163,8 @@ class Beginnings:
             self._waiting.wait_for(sequence, coming)
             return True
         hot = self._slots.computed_match(sequence.prompt.lineage, sequence.lookup_tokens)
+        if hot.sequence:
+            self._endings.finish_now(hot.sequence)
         if hot.sequence and hot.sequence.is_active:
             with self._only(hot.sequence):
                 self._commits.commit_fork(hot.sequence, hot.tokens)
@@ -236,10 +240,12 @@ class Endings:
         self.slot_freed = False
         """Something ended since waiting sequences were last looked at."""
         self.only = partial(Only, self.fail)
-        self._parts = parts
+        self._parts, self._engine = parts, parts.engine
         self._cache, self._slots, self._draft = parts.cache, parts.slots, parts.draft
         self._commits = parts.cache.commits
         self._waiting, self._timeline, self._counters = parts.waiting, parts.timeline, parts.counters
+        self._closed: list[Sequence] = []
+        """Answered and evaluated, and still to be stored."""
 
     # ── answered ──
 
@@ -263,8 +269,40 @@ class Endings:
         self.finish_if_closed(sequence)
 
     def finish_if_closed(self, sequence: Sequence) -> None:
-        if not sequence.pending:
+        """Where a device computes, turns are stored beside the next steps: many may end at once."""
+        if sequence.pending:
+            return
+        if self._engine.draws:
+            self._closed.append(sequence)
+        else:
             self._finish(sequence)
+
+    @property
+    def has_closed(self) -> bool:
+        return bool(self._closed)
+
+    def finish_closed(self, *, waits: bool) -> None:
+        """Store turns that are over, as long as a step can spare the time for it. Those whose state is still being
+        copied are left for later, unless it `waits`."""
+        until = monotonic() + _SPARED_S
+        closed, self._closed = self._closed, []
+        for sequence in closed:
+            if monotonic() < until:
+                with self.only(sequence):
+                    self._commits.begin_turn(sequence)
+        for sequence in closed:
+            if (waits or self._commits.is_copied(sequence)) and monotonic() < until:
+                with self.only(sequence):
+                    self._finish(sequence)
+            else:
+                self._closed.append(sequence)
+
+    def finish_now(self, sequence: Sequence) -> None:
+        """If it only has to be stored, that is done."""
+        if sequence in self._closed:
+            self._closed.remove(sequence)
+            with self.only(sequence):
+                self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
         entry = self._commits.commit_turn(sequence)

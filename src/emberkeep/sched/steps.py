@@ -60,25 +60,37 @@ class Steps:
         self._endings, self._only = endings, endings.only
         self._flush = flush
         self._hurries = False
-        parts.engine.meanwhile = self._tell
+        self._computed: list[Planned] = []
+        """The latest step, of which nothing is stored yet."""
+        parts.engine.meanwhile = self._beside
 
     def run(self) -> None:
         batch = self._schedule()
         self._hurries = any(each.sequence.in_prompt for each in batch) or not batch
         if not (batch and self._engine.draws):
-            self._tell()
+            self._beside(waits=True)
         if batch and self._execute(batch):
             for index, planned in enumerate(batch):
                 try:  # as `only`, in less time
-                    self._process_output(planned, index)
+                    if planned.sequence.is_active:  # it has not failed beside the step
+                        self._process_output(planned, index)
                 except Exception as error:
                     self._endings.fail(planned.sequence, error)
-            self._store_computed(batch)
+            self._computed = batch
+            if not self._engine.draws:
+                self._keep()
         self._blend()
 
-    def _tell(self) -> None:
-        """Wake the readers: they work while the engine computes, and lets go of the interpreter."""
+    def _beside(self, *, waits: bool = False) -> None:
+        """What is done while the engine computes, and lets go of the interpreter: readers are woken, and what the
+        step before computed is stored. `waits`: nothing is computed now."""
         self._flush(self._hurries)
+        self._keep()
+        self._endings.finish_closed(waits=waits)
+
+    def _keep(self) -> None:
+        batch, self._computed = self._computed, []
+        self._store_computed(batch)
 
     def _schedule(self) -> list[Planned]:
         try:
