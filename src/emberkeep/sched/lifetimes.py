@@ -269,10 +269,11 @@ class Endings:
         self.finish_if_closed(sequence)
 
     def finish_if_closed(self, sequence: Sequence) -> None:
-        """Where a device computes, turns are stored beside the next steps: many may end at once."""
+        """Where a device computes, turns are stored when their readers are woken, beside the next steps: copying a
+        long one from there takes a while, and many may end at once."""
         if sequence.pending:
             return
-        if self._engine.draws:
+        if self._engine.draws or self._engine.capabilities.runs_ahead:
             self._closed.append(sequence)
         else:
             self._finish(sequence)
