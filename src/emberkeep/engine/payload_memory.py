@@ -62,19 +62,20 @@ class PayloadMemory:
     def add(self, slab: Bytes) -> None:
         self._free.extend(slab[i : i + self.size] for i in range(0, len(slab) - self.size + 1, self.size))
 
-    def take(self, size: int) -> Bytes:
+    def take(self, size: int, *, is_brief: bool = False) -> Bytes:
         """So many bytes: of a prepared piece, if there is one for it; else new memory. Hold the array itself, or a
-        memoryview of it: an array that is cut out of it does not hold the piece."""
-        piece = self._take(size, size)
+        memoryview of it: an array that is cut out of it does not hold the piece. `is_brief`: it is held for a
+        moment, so it may be much smaller than its piece."""
+        piece = self._take(size, size, least=0 if is_brief else self._payload)
         return np.empty(size, np.uint8) if piece is None else piece
 
     def take_whole(self, size: int) -> Bytes | None:
         """As `take`, with everything behind it that belongs to the piece; None if there is none."""
-        return self._take(size, self.size)
+        return self._take(size, self.size, least=self._payload)
 
-    def _take(self, size: int, length: int) -> Bytes | None:
+    def _take(self, size: int, length: int, *, least: int) -> Bytes | None:
         try:
-            memory = self._free.popleft() if self._payload <= size <= self.size else None
+            memory = self._free.popleft() if least <= size <= self.size else None
         except IndexError:
             memory = None
         if self._ready < self._ahead:

@@ -33,8 +33,6 @@ log = logging.getLogger("emberkeep.sched")
 
 _WARM_AFTER = 2
 """Turns of its conversation after which a branch that was left alone leaves the engine."""
-_SPARED_S = 0.002
-"""A step can spare about so long for turns that are over."""
 _RECENT = 64
 """Answers that are remembered, at most: the store has the others."""
 
@@ -282,10 +280,9 @@ class Endings:
     def has_closed(self) -> bool:
         return bool(self._closed)
 
-    def finish_closed(self, *, waits: bool) -> None:
-        """Store turns that are over, as long as a step can spare the time for it. Those whose state is still being
-        copied are left for later, unless it `waits`."""
-        until = monotonic() + _SPARED_S
+    def finish_closed(self, until: float, *, waits: bool) -> None:
+        """Store turns that are over, until then on the monotonic clock. Those whose state is
+        still being copied are left for later, unless it `waits`."""
         closed, self._closed = self._closed, []
         for sequence in closed:
             if monotonic() < until:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from time import monotonic
@@ -55,7 +56,7 @@ class Steps:
             max(able.outputs - able.max_sequences, 0),
             is_wanted,
         )
-        self._landed_at = 0.0
+        self._landed_at = self._took = 0.0
         self._counters = parts.counters
         self._endings, self._only = endings, endings.only
         self._flush = flush
@@ -76,21 +77,20 @@ class Steps:
                         self._process_output(planned, index)
                 except Exception as error:
                     self._endings.fail(planned.sequence, error)
-            self._computed = batch
-            if not self._engine.draws:
-                self._keep()
+            if self._engine.draws:
+                self._computed = batch
+            else:
+                self._store_computed(batch, math.inf)
         self._blend()
 
     def _beside(self, *, waits: bool = False) -> None:
         """What is done while the engine computes, and lets go of the interpreter: readers are woken, and what the
         step before computed is stored. `waits`: nothing is computed now."""
         self._flush(self._hurries)
-        self._keep()
-        self._endings.finish_closed(waits=waits)
-
-    def _keep(self) -> None:
+        until = monotonic() + max(_SPARED_S, _SPARED * self._took)
         batch, self._computed = self._computed, []
-        self._store_computed(batch)
+        self._store_computed(batch, until)
+        self._endings.finish_closed(until, waits=waits)
 
     def _schedule(self) -> list[Planned]:
         try:
@@ -142,7 +142,8 @@ class Steps:
                     raise _NoRoom
             count = sum(len(each.rows.tokens) for each in batch)
             self._landed_at = monotonic()
-            self._planner.measure(count, len(batch), self._landed_at - begin)
+            self._took = self._landed_at - begin
+            self._planner.measure(count, len(batch), self._took)
         except Exception as error:
             # An error of its own is the engine's word that what was there before the step still is, where that is
             # not what a step changes.
@@ -156,7 +157,7 @@ class Steps:
         self._counters.evaluated_tokens += count
         return True
 
-    def _store_computed(self, batch: list[Planned]) -> None:
+    def _store_computed(self, batch: list[Planned], until: float) -> None:
         """Once everyone has what is new: storing a long prompt takes as long as some tokens."""
         if self._engine.capabilities.runs_ahead and not any(each.rows.outputs for each in batch):
             return  # the next step is prepared while this one runs
@@ -170,6 +171,8 @@ class Steps:
         if storing:
             self._flush(False)
         for sequence in storing:
+            if monotonic() >= until:
+                return  # a later step stores the rest
             with self._only(sequence):
                 self._commits.commit(sequence)
 
@@ -287,6 +290,8 @@ class Steps:
         self._endings.end(sequence, EndReason.STOPPED)
 
 
+_SPARED_S, _SPARED = 0.002, 0.25
+"""A step can spare about so long, and such a share of what the one before took, for storing what was computed."""
 _STEP_S = 2.5
 """About the longest step while only prompts are evaluated: newcomers and cancellations wait for its end."""
 _STEP_BESIDE_DECODES_S = 0.25

@@ -199,7 +199,7 @@ class HfEngine:
             raise EngineError(f"This model's state cannot be stored in {bits} bits.")
         with translate_errors():
             self._settle(sequence)
-            return DeviceExport(*self._transfer.export(table, borders, bits))
+            return DeviceExport(*self._transfer.export(table, borders, bits), self._transfer.whole)
 
     def export_snapshot(self, sequence: int) -> Payload:
         raise EngineError("This model's state has nothing that could be kept as a snapshot.")

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import cycle
 
+import numpy as np
 import torch
 
 from emberkeep.engine.base import Logits, Payload
@@ -281,6 +282,8 @@ class DeviceExport:
 
     copies: list[Payload]
     mark: Mark
+    whole: int
+    """Bytes of most payloads. Smaller ones are moved out of the memory that they arrived in, where others will."""
 
     @property
     def is_done(self) -> bool:
@@ -292,4 +295,4 @@ class DeviceExport:
     def payloads(self) -> list[Payload]:
         with translate_errors():
             self.mark.wait()
-        return self.copies
+        return [copy if len(copy) >= self.whole else memoryview(np.array(copy)) for copy in self.copies]

@@ -63,7 +63,9 @@ class Transfer:
         self._gathers = memory.device.type == "cuda"
         """Whether payloads are put together on the device: elsewhere that is only one copy more."""
         self._packing = Packing(memory)
-        self._payloads = PayloadMemory(self._size(chunk))
+        self.whole = self._size(chunk)
+        """Bytes of most payloads."""
+        self._payloads = PayloadMemory(self.whole)
         self._stores, self._loads = SideStream(memory.device), SideStream(memory.device)
         self._outgoing, self._incoming = DeviceStaging(memory), DeviceStaging(memory)
         self._readings: list[_Reading] = []
@@ -85,7 +87,8 @@ class Transfer:
         return None if piece is None else memoryview(piece)
 
     def export(self, table: BlockTable, borders: Sequence[int], bits: int) -> tuple[list[Payload], Mark]:
-        """The ranges between `borders`, and when their bytes are there."""
+        """The ranges between `borders`, and when their bytes are there. Those smaller than `whole` lie in memory
+        for whole ones, and should be moved out of it."""
         if bits != 16:
             return [self._pack(table, start, end, bits) for start, end in pairwise(borders)], Mark()
         place, first, mark = table.place(borders[0], borders[-1]), borders[0], Mark()
@@ -105,7 +108,8 @@ class Transfer:
         return self._packing.pack(self._memory.read(self._cells(table.place(start, end))), start, bits)
 
     def _new_payload(self, start: int, tokens: int) -> Bytes:
-        buffer = self._payloads.take(self._size(tokens))
+        size = self._size(tokens)
+        buffer = self._payloads.take(size, is_brief=size < self.whole)
         write_head(memoryview(buffer), start, tokens)
         return buffer
 
