@@ -5,9 +5,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import field
+from functools import lru_cache
+from itertools import accumulate, takewhile
+
+import numpy as np
 
 from emberkeep.kv.content import Moved, to_pieces
 from emberkeep.kv.ledger import Ledger
@@ -239,50 +244,88 @@ def stored_ids(
     Else the tokenizer's own: up to the first border, when a token of `specials` follows there in the tree too.
     Such a token is where the tokenizer begins anew, so it was asked for exactly this text.
     """
-    best: Replayed = (), start
+    best: tuple[Chunk, int, int] | None = None
     most = 0
-    first_border = min((border for border in borders if border > start), default=start)
-    todo: list[tuple[Chunk, int, int, tuple[int, ...], int]] = [(cursor.chunk, cursor.used, start, (), 0)]
+    ends = in_order(frozenset(borders))
+    first_border = _next_border(ends, start)
+    todo: list[tuple[Chunk, int, int, int]] = [(cursor.chunk, cursor.used, start, 0)]
     while todo:
-        chunk, index, offset, path, sampled = todo.pop()
-        ids = list(path)
+        chunk, index, offset, sampled = todo.pop()
         while True:
-            is_first = offset == first_border and not best[0] and not chunk.is_given and index < len(chunk.tokens)
+            is_first = offset == first_border and not best and not chunk.is_given and index < len(chunk.tokens)
             is_whole = is_first and int(chunk.tokens[index]) in specials
             if (offset in borders and sampled > most) or is_whole:
-                best, most = (tuple(ids), offset), sampled
+                best, most = (chunk, index, offset), sampled
             for first, group in chunk.branches.get(index, {}).items():
                 if offset == first_border or (
                     first in range(len(pieces)) and text.startswith(pieces[first], offset)
                 ):
-                    todo += ((child, 0, offset, tuple(ids), sampled) for child in group if cursor.sees(child))
-            stop, is_sampled = _run(chunk, index, specials)
-            run = chunk.tokens[index:stop].tolist()
-            if max(run, default=len(pieces)) >= len(pieces):
-                break  # the end, or a foreign file: no prompt of this model has such tokens
-            written = b"".join([pieces[token] for token in run])
+                    todo += ((child, 0, offset, sampled) for child in group if cursor.sees(child))
+            stop, is_sampled = _run(chunk, index)
+            room = _next_border(ends, offset) - offset
+            written = _written(chunk, index, stop, pieces)
+            if len(written) > room:
+                stop = index + max(_fitting(chunk.tokens[index:stop], room, pieces), int(is_sampled))
+                written = _written(chunk, index, stop, pieces)
             is_theirs = not sampled and offset + len(written) <= first_border
             if not written or not (is_sampled or is_theirs) or not text.startswith(written, offset):
                 break
-            ids += run
-            offset, index, sampled = offset + len(written), stop, sampled + len(run) * is_sampled
-    return best
+            sampled += (stop - index) * is_sampled
+            offset, index = offset + len(written), stop
+    return (_ids_between(cursor, *best[:2]), best[2]) if best else ((), start)
 
 
-def _run(chunk: Chunk, index: int, specials: Set[int]) -> tuple[int, bool]:
-    """The end of what can be compared at once from `index` on, and whether it was sampled.
+@lru_cache(maxsize=8)
+def in_order(borders: frozenset[int]) -> tuple[int, ...]:
+    """Asked for at every stretch of a prompt, and there may be as many of these as messages."""
+    return tuple(sorted(borders))
 
-    That is one sampled token, or everything up to the next sampled or special token, branch, or the end.
-    """
+
+def _next_border(ends: tuple[int, ...], offset: int) -> int:
+    """The first of `ends` after `offset`; where there is none, `offset`."""
+    at = bisect_right(ends, offset)
+    return ends[at] if at < len(ends) else offset
+
+
+def _run(chunk: Chunk, index: int) -> tuple[int, bool]:
+    """The end of what can be compared at once from `index` on, and whether it was sampled: that is everything up to
+    the next branch, sampled token or one that was not, or the end."""
+    stop, is_sampled = min((take for take in chunk.branches if take > index), default=len(chunk.tokens)), False
     for begin, end in chunk.sampled:
         if begin <= index < end:
-            return index + 1, True
-    marks = (len(chunk.tokens), *chunk.branches, *(begin for begin, _ in chunk.sampled))
-    stop = min((mark for mark in marks if mark > index), default=index)
-    if not specials:
-        return stop, False
-    rest = chunk.tokens[index + 1 : stop].tolist()
-    return next((index + 1 + i for i, token in enumerate(rest) if token in specials), stop), False
+            stop, is_sampled = min(stop, end), True
+        elif index < begin:
+            stop = min(stop, begin)
+    return stop, is_sampled
+
+
+def _fitting(tokens: TokenArray, room: int, pieces: Sequence[bytes]) -> int:
+    """How many of these have a text of no more than `room` bytes together."""
+    lengths = accumulate(len(pieces[token]) for token in tokens.tolist())
+    return sum(1 for _ in takewhile(lambda length: length <= room, lengths))
+
+
+def _written(chunk: Chunk, index: int, stop: int, pieces: Sequence[bytes]) -> bytes:
+    """The text of these tokens. Empty at the end, and in a foreign file: no prompt of this model has such tokens."""
+    is_all = stop - index == len(chunk.tokens)
+    if is_all and chunk.text is not None:
+        return chunk.text
+    tokens = chunk.tokens[index:stop].tolist()
+    is_foreign = max(tokens, default=0) >= len(pieces)
+    written = b"" if is_foreign else b"".join([pieces[token] for token in tokens])
+    if is_all:
+        chunk.text = written
+    return written
+
+
+def _ids_between(cursor: Cursor, chunk: Chunk, index: int) -> tuple[int, ...]:
+    """Those on the way from `cursor` to `index` of `chunk`, which is at or below its chunk."""
+    parts: list[TokenArray] = []
+    while chunk is not cursor.chunk and chunk.parent is not None:
+        parts.append(chunk.tokens[:index])
+        chunk, index = chunk.parent, chunk.take
+    parts.append(chunk.tokens[cursor.used : index])
+    return tuple(np.concatenate(parts[::-1]).tolist())
 
 
 def chunks_along(origin: Cursor, text: bytes, pieces: Sequence[bytes]) -> list[Chunk]:
@@ -296,16 +339,16 @@ def chunks_along(origin: Cursor, text: bytes, pieces: Sequence[bytes]) -> list[C
     while todo:
         chunk, offset = todo.pop()
         for take, by_first in chunk.branches.items():
-            begin = offset + sum(len(pieces[t]) for t in chunk.tokens[:take].tolist())
-            for child in (child for group in by_first.values() for child in group):
-                if child.is_snapshot or not origin.sees(child):
-                    continue
-                if child.tokens.max() >= len(pieces):
-                    continue  # a foreign file: no prompt of this model has such tokens
-                first = pieces[int(child.tokens[0])]
-                if text.startswith(first, begin):
+            begin = offset + len(_written(chunk, 0, take, pieces))
+            groups = (
+                group
+                for first, group in by_first.items()
+                if first in range(len(pieces)) and text.startswith(pieces[first], begin)
+            )
+            for child in (child for group in groups for child in group if origin.sees(child)):
+                if written := _written(child, 0, len(child.tokens), pieces):
                     found.append(child)
-                    if text.startswith(b"".join([pieces[t] for t in child.tokens.tolist()]), begin):
+                    if text.startswith(written, begin):
                         todo.append((child, begin))
     return found
 

@@ -143,6 +143,8 @@ class Chunk:
     sampled: tuple[Span, ...] = ()
     """Ranges of `tokens` (relative) that the model sampled."""
     made: Made = Made.UNKNOWN
+    text: bytes | None = None
+    """What its tokens say, once a text was compared with it."""
     payload: memoryview | None = None
     """The copy in RAM."""
     on_disk: bool = False

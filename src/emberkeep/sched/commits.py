@@ -11,7 +11,6 @@ from bisect import bisect_right
 from collections.abc import Container, Set
 from collections.abc import Sequence as Items
 from dataclasses import replace
-from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -19,7 +18,7 @@ import numpy as np
 from emberkeep.engine.base import Engine, KvExport, Payload
 from emberkeep.errors import EngineError
 from emberkeep.kv.entries import Entry
-from emberkeep.kv.lookups import BLOCK_TOKENS, Replayed, block_start, stored_ids
+from emberkeep.kv.lookups import BLOCK_TOKENS, Replayed, block_start, in_order, stored_ids
 from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, Made, Span, place_at
 from emberkeep.sched.sequence import Sequence
@@ -333,7 +332,7 @@ class RecentAnswers:
 
     def replay(self, lineage: Lineage, ids: TokenArray, text: bytes, start: int, borders: Set[int]) -> Replayed:
         """As `KvStore.replay`, for an answer that came after exactly `ids`."""
-        ends = _in_order(frozenset(borders))
+        ends = in_order(frozenset(borders))
         at = bisect_right(ends, start)
         # What comes before an answer has at most a token a byte.
         furthest = len(ids) + (ends[at] - start if at < len(ends) else 0)
@@ -368,12 +367,6 @@ class _Answered:
     def _text(self, pieces: Items[bytes], position: int) -> bytes:
         begin = self.known.sampled[0][0]
         return b"".join([pieces[token] for token in self.known.tokens[position:begin].tolist()])
-
-
-@lru_cache(maxsize=8)
-def _in_order(borders: frozenset[int]) -> tuple[int, ...]:
-    """Asked for at every stretch of a prompt, and there may be as many of these as messages."""
-    return tuple(sorted(borders))
 
 
 def _begins_with(tokens: TokenArray, ids: TokenArray) -> bool:
