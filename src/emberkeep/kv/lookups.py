@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import field
 from functools import lru_cache
-from itertools import accumulate, takewhile
 
 import numpy as np
 
@@ -262,13 +261,14 @@ def stored_ids(
                 ):
                     todo += ((child, 0, offset, sampled) for child in group if cursor.sees(child))
             stop, is_sampled = _run(chunk, index)
+            if not is_sampled and (sampled or offset >= first_border):
+                break
             room = _next_border(ends, offset) - offset
             written = _written(chunk, index, stop, pieces)
             if len(written) > room:
                 stop = index + max(_fitting(chunk.tokens[index:stop], room, pieces), int(is_sampled))
                 written = _written(chunk, index, stop, pieces)
-            is_theirs = not sampled and offset + len(written) <= first_border
-            if not written or not (is_sampled or is_theirs) or not text.startswith(written, offset):
+            if not written or not text.startswith(written, offset):
                 break
             sampled += (stop - index) * is_sampled
             offset, index = offset + len(written), stop
@@ -301,8 +301,11 @@ def _run(chunk: Chunk, index: int) -> tuple[int, bool]:
 
 def _fitting(tokens: TokenArray, room: int, pieces: Sequence[bytes]) -> int:
     """How many of these have a text of no more than `room` bytes together."""
-    lengths = accumulate(len(pieces[token]) for token in tokens.tolist())
-    return sum(1 for _ in takewhile(lambda length: length <= room, lengths))
+    for count, token in enumerate(tokens.tolist()):
+        room -= len(pieces[token])
+        if room < 0:
+            return count
+    return len(tokens)
 
 
 def _written(chunk: Chunk, index: int, stop: int, pieces: Sequence[bytes]) -> bytes:
