@@ -268,8 +268,8 @@ def _before(chunk: Chunk) -> TokenArray:
 
 def _stored_after(tree: RadixTree, lineage: Lineage, tokens: TokenArray, limit: int) -> TokenArray:
     origins = [Cursor(tree.root(owner), 0, lineage) for owner in (lineage.owner, SHARED)]
-    reached = (place for origin in origins for place in places_along(origin, tokens))
-    places = [place for place in reached if place.position == len(tokens)]
+    reached = ((origin, *place) for origin in origins for place in places_along(origin, tokens))
+    places = [origin.at(chunk, used) for origin, chunk, used in reached if chunk.start + used == len(tokens)]
     parts: list[TokenArray] = [_NO_TOKENS]
     missing = limit
     while missing > 0 and (ways := [way for place in places for way in _ways_on(place)]):
