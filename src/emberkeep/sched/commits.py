@@ -37,6 +37,8 @@ _UNPACKED = 0.75
 """A chunk with less than this share of the bytes of exact state is packed: that leaves little more than half."""
 _WORTH_A_CHUNK = 16
 """Tokens that are worth a file of their own where sequences branch; fewer are stored once per branch."""
+_PROBE = 32
+"""Tokens by which texts before answers are told apart."""
 
 
 class Commits:
@@ -313,14 +315,16 @@ class RecentAnswers:
     def __init__(self, limit: int, vocab: Vocab) -> None:
         self._limit = limit
         self._pieces = vocab.pieces
-        self._specials = np.fromiter(vocab.specials.values() if vocab.splits_at_specials else (), np.int32)
+        self._is_special = np.zeros(vocab.size, bool)
+        """Where the tokenizer begins anew."""
+        self._is_special[[*vocab.specials.values()] if vocab.splits_at_specials else []] = True
         self._latest_first: tuple[_Answered, ...] = ()
 
     def add(self, lineage: Lineage, tokens: TokenArray, answer: Span) -> None:
         """`tokens` is a whole sequence, of which [answer) was sampled."""
         known = Chunk(key=ROOT, parent=None, take=0, tokens=tokens.copy(), lineage=lineage)
         known.sampled = (answer,)
-        (specials,) = np.isin(tokens[: answer[0]], self._specials).nonzero()
+        (specials,) = self._is_special[tokens[: answer[0]]].nonzero()
         answered = _Answered(known, int(specials[-1]) + 1 if len(specials) else 0)
         # One assignment of a new tuple: readers need no lock.
         self._latest_first = (answered, *self._latest_first[: self._limit - 1])
@@ -343,7 +347,7 @@ class RecentAnswers:
             # Asked at every stretch of a prompt: most are told apart by what stands before it or the answer.
             if not lineage.sees(known.lineage) or not _begins_with(known.tokens, ids):
                 continue
-            if text.startswith(each.before(self._pieces, len(ids)), start):
+            if each.comes_after(self._pieces, len(ids), text, start):
                 found = stored_ids(Cursor(known, len(ids), lineage), text, start, borders, self._pieces)
                 if found[0]:
                     return found
@@ -356,13 +360,17 @@ class _Answered:
         self.known, self.since = known, since
         self._before: bytes | None = None
 
-    def before(self, pieces: Items[bytes], position: int) -> bytes:
-        """What is written from there on, up to the answer. From the beginning of the stretch it is remembered."""
+    def comes_after(self, pieces: Items[bytes], position: int, text: bytes, start: int) -> bool:
+        """Whether `text` has from `start` on what is written from `position` on up to the answer. From the
+        beginning of the stretch that is remembered."""
+        # Mostly not even the end of it is anywhere in there, and that is soon found out.
+        if text.find(self._text(pieces, max(position, self.known.sampled[0][0] - _PROBE)), start) < 0:
+            return False
         if position > self.since:
-            return self._text(pieces, position)
+            return text.startswith(self._text(pieces, position), start)
         if self._before is None:
             self._before = self._text(pieces, position)
-        return self._before
+        return text.startswith(self._before, start)
 
     def _text(self, pieces: Items[bytes], position: int) -> bytes:
         begin = self.known.sampled[0][0]
