@@ -237,8 +237,8 @@ class Sequence:
         begins = hot.approximate_from
         if begins is not None and begins < self.computed:
             self.rests_on_moved(begins)
-        known = hot.cursor
-        if known.position <= self.computed and self.lineage.sees(known.chunk.lineage):
+        known = place_at(hot.cursor, min(hot.cursor.position, self.computed))
+        if self.lineage.sees(known.chunk.lineage):
             self.cursor = replace(known, lineage=self.lineage)
 
     def wait_for(self, loads: Iterable[Load], from_disk: frozenset[bytes]) -> None:
