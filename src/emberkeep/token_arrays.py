@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 TokenArray = npt.NDArray[np.int32]
+
+
+def token_array(ids: Sequence[int]) -> TokenArray:
+    """An array that can only be read. Numpy takes three times as long for a list."""
+    return np.frombuffer(struct.pack(f"{len(ids)}i", *ids), np.int32)
 
 
 def common_prefix(a: TokenArray, b: TokenArray) -> int:

@@ -17,13 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 
-import numpy as np
-
 from emberkeep.chat.messages import parse_arguments
 from emberkeep.chat.template import NO_ARGS, ChatTemplate
 from emberkeep.errors import InvalidField
 from emberkeep.text import alternatives, common_end
-from emberkeep.token_arrays import TokenArray
+from emberkeep.token_arrays import TokenArray, token_array
 from emberkeep.types.models import Vocab
 from emberkeep.types.request import Json, Message, Tool
 from emberkeep.values import dataclass
@@ -106,7 +104,7 @@ class TokenizedText:
             self.ends.append((at, len(self.ids)))
 
     def as_array(self) -> TokenArray:
-        return np.array(self.ids, np.int32)
+        return token_array(self.ids)
 
     def offset_of(self, position: int, text_of: Callable[[Sequence[int]], str]) -> int:
         """About where in the text the token at `position` begins."""

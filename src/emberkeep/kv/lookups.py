@@ -288,8 +288,8 @@ def _next_border(ends: tuple[int, ...], offset: int) -> int:
 
 
 def _run(chunk: Chunk, index: int) -> tuple[int, bool]:
-    """The end of what can be compared at once from `index` on, and whether it was sampled: that is everything up to
-    the next branch, sampled token or one that was not, or the end."""
+    """The end of what can be compared at once from `index` on, and whether it was sampled: that is all up to the
+    next branch, the next token that was sampled (or was not), or the end."""
     stop, is_sampled = min((take for take in chunk.branches if take > index), default=len(chunk.tokens)), False
     for begin, end in chunk.sampled:
         if begin <= index < end:
@@ -309,7 +309,8 @@ def _fitting(tokens: TokenArray, room: int, pieces: Sequence[bytes]) -> int:
 
 
 def _written(chunk: Chunk, index: int, stop: int, pieces: Sequence[bytes]) -> bytes:
-    """The text of these tokens. Empty at the end, and in a foreign file: no prompt of this model has such tokens."""
+    """The text of these tokens. Empty at the end, and for those of a foreign file, which no prompt of this model
+    has."""
     is_all = stop - index == len(chunk.tokens)
     if is_all and chunk.text is not None:
         return chunk.text

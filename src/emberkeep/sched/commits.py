@@ -11,9 +11,11 @@ from bisect import bisect_right
 from collections.abc import Container, Set
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from emberkeep.engine.base import Engine, KvExport, Payload
 from emberkeep.errors import EngineError
@@ -23,7 +25,7 @@ from emberkeep.kv.store import KvStore
 from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, Made, Span, place_at
 from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.sequence_state import NewChunk, Save
-from emberkeep.token_arrays import TokenArray
+from emberkeep.token_arrays import TokenArray, token_array
 from emberkeep.types.lineage import EXACT_BITS, Lineage
 from emberkeep.types.models import Vocab
 
@@ -302,7 +304,7 @@ class StoredText:
     def _take(self, ids: Items[int]) -> None:
         if len(ids) > len(self._ids):
             self._ids = np.concatenate([self._ids, np.empty(len(ids), np.int32)])
-        self._ids[self._count : len(ids)] = ids[self._count :]
+        self._ids[self._count : len(ids)] = token_array(ids[self._count :])
         self._count = len(ids)
         if self._prefetch_at is not None and self._count >= self._prefetch_at:
             self._prefetch_at = 2 * self._count  # few round trips, however long it is
@@ -325,9 +327,15 @@ class RecentAnswers:
         known = Chunk(key=ROOT, parent=None, take=0, tokens=tokens.copy(), lineage=lineage)
         known.sampled = (answer,)
         (specials,) = self._is_special[tokens[: answer[0]]].nonzero()
-        answered = _Answered(known, int(specials[-1]) + 1 if len(specials) else 0)
+        since = int(specials[-1]) + 1 if len(specials) else 0
+        answered = _Answered(known, since, int(self._lengths[tokens[since : answer[0]]].sum()))
         # One assignment of a new tuple: readers need no lock.
         self._latest_first = (answered, *self._latest_first[: self._limit - 1])
+
+    @cached_property
+    def _lengths(self) -> npt.NDArray[np.int32]:
+        """Bytes of each token."""
+        return np.fromiter(map(len, self._pieces), np.int32, len(self._pieces))
 
     def forget(self, owners: Container[str]) -> None:
         """On the engine's thread: what is added later is of answers that were not being written before."""
@@ -355,19 +363,23 @@ class RecentAnswers:
 
 
 class _Answered:
-    def __init__(self, known: Chunk, since: int) -> None:
-        """`since`: where the stretch of text begins in which the answer does."""
+    def __init__(self, known: Chunk, since: int, size: int) -> None:
+        """`since`: where the stretch of text begins in which the answer does, `size` bytes before it."""
         self.known, self.since = known, since
+        self._size = size
+        self._probe: bytes | None = None
         self._before: bytes | None = None
 
     def comes_after(self, pieces: Items[bytes], position: int, text: bytes, start: int) -> bool:
         """Whether `text` has from `start` on what is written from `position` on up to the answer. From the
         beginning of the stretch that is remembered."""
-        # Mostly not even the end of it is anywhere in there, and that is soon found out.
-        if text.find(self._text(pieces, max(position, self.known.sampled[0][0] - _PROBE)), start) < 0:
-            return False
         if position > self.since:
             return text.startswith(self._text(pieces, position), start)
+        if self._probe is None:
+            self._probe = self._text(pieces, max(self.known.sampled[0][0] - _PROBE, position))
+        # Mostly not even the end of it is there, and that is soon found out.
+        if not text.startswith(self._probe, start + self._size - len(self._probe)):
+            return False
         if self._before is None:
             self._before = self._text(pieces, position)
         return text.startswith(self._before, start)
@@ -379,6 +391,8 @@ class _Answered:
 
 def _begins_with(tokens: TokenArray, ids: TokenArray) -> bool:
     count = len(ids)
-    if count > len(tokens) or (count and tokens[count - 1] != ids[-1]):
+    if not count:
+        return True
+    if count > len(tokens) or tokens[count - 1] != ids[-1]:
         return False
     return np.array_equal(tokens[:count], ids)
