@@ -40,6 +40,7 @@ many of the parent's tokens come before the chunk, and the chunk's tokens."""
 ROOT = ChunkKey(b"")
 """Parent key of chunks that begin at position 0."""
 Span = tuple[int, int]
+Text = bytes
 FORMAT_VERSION = 2
 _U32 = struct.Struct("<I")
 
@@ -143,7 +144,7 @@ class Chunk:
     sampled: tuple[Span, ...] = ()
     """Ranges of `tokens` (relative) that the model sampled."""
     made: Made = Made.UNKNOWN
-    text: bytes | None = None
+    text: Text | None = None
     """What its tokens say, once a text was compared with it."""
     payload: memoryview | None = None
     """The copy in RAM."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import replace
 from heapq import heapify, heappop, heapreplace
 from itertools import count
 from time import monotonic
@@ -26,7 +25,7 @@ from emberkeep.types.events import Source
 from emberkeep.types.lineage import Lineage
 from emberkeep.types.models import RequestState, TimelineRecord
 from emberkeep.types.request import Json
-from emberkeep.values import dataclass
+from emberkeep.values import dataclass, replace
 
 log = logging.getLogger("emberkeep.sched")
 
@@ -222,7 +221,8 @@ class SlotAffinity:
             slot = client_slot
         if slot is None:
             load = Counter(self._pinned.values())
-            slot = min(range(self._slots), key=lambda candidate: load[candidate])
+            least = min(load.values()) if len(load) == self._slots else 0
+            slot = next(candidate for candidate in range(self._slots) if load.get(candidate, 0) == least)
         self._pinned[conversation] = slot
         return slot
 
