@@ -54,7 +54,7 @@ def replace_file(path: Path, data: bytes) -> None:
     sync(path.parent)
 
 
-def sync(path: Path) -> None:
+def sync(path: Path | str) -> None:
     """Wait until the file or folder at `path` is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

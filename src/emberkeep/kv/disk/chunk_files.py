@@ -130,7 +130,7 @@ class ChunkFiles:
             if description.key not in sizes:
                 with suppress(OSError):
                     delete(self._tmp / description.key.hex())
-        for folder in {self._path(key).parent for key in sizes}:
+        for folder in {self._folder(key) for key in sizes}:
             try:
                 sync(folder)
             except OSError as error:
@@ -177,8 +177,9 @@ class ChunkFiles:
     @property
     def side_bytes(self) -> int:
         """What is in the store's folder besides chunks that are known, as of the last look."""
-        strays = sum(list(self._strays.values()))
-        return self._quarantine.bytes + self._unfinished_bytes + self._foreign_bytes + strays
+        return (
+            self._quarantine.bytes + self._unfinished_bytes + self._foreign_bytes + sum([*self._strays.values()])
+        )
 
     def clean_up(self) -> None:
         """Count what is no chunk, and remove what dead processes have left."""
@@ -296,31 +297,32 @@ class ChunkFiles:
         return [path for path in stores_under(self.root) if path != self.folder]
 
     def _path(self, key: ChunkKey) -> Path:
-        name = key.hex()
-        return self._chunks / name[:2] / f"{name}.kv"
+        return Path(f"{self._folder(key)}/{key.hex()}.kv")
+
+    def _folder(self, key: ChunkKey) -> str:
+        return f"{self._chunks}/{key.hex()[:2]}"
 
     def _stage(self, description: Description, payload: memoryview) -> tuple[Path, int]:
         """Write a file that is not in its place yet. Raises OSError."""
         temporary = self._tmp / description.key.hex()
-        try:
+        with suppress(FileExistsError):
             return temporary, chunkfile.write(temporary, description, payload)
-        except FileExistsError:  # it could not be removed when writing it failed
-            delete(temporary)
-            return temporary, chunkfile.write(temporary, description, payload)
+        delete(temporary)  # it could not be removed when writing it failed
+        return temporary, chunkfile.write(temporary, description, payload)
 
     def _publish(self, key: ChunkKey, temporary: Path) -> bool:
         """Put a file in its place. False: another process that forgot its user has deleted it. Raises OSError."""
-        target = self._path(key)
-        private_folder(target.parent)
+        target = f"{self._folder(key)}/{key.hex()}.kv"  # to make a path of it takes longer than to rename the file
         try:
             temporary.rename(target)
         except IsADirectoryError:  # a folder stands there
-            delete(target)
+            delete(self._path(key))
             temporary.rename(target)
         except FileNotFoundError:
-            if temporary.exists():
-                raise
-            return False
+            if not temporary.exists():
+                return False
+            private_folder(Path(self._folder(key)))
+            temporary.rename(target)
         self._strays.pop(key, None)  # what could not be read there was replaced
         return True
 
