@@ -111,12 +111,10 @@ class ChunkFiles:
         `is_wanted` is asked last of all, while no process can begin to forget: what is not wanted leaves no trace.
         `expires`: for the index, in the store's seconds.
         """
-        staged: list[tuple[Description, Path, int]] = []
         sizes: dict[ChunkKey, int] = {}
         failed: OSError | None = None
         try:
-            for description, payload in entries:
-                staged.append((description, *self._stage(description, payload)))
+            staged = [(description, *self._stage(description, payload)) for description, payload in entries]
             with self.forgotten.held():
                 try:
                     for description, temporary, size in staged:
@@ -177,9 +175,8 @@ class ChunkFiles:
     @property
     def side_bytes(self) -> int:
         """What is in the store's folder besides chunks that are known, as of the last look."""
-        return (
-            self._quarantine.bytes + self._unfinished_bytes + self._foreign_bytes + sum([*self._strays.values()])
-        )
+        others = self._quarantine.bytes + self._unfinished_bytes + self._foreign_bytes
+        return others + sum(list(self._strays.values()))
 
     def clean_up(self) -> None:
         """Count what is no chunk, and remove what dead processes have left."""
