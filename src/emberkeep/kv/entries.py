@@ -22,8 +22,8 @@ from emberkeep.kv.tree import (
     chunk_key,
     chunks_at,
     pack_fields,
-    path_to,
     token_bytes,
+    up_from,
 )
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import EntryKind, Label
@@ -119,7 +119,7 @@ class Entries:
         entry.label, entry.ttl, entry.used_at = label, label.ttl or entry.ttl, now
         entry.turns += 1
         # A tail that this turn has extended or repeated is no branch of its own.
-        on_the_way = {segment.chunk.key for segment in path_to(cursor)}
+        on_the_way = {chunk.key for chunk, _ in up_from(cursor)}
         branches = [t for t in entry.tails if t.chunk in self._tree.by_key and t.chunk not in on_the_way]
         self._set_tails(entry, [*branches, Tail(cursor.chunk.key, cursor.used, entry.turns, tick)])
         self._shorten()

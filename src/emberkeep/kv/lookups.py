@@ -260,6 +260,8 @@ def stored_ids(
                     first in range(len(pieces)) and text.startswith(pieces[first], offset)
                 ):
                     todo += ((child, 0, offset, sampled) for child in group if cursor.sees(child))
+            if index == len(chunk.tokens):
+                break
             stop, is_sampled = _run(chunk, index)
             if not is_sampled and (sampled or offset >= first_border):
                 break
@@ -290,7 +292,10 @@ def _next_border(ends: tuple[int, ...], offset: int) -> int:
 def _run(chunk: Chunk, index: int) -> tuple[int, bool]:
     """The end of what can be compared at once from `index` on, and whether it was sampled: that is all up to the
     next branch, the next token that was sampled (or was not), or the end."""
-    stop, is_sampled = min((take for take in chunk.branches if take > index), default=len(chunk.tokens)), False
+    stop, is_sampled = len(chunk.tokens), False
+    for take in chunk.branches:
+        if index < take < stop:
+            stop = take
     for begin, end in chunk.sampled:
         if begin <= index < end:
             stop, is_sampled = min(stop, end), True

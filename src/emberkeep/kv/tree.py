@@ -393,11 +393,11 @@ def last_snapshot(cursor: Cursor, limit: int) -> Chunk | None:
 
 
 def path_to(cursor: Cursor) -> tuple[Segment, ...]:
-    path = _up_from(cursor)
+    path = up_from(cursor)
     return tuple([Segment(chunk, chunk.start, chunk.start + used) for chunk, used in reversed(path)])
 
 
-def _up_from(cursor: Cursor) -> list[tuple[Chunk, int]]:
+def up_from(cursor: Cursor) -> list[tuple[Chunk, int]]:
     """The chunks on the way to `cursor`, the last one first, and how many tokens of each."""
     path: list[tuple[Chunk, int]] = []
     chunk, used = cursor.chunk, cursor.used
@@ -410,7 +410,7 @@ def _up_from(cursor: Cursor) -> list[tuple[Chunk, int]]:
 
 def chunks_at(cursor: Cursor) -> Iterator[Chunk]:
     """The chunks that make up the state at `cursor`, with the snapshots taken inside them."""
-    for chunk, used in reversed(_up_from(cursor)):
+    for chunk, used in reversed(up_from(cursor)):
         yield chunk
         for take, by_first in chunk.branches.items():
             if take <= used:

@@ -346,19 +346,20 @@ class RecentAnswers:
         """As `KvStore.replay`, for an answer that came after exactly `ids`."""
         ends = in_order(frozenset(borders))
         at = bisect_right(ends, start)
-        # What comes before an answer has at most a token a byte.
-        furthest = len(ids) + (ends[at] - start if at < len(ends) else 0)
+        room = ends[at] - start if at < len(ends) else 0
         for each in self._latest_first:
             known, begin = each.known, each.known.sampled[0][0]
-            if not each.since <= len(ids) <= begin <= furthest or len(ids) >= len(known.tokens):
+            # What comes before an answer has at most a token a byte.
+            if not each.since <= len(ids) <= begin <= len(ids) + room or len(ids) >= len(known.tokens):
                 continue
             # Asked at every stretch of a prompt: most are told apart by what stands before it or the answer.
             if not lineage.sees(known.lineage) or not _begins_with(known.tokens, ids):
                 continue
-            if each.comes_after(self._pieces, len(ids), text, start):
-                found = stored_ids(Cursor(known, len(ids), lineage), text, start, borders, self._pieces)
-                if found[0]:
-                    return found
+            size = each.size_before(self._pieces, len(ids), text, start)
+            if size is not None and size <= room:
+                answer, end = stored_ids(Cursor(known, begin, lineage), text, start + size, borders, self._pieces)
+                if answer:
+                    return (*known.tokens[len(ids) : begin].tolist(), *answer), end
         return (), start
 
 
@@ -370,19 +371,21 @@ class _Answered:
         self._probe: bytes | None = None
         self._before: bytes | None = None
 
-    def comes_after(self, pieces: Items[bytes], position: int, text: bytes, start: int) -> bool:
-        """Whether `text` has from `start` on what is written from `position` on up to the answer. From the
-        beginning of the stretch that is remembered."""
+    def size_before(self, pieces: Items[bytes], position: int, text: bytes, start: int) -> int | None:
+        """How many bytes are written from `position` on up to the answer; None where `text` has others there. Those
+        from the beginning of the stretch are remembered."""
         if position > self.since:
-            return text.startswith(self._text(pieces, position), start)
-        if self._probe is None:
-            self._probe = self._text(pieces, max(self.known.sampled[0][0] - _PROBE, position))
-        # Mostly not even the end of it is there, and that is soon found out.
-        if not text.startswith(self._probe, start + self._size - len(self._probe)):
-            return False
-        if self._before is None:
-            self._before = self._text(pieces, position)
-        return text.startswith(self._before, start)
+            before = self._text(pieces, position)
+        else:
+            if self._probe is None:
+                self._probe = self._text(pieces, max(self.known.sampled[0][0] - _PROBE, position))
+            # Mostly not even the end of it is there, and that is soon found out.
+            if not text.startswith(self._probe, start + self._size - len(self._probe)):
+                return None
+            if self._before is None:
+                self._before = self._text(pieces, position)
+            before = self._before
+        return len(before) if text.startswith(before, start) else None
 
     def _text(self, pieces: Items[bytes], position: int) -> bytes:
         begin = self.known.sampled[0][0]
