@@ -372,8 +372,8 @@ class _Answered:
         self._before: bytes | None = None
 
     def size_before(self, pieces: Items[bytes], position: int, text: bytes, start: int) -> int | None:
-        """How many bytes are written from `position` on up to the answer; None where `text` has others there. Those
-        from the beginning of the stretch are remembered."""
+        """How many bytes are written from `position` on up to the answer; None where `text` has others there. What
+        is written from the beginning of the stretch on is remembered."""
         if position > self.since:
             before = self._text(pieces, position)
         else:
