@@ -298,7 +298,8 @@ def _sorted_suffixes(tokens: TokenArray) -> npt.NDArray[np.int64]:
     while known < MAX_MATCH:
         key = rank << np.uint64(32)
         key[:-known] |= rank[known:] + np.uint64(1)
-        order = np.argsort(key, kind="stable")
+        # Before the last time the order of equal ones is of no account, and a quicker way of sorting will do.
+        order = np.argsort(key, kind="quicksort" if 2 * known < MAX_MATCH else "stable")
         ordered = key[order]
         rank[order[1:]] = np.cumsum(ordered[1:] != ordered[:-1])
         rank[order[0]] = 0
