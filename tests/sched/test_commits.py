@@ -327,6 +327,19 @@ def test_an_answer_is_replayed_before_the_store_has_it(store):
     assert replayed(StoredText(store, recent, VOCAB, Lineage("alice")), asked.tolist(), "then") == ()
 
 
+def test_an_answer_is_replayed_only_after_the_whole_text_that_came_before_it(store):
+    recent, asked = RecentAnswers(2, VOCAB), b"what is it that they asked, and what was the answer? " * 2
+    recent.add(Lineage("alice"), np.array([*asked, *ANSWER], np.int32), (len(asked), len(asked) + len(ANSWER)))
+
+    def replayed_after(before: bytes) -> tuple[int, ...]:
+        text = before + b"then"
+        return StoredText(store, recent, VOCAB, Lineage("alice")).replay([], text, 0, frozenset({len(text)}))[0]
+
+    assert replayed_after(asked) == (*asked, *ANSWER)
+    assert replayed_after(b"W" + asked[1:]) == ()
+    assert replayed_after(asked[1:]) == ()
+
+
 def test_a_special_token_that_was_sampled_is_not_replayed_for_a_text_that_looks_like_it(store):
     recent, end = RecentAnswers(2, VOCAB), VOCAB.specials["<|im_end|>"]
     sampled = [*ANSWER, end, *ANSWER]
