@@ -58,6 +58,7 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(torch.cuda, "Event", Passed)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     rows: list[int] = []
 
     def capture(self: StepGraphs, batch: StepBatch) -> Recording:

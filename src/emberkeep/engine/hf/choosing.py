@@ -15,22 +15,38 @@ from emberkeep.engine.base import MOST_BIASED, Choosing
 
 NUMBERS = 6
 """What is told of each row: temperature, top-k, top-p, min-p, a random number, the row of its biases or -1."""
-_CHUNK = 1024
-_ROUNDS = 12
+CHUNK = 1024
+ROUNDS = 12
 """Each leaves a ninth of the range in which a threshold lies: less than what logits differ by."""
+
+
+@triton.jit
+def find_highest(logit_ptr, width, below, after, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
+    """The highest logit, and the first token that has it: of those lower than `below`, and of those equal to it
+    behind the token `after`."""
+    lane = tl.arange(0, CHUNK)
+    highest = tl.full((CHUNK,), -float("inf"), tl.float32)
+    places = lane
+    for part in range(CHUNKS):
+        at = part * CHUNK + lane
+        x = tl.load(logit_ptr + at, at < width, other=-float("inf"))
+        is_higher = (x > highest) & ((x < below) | ((x == below) & (at > after)))
+        highest = tl.where(is_higher, x, highest)
+        places = tl.where(is_higher, at, places)
+    top = tl.max(highest, axis=0)
+    return top, tl.min(tl.where(highest == top, places, 1 << 30), axis=0)
 
 
 @triton.jit
 def _above(logit_ptr, width, bound, highest, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
     """How many logits are at least as high as `bound`, and their weights."""
-    count, mass = 0.0, 0.0
+    counts, masses = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
     for part in range(CHUNKS):
         at = part * CHUNK + tl.arange(0, CHUNK)
-        x = tl.load(logit_ptr + at, at < width, other=-1e30)
-        taken = x >= bound
-        count += tl.sum(tl.where(taken, 1.0, 0.0))
-        mass += tl.sum(tl.where(taken, tl.exp(x - highest), 0.0))
-    return count, mass
+        x = tl.load(logit_ptr + at, at < width, other=-float("inf"))
+        counts += tl.where((x >= bound) & (at < width), 1.0, 0.0)
+        masses += tl.where(x >= bound, tl.exp(x - highest), 0.0)
+    return tl.sum(counts), tl.sum(masses)
 
 
 @triton.jit
@@ -50,13 +66,13 @@ def _search(
     for _ in range(ROUNDS):
         step = (high - low) / 9.0
         bounds = low + step * (tl.arange(0, 8) + 1).to(tl.float32)
-        total = tl.zeros((8,), tl.float32)
+        totals = tl.zeros((CHUNK, 8), tl.float32)  # added up over threads once a round
         for part in range(CHUNKS):
             at = part * CHUNK + tl.arange(0, CHUNK)
             x = tl.load(logit_ptr + at, at < width, other=-1e30)
             value = tl.where(at < width, tl.exp(x - highest) if BY_MASS else 1.0, 0.0)
-            total += tl.sum(tl.where(x[:, None] >= bounds[None, :], value[:, None], 0.0), axis=0)
-        enough = tl.sum(tl.where(total >= wanted, 1, 0))
+            totals += tl.where(x[:, None] >= bounds[None, :], value[:, None], 0.0)
+        enough = tl.sum(tl.where(tl.sum(totals, axis=0) >= wanted, 1, 0))
         next_low = tl.where(enough > 0, low + step * enough.to(tl.float32), low)
         high = tl.where(enough < 8, low + step * (enough + 1).to(tl.float32), high)
         low = next_low
@@ -64,23 +80,41 @@ def _search(
 
 
 @triton.jit
-def _choose_kernel(
-    logit_ptr,
-    row_width,
-    number_ptr,
-    bias_id_ptr,
-    bias_ptr,
-    chosen_ptr,
-    width,
-    NUMBERS: tl.constexpr,
-    BIASES: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
+def _weigh(logit_ptr, at, width, low, high, ties, seen, highest, temperature):
+    """Of the tokens `at`: which are left, how likely each is (not of 1), and how many of the first ones have been
+    equal to the threshold, with the `seen` before them."""
+    x = tl.load(logit_ptr + at, at < width, other=-1e38)
+    tied = (x >= low) & (x < high)
+    rank = seen + tl.cumsum(tl.where(tied, 1.0, 0.0), axis=0)
+    left = (x >= high) | (tied & (rank <= ties))
+    weight = tl.where(left, tl.exp((x - highest) / temperature), 0.0)
+    return left, weight, tl.max(rank, axis=0)
+
+
+@triton.jit
+def _draw(
+    logit_ptr, width, low, high, ties, highest, temperature, uniform, CHUNKS: tl.constexpr, CHUNK: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64)
-    logit_ptr += row * row_width
-    number_ptr += row * NUMBERS
+    """Of the logits in [low, high), which are equal, the first `ties` are left, and all that are higher."""
+    total, seen = 0.0, 0.0
+    for part in range(CHUNKS):
+        at = part * CHUNK + tl.arange(0, CHUNK)
+        _, weight, seen = _weigh(logit_ptr, at, width, low, high, ties, seen, highest, temperature)
+        total += tl.sum(weight)
+    before, seen, last = 0.0, 0.0, 0
+    drawn = 1 << 30
+    for part in range(CHUNKS):
+        at = part * CHUNK + tl.arange(0, CHUNK)
+        left, weight, seen = _weigh(logit_ptr, at, width, low, high, ties, seen, highest, temperature)
+        reached = before + tl.cumsum(weight, axis=0)
+        drawn = tl.minimum(drawn, tl.min(tl.where(left & (reached > uniform * total), at, 1 << 30)))
+        last = tl.maximum(last, tl.max(tl.where(left, at, 0)))
+        before += tl.sum(weight)
+    return tl.minimum(drawn, last)
+
+
+@triton.jit
+def add_biases(logit_ptr, number_ptr, bias_id_ptr, bias_ptr, width, BIASES: tl.constexpr):
     biased = tl.load(number_ptr + 5).to(tl.int64)
     if biased >= 0:
         places = biased * BIASES + tl.arange(0, BIASES)
@@ -89,21 +123,18 @@ def _choose_kernel(
         found = tl.load(logit_ptr + ids, is_there, other=0.0)
         tl.store(logit_ptr + ids, found + tl.load(bias_ptr + places), is_there)
         tl.debug_barrier()
-    highest = -float("inf")
-    best = 0
-    for part in range(CHUNKS):
-        at = part * CHUNK + tl.arange(0, CHUNK)
-        x = tl.load(logit_ptr + at, at < width, other=-float("inf"))
-        top, place = tl.max(x, axis=0, return_indices=True)
-        best = tl.where(top > highest, part * CHUNK + place, best)
-        highest = tl.maximum(top, highest)
+
+
+@triton.jit
+def choose(logit_ptr, number_ptr, width, ROUNDS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
+    """The likeliest, or one drawn."""
+    highest, best = find_highest(logit_ptr, width, float("inf"), -1, CHUNKS, CHUNK)
     temperature = tl.load(number_ptr).to(tl.float32)
     if temperature > 0.0:
         top_k = tl.load(number_ptr + 1).to(tl.float32)
         top_p = tl.load(number_ptr + 2).to(tl.float32)
         min_p = tl.load(number_ptr + 3).to(tl.float32)
         uniform = tl.load(number_ptr + 4).to(tl.float32)
-        # Of the logits in [low, high), which are equal, the first `ties` are left, and all that are higher.
         low, high, ties = -1e30, -1e30, 1e30
         if top_k > 0.0:
             low, high = _search(logit_ptr, width, highest, highest - 1e4, top_k, False, ROUNDS, CHUNKS, CHUNK)
@@ -124,36 +155,30 @@ def _choose_kernel(
         if min_p > 0.0:
             bound = highest + tl.log(min_p)
             low, high = tl.maximum(low, bound), tl.maximum(high, bound)
-        total = 0.0
-        seen = 0.0
-        for part in range(CHUNKS):
-            at = part * CHUNK + tl.arange(0, CHUNK)
-            x = tl.load(logit_ptr + at, at < width, other=-1e38)
-            tied = tl.where((x >= low) & (x < high), 1.0, 0.0)
-            rank = seen + tl.cumsum(tied, axis=0)
-            left = (x >= high) | ((tied > 0.0) & (rank <= ties))
-            total += tl.sum(tl.where(left, tl.exp((x - highest) / temperature), 0.0))
-            seen += tl.sum(tied)
-        target = uniform * total
-        before, seen, last = 0.0, 0.0, 0
-        is_found = 0
-        for part in range(CHUNKS):
-            at = part * CHUNK + tl.arange(0, CHUNK)
-            x = tl.load(logit_ptr + at, at < width, other=-1e38)
-            tied = tl.where((x >= low) & (x < high), 1.0, 0.0)
-            rank = seen + tl.cumsum(tied, axis=0)
-            left = (x >= high) | ((tied > 0.0) & (rank <= ties))
-            weight = tl.where(left, tl.exp((x - highest) / temperature), 0.0)
-            reached = before + tl.cumsum(weight, axis=0)
-            first = tl.min(tl.where(left & (reached > target), at, 1 << 30))
-            last = tl.maximum(last, tl.max(tl.where(left, at, 0)))
-            is_here = (is_found == 0) & (first < (1 << 30))
-            best = tl.where(is_here, first, best)
-            is_found = tl.where(is_here, 1, is_found)
-            before += tl.sum(weight)
-            seen += tl.sum(tied)
-        best = tl.where(is_found == 0, last, best)
-    tl.store(chosen_ptr + row, best)
+        best = _draw(logit_ptr, width, low, high, ties, highest, temperature, uniform, CHUNKS, CHUNK)
+    return best
+
+
+@triton.jit
+def _choose_kernel(
+    logit_ptr,
+    row_width,
+    number_ptr,
+    bias_id_ptr,
+    bias_ptr,
+    chosen_ptr,
+    width,
+    NUMBERS: tl.constexpr,
+    BIASES: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logit_ptr += row * row_width
+    number_ptr += row * NUMBERS
+    add_biases(logit_ptr, number_ptr, bias_id_ptr, bias_ptr, width, BIASES)
+    tl.store(chosen_ptr + row, choose(logit_ptr, number_ptr, width, ROUNDS, CHUNKS, CHUNK))
 
 
 def choose_tokens(
@@ -172,9 +197,9 @@ def choose_tokens(
         width,
         NUMBERS=NUMBERS,
         BIASES=MOST_BIASED,
-        ROUNDS=_ROUNDS,
-        CHUNKS=triton.cdiv(width, _CHUNK),
-        CHUNK=_CHUNK,
+        ROUNDS=ROUNDS,
+        CHUNKS=triton.cdiv(width, CHUNK),
+        CHUNK=CHUNK,
         num_warps=8,
     )
 
