@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from transformers.models.llama import modeling_llama
 
-from emberkeep.engine.base import Choosing, Rows
+from emberkeep.engine.base import Choosing, Logprobs, Penalties, Rows
 from emberkeep.engine.hf import cuda_graphs
 from emberkeep.engine.hf.cuda_graphs import StepGraphs
 from emberkeep.engine.hf.flights import Flights
@@ -83,7 +84,7 @@ class Opened:
     def run(self, count: int, block: int) -> np.ndarray:
         """Logits after so many tokens, whose state begins with that block."""
         table = BlockTable([block], count)
-        logits, likeliest = self.graphs.run([Rows(0, 0, TOKENS[:count], outputs=1)], [table])
+        logits, likeliest, _ = self.graphs.run([Rows(0, 0, TOKENS[:count], outputs=1)], [table])
         assert int(likeliest[0]) == int(logits[0].argmax())
         return logits[0].numpy().copy()
 
@@ -236,9 +237,11 @@ def test_parts_are_compiled_for_such_steps_and_on_their_thread_only(
 class Talk:
     """Some sequences that go on by one token a step, launched ahead or not."""
 
-    def __init__(self, opened: Opened, *, goes_on: bool, **how: object) -> None:
+    def __init__(self, opened: Opened, *, goes_on: bool, frequency: float = 0.0, **how: object) -> None:
         self.opened, self.flights = opened, Flights(8, lambda tables: True)
-        self.goes_on, self.how = goes_on, how
+        self.goes_on, self.frequency, self.how = goes_on, frequency, how
+        self.penalties: dict[int, Penalties] = {}
+        self.told: list[Logprobs] = []
         self.tables = {s: BlockTable([1 + 2 * s, 2 + 2 * s], 0) for s in range(3)}
         self.tokens: dict[int, list[int]] = {}
         self.were_ahead: list[bool] = []
@@ -247,11 +250,13 @@ class Talk:
         self.tokens[sequence] = list(prompt)
         self.tables[sequence].length = 0
         self.flights.forget(sequence)
+        self.penalties[sequence] = Penalties(object(), 1.0, self.frequency, 0.0, [], Counter())
         return Rows(sequence, 0, np.array(prompt, np.int32), 1)
 
-    def next_of(self, sequence: int, uniforms: tuple[float, float] = (0.3, 0.3)) -> Rows:
-        tokens = self.tokens[sequence]
-        choosing = Choosing(self.goes_on, uniforms=uniforms, **self.how)
+    def next_of(self, sequence: int, *, mask: np.ndarray | None = None) -> Rows:
+        tokens, goes_on = self.tokens[sequence], self.goes_on and mask is None
+        penalties = self.penalties[sequence] if self.frequency else None
+        choosing = Choosing(goes_on, uniforms=(0.3, 0.3), penalties=penalties, mask=mask, **self.how)
         return Rows(sequence, len(tokens) - 1, np.array(tokens[-1:], np.int32), 1, choosing)
 
     def step(self, *batch: Rows) -> None:
@@ -261,15 +266,25 @@ class Talk:
         tables = [self.tables[rows.sequence] for rows in batch]
         found, _ = self.flights.run(self.opened.graphs, list(batch), tables, lambda: None, may_run_ahead=True)
         for rows, (chosen, place) in zip(batch, found, strict=True):
-            self.tokens[rows.sequence].append(chosen[place])
+            token = chosen.tokens[place]
+            self.tokens[rows.sequence].append(token)
+            self.penalties[rows.sequence].said.append(token)
+            self.penalties[rows.sequence].counts[token] += 1
+            if rows.choosing is not None and rows.choosing.top_logprobs is not None:
+                self.told.append(chosen.logprobs(place))
 
 
-HOW = [{}, {"temperature": 1.5, "top_p": 0.9}, {"bias": ((7, 60.0),)}]
+HOW = [
+    {},
+    {"temperature": 1.5, "top_p": 0.9},
+    {"bias": ((7, 60.0),)},
+    {"bias": ((7, 60.0), (9, 59.5)), "frequency": 2.0, "top_logprobs": 2},
+]
 
 
 @pytest.mark.parametrize("how", HOW, ids=str)
 def test_what_is_launched_ahead_gives_the_same_tokens(opened: Opened, how: dict[str, object]) -> None:
-    told = []
+    tokens, told = [], []
     for goes_on in (False, True):
         talk = Talk(opened, goes_on=goes_on, **how)
         talk.step(talk.begin(0, [40, 41, 42]), talk.begin(1, [50, 51]))
@@ -279,11 +294,34 @@ def test_what_is_launched_ahead_gives_the_same_tokens(opened: Opened, how: dict[
         talk.step(talk.next_of(1), talk.begin(2, [60, 61, 62, 63]))  # and a new one comes
         for _ in range(3):
             talk.step(talk.next_of(1), talk.next_of(2))
-        told.append(talk.tokens)
+        tokens.append(talk.tokens)
+        told.append(talk.told)
         assert talk.were_ahead == [False] * 10 if not goes_on else [False, False, *[True] * 5, False, True, True]
-    assert told[0] == told[1]
-    if "bias" in how:
-        assert set(told[0][1][3:]) == {7}
+    assert tokens[0] == tokens[1]
+    for (own, top), (other, other_top) in zip(*told, strict=True):
+        assert own == pytest.approx(other, rel=1e-3), "steps of other sizes round otherwise"
+        assert [token for token, _ in top] == [token for token, _ in other_top]
+    if "frequency" in how:
+        assert set(tokens[0][1][3:]) == {7, 9}
+        assert len(told[0]) == 16
+    elif "bias" in how:
+        assert set(tokens[0][1][3:]) == {7}
+
+
+def test_nothing_is_launched_ahead_beside_a_row_that_has_a_mask(opened: Opened) -> None:
+    mask = np.zeros(16, np.uint32)
+    mask[0] = 1 << 9
+    tokens = []
+    for goes_on in (False, True):
+        talk = Talk(opened, goes_on=goes_on)
+        talk.step(talk.begin(0, [40, 41, 42]), talk.begin(1, [50, 51]))
+        for mask_now in (None, mask, mask, None):  # a grammar that begins and ends in the middle of an answer
+            talk.step(talk.next_of(0), talk.next_of(1, mask=mask_now))
+        tokens.append(talk.tokens)
+        assert talk.were_ahead == [False, False, goes_on, False, False]
+        assert talk.flights.is_ahead == goes_on
+    assert tokens[0] == tokens[1]
+    assert tokens[0][1][4:6] == [9, 9]
 
 
 def test_what_was_launched_for_a_sequence_that_has_changed_does_not_count(opened: Opened) -> None:

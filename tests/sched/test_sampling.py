@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from emberkeep.sched.sampling import Sampler
+from emberkeep.engine.base import Choosing
+from emberkeep.sched.sampling import Sampler, describe
 from emberkeep.types.request import Sampling
 
 PLAIN = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0, seed=1)
@@ -190,3 +191,44 @@ def test_forced_tokens_come_first_with_what_the_model_thinks_of_them():
     best = int(LOGITS.argmax())
     assert [token for token, _ in drawn] == [4, 3, best]
     assert all(logprob.token_id == token and logprob.top[0].token_id == best for token, logprob in drawn)
+
+
+# ── what an engine chooses ──
+
+
+def test_an_engine_chooses_what_it_can_be_told_of():
+    greedy = Sampling(temperature=0)
+
+    def choosing(settings: Sampling, **more) -> Choosing | None:
+        return Sampler(settings, **more).choosing(goes_on=True, draws=True)
+
+    assert choosing(replace(greedy, frequency_penalty=0.5, presence_penalty=0.25)).penalties.frequency == 0.5
+    assert choosing(PLAIN).penalties is None
+    assert choosing(PLAIN, top_logprobs=20).top_logprobs == 20
+    assert choosing(PLAIN, top_logprobs=21) is None
+    assert choosing(PLAIN, forced=[1]) is None
+    assert choosing(replace(PLAIN, typical_p=0.5)) is None
+    masked = choosing(PLAIN, matcher=Only(1, 2))
+    assert masked.mask.tolist() == [6]
+    assert not masked.goes_on, "what is allowed next depends on what is chosen"
+    assert Sampler(PLAIN, Only(1)).choosing(goes_on=True, draws=False) is None
+
+
+def test_a_token_that_an_engine_chose_counts_as_one_that_was_sampled():
+    settings = replace(PLAIN, frequency_penalty=1.5, repetition_penalty=1.2)
+    by_host, by_engine = (Sampler(settings, Only(0, 1, 2, 3)) for _ in range(2))
+    for turn in range(60):
+        token, _ = by_host.sample(LOGITS, PIECES)
+        if turn % 3:
+            by_engine.chose(token)
+        else:
+            assert by_engine.sample(LOGITS, PIECES)[0] == token
+    penalties = by_engine.choosing(goes_on=True, draws=True).penalties
+    assert penalties.said == by_host._matcher.seen == by_engine._matcher.seen
+    assert penalties.counts == Counter(penalties.said)
+
+
+def test_of_equal_logprobs_those_of_the_lowest_ids_come_first():
+    logits = np.zeros(200, np.float32)
+    logits[[7, 150, 99]] = 1.0
+    assert [one.token_id for one in describe(logits, 3, 5, [b""] * 200).top] == [7, 99, 150, 0, 1]

@@ -10,12 +10,12 @@ from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
 from emberkeep.kv.policy import Rate
 from emberkeep.kv.tree import Cursor, new_root
-from emberkeep.sched.sampling import Sampler, describe
+from emberkeep.sched.sampling import Sampler, describe, penalise
 from emberkeep.sched.sequence import Sequence, slice_within
 from emberkeep.sched.sequence_state import Phase
 from emberkeep.sched.steps import Planner
 from emberkeep.types.lineage import EXACT
-from emberkeep.types.request import Request
+from emberkeep.types.request import Request, Sampling
 from helpers.scheduling import GREEDY, Gate, Recorder, Rig, prompt_of
 
 PROMPT = [(7 * i) % 90 + 32 for i in range(300)]
@@ -90,6 +90,73 @@ def test_tokens_that_have_to_be_evaluated_again_are_scored_once():
     with Rig(engine=engine) as rig:
         gate_free = [rig.start(PROMPT[i:], max_new=0, **asking()) for i in (0, 1)]
         assert [spoken.wait().scores for spoken in gate_free] == [scores_of(PROMPT[i:]) for i in (0, 1)]
+
+
+# ── tokens that the engine chooses ──
+
+
+class Choosing(FakeEngine):
+    """As the sampler would, of what it is told."""
+
+    draws = True
+
+    def evaluate(self, batch):
+        self.batch = list(batch)
+        return super().evaluate(batch)
+
+    def likeliest(self, index, row=0):
+        logits, how = self.logits(index, row).copy(), self.batch[index].choosing
+        if how is not None and how.penalties is not None:
+            ids = list(how.penalties.counts)
+            times = np.array(list(how.penalties.counts.values()), np.float32)
+            logits[ids] = penalise(logits[ids], times, LOWERED)
+        if how is not None and how.mask is not None:
+            logits[np.unpackbits(how.mask.view(np.uint8), count=len(logits), bitorder="little") == 0] = -np.inf
+        self.latest = int(logits.argmax())
+        return self.latest
+
+    def logprobs(self, index, row):
+        top = self.batch[index].choosing.top_logprobs
+        found = describe(self.logits(index, row), self.latest, top, self.vocab.pieces)
+        return found.logprob, [(one.token_id, one.logprob) for one in found.top]
+
+
+class Alternating:
+    """A grammar of even tokens and odd ones."""
+
+    def __init__(self):
+        self.seen = []
+
+    def mask(self):
+        return np.full(320, 0xAAAAAAAA if len(self.seen) % 2 else 0x55555555, np.uint32)
+
+    def advance(self, token):
+        assert token % 2 == len(self.seen) % 2
+        self.seen.append(token)
+
+    def forced(self):
+        return []
+
+    def count_allowed(self, tokens):
+        return 0
+
+
+LOWERED = Sampling(temperature=0.0, frequency_penalty=2.0, repetition_penalty=1.4)
+
+
+@pytest.mark.parametrize("has_grammar", [False, True])
+@pytest.mark.parametrize("sampling", [GREEDY, LOWERED])
+def test_an_engine_that_chooses_tells_the_tokens_and_logprobs_that_are_sampled_elsewhere(sampling, has_grammar):
+    told = []
+    for engine in (FakeEngine(), Choosing()):
+        with Rig(engine=engine) as rig:
+            recorder = Recorder()
+            made = rig.sequence(PROMPT[:40], recorder, max_new=30, sampling=sampling)
+            made.sampler = Sampler(sampling, Alternating() if has_grammar else None, top_logprobs=3)
+            rig.scheduler.submit(made)
+            told.append((recorder.wait().answer, recorder.logprobs))
+    assert told[0] == told[1]
+    assert len(told[0][1]) == len(told[0][0]) > 5
 
 
 # ── which tokens the next step evaluates ──

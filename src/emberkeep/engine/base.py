@@ -7,6 +7,7 @@ except that `vocab` is immutable and free for all.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from enum import Enum, StrEnum
@@ -27,6 +28,11 @@ Bias = tuple[tuple[int, float], ...]
 """What is added to the logits of some tokens. Compared by identity: one object for each request."""
 MOST_BIASED = 32
 """Tokens of one sequence that are biased where its tokens are chosen."""
+MOST_TOLD = 20
+"""Likeliest tokens that are told where a token is chosen."""
+Logprobs = tuple[float, list[tuple[int, float]]]
+"""The chosen token's log probability, and the likeliest tokens with theirs, the likeliest first: under the model's
+own distribution, before anything is added to it."""
 DRAFT_ROWS = 64
 """Drafted tokens in one step, at most."""
 
@@ -87,6 +93,21 @@ class Capabilities:
 
 
 @dataclass(frozen=True, slots=True)
+class Penalties:
+    """What is taken from the logits of an answer's tokens, as `sched/sampling` does it."""
+
+    answer: object
+    """Is another one for each answer, and holds nothing of it."""
+    repetition: float
+    frequency: float
+    presence: float
+    said: list[int]
+    """The tokens, the latest one last: it grows with each."""
+    counts: Counter[int]
+    """How often each of them came."""
+
+
+@dataclass(frozen=True, slots=True)
 class Choosing:
     """How the token after a row is chosen where the logits are, as `sched/sampling` does it: the likeliest, or one
     drawn."""
@@ -100,6 +121,17 @@ class Choosing:
     uniforms: tuple[float, float] = (0.0, 0.0)
     """The random numbers for this token and for the one after it."""
     bias: Bias = ()
+    penalties: Penalties | None = None
+    top_logprobs: int | None = None
+    """How many of the likeliest tokens are told (`Engine.logprobs`); None: not even the chosen one's chance."""
+    mask: npt.NDArray[np.uint32] | None = None
+    """Packed bits over the vocabulary, lowest first, set where a token is allowed; None: everything is. Read by
+    `evaluate` only."""
+
+    @property
+    def is_adjusted(self) -> bool:
+        """More is wanted than choosing by temperature and bias."""
+        return self.penalties is not None or self.top_logprobs is not None or self.mask is not None
 
 
 @dataclass(slots=True)
@@ -262,6 +294,11 @@ class Engine(Protocol):
     def likeliest(self, index: int, row: int = 0) -> int:
         """The token that was chosen (`Rows.choosing`), else the one that has the highest of these logits, the
         first of several: logits need not leave a device for it."""
+
+    @property
+    def logprobs(self) -> Callable[[int, int], Logprobs] | None:
+        """What was told (`Choosing.top_logprobs`) of a row of the latest `evaluate`, by the index in its batch and
+        by number. None for an engine that never draws."""
 
     @property
     def draws(self) -> bool:

@@ -218,6 +218,7 @@ class FakeEngine:
 
     draws = is_ahead = False
     meanwhile: Callable[[], None] = staticmethod(lambda: None)
+    logprobs = None
 
     def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> Exported:
         state = self._state(sequence)

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from emberkeep.engine.base import MOST_BIASED, Choosing
+from emberkeep.engine.base import MOST_BIASED, MOST_TOLD, Choosing, Logprobs, Penalties
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.events import TokenLogprob
 from emberkeep.types.request import Sampling
@@ -71,9 +71,11 @@ class Sampler:
         self._temperature = np.float32(settings.temperature)
         self._is_greedy = settings.temperature < GREEDY_BELOW
         self._is_plain = matcher is None and not len(self._bias) and top_logprobs is None
-        is_simple = matcher is None and top_logprobs is None and not self._penalises and settings.typical_p >= 1
-        self._can_be_chosen = is_simple and len(self._bias) <= MOST_BIASED
+        is_short = len(self._bias) <= MOST_BIASED and (top_logprobs or 0) <= MOST_TOLD
+        self._can_be_chosen = is_short and settings.typical_p >= 1
         self._listed_bias = tuple(settings.logit_bias.items())
+        how = settings.repetition_penalty, settings.frequency_penalty, settings.presence_penalty
+        self._penalties = Penalties(object(), *how, said=[], counts=self._counts) if self._penalises else None
 
     @property
     def takes_likeliest(self) -> bool:
@@ -87,16 +89,21 @@ class Sampler:
             return _LIKELIEST[goes_on]
         if not (draws and self._can_be_chosen) or self._forced:
             return None
+        mask = self._matcher.mask() if self._matcher else None
+        goes_on &= mask is None  # what may come next depends on what comes now
+        wanted = self._listed_bias, self._penalties, self._top_logprobs, mask
         if self._is_greedy:
-            return Choosing(goes_on, bias=self._listed_bias)
+            return Choosing(goes_on, 0.0, 0, 1.0, 0.0, (0.0, 0.0), *wanted)
         how, uniforms = self._settings, (self._uniforms.peek(0), self._uniforms.peek(1))
-        top_k = max(how.top_k, 0)
-        return Choosing(goes_on, how.temperature, top_k, how.top_p, how.min_p, uniforms, self._listed_bias)
+        return Choosing(goes_on, how.temperature, max(how.top_k, 0), how.top_p, how.min_p, uniforms, *wanted)
 
-    def chose(self) -> None:
+    def chose(self, token: int) -> None:
         """The engine has chosen."""
         if not self._is_greedy:
             self._uniforms.take()
+        if self._matcher:
+            self._matcher.advance(token)
+        self._accept(token, None)
 
     def sample(self, logits: Floats, pieces: Sequence[bytes]) -> tuple[int, TokenLogprob | None]:
         """The chosen token. `logits` is not modified."""
@@ -144,8 +151,9 @@ class Sampler:
 
     def _accept(self, token: int, draw: Draw | None) -> None:
         """A token was sampled; no draw: it was forced, or the likeliest."""
-        if self._penalises:
+        if self._penalties is not None:
             self._counts[token] += 1
+            self._penalties.said.append(token)
 
     def _describe(self, logits: Floats, token: int, draw: Draw | None, pieces: Sequence[bytes]) -> TokenLogprob:
         return describe(logits, token, self._top_logprobs or 0, pieces)
@@ -236,14 +244,19 @@ class Uniforms:
 
 
 def describe(logits: Floats, token: int, top: int, pieces: Sequence[bytes]) -> TokenLogprob:
-    """Log-probabilities under the model's own distribution, before any sampling setting."""
+    """Log-probabilities under the model's own distribution, before any sampling setting; of equal ones the lowest
+    ids come first."""
     shifted = logits.astype(np.float64) - float(logits.max())
     total = float(np.log(np.exp(shifted).sum()))
-    top = min(top, len(logits) - 1)
-    best = np.argpartition(-shifted, top)[:top] if top else np.empty(0, np.intp)
-    best = best[np.argsort(-shifted[best], kind="stable")]
+    best = top_k(logits, top) if top else np.empty(0, np.intp)
     alternatives = tuple(TokenLogprob(int(i), pieces[i], float(shifted[i] - total)) for i in best)
     return TokenLogprob(token, pieces[token], float(shifted[token] - total), alternatives)
+
+
+def tell(token: int, logprobs: Logprobs, pieces: Sequence[bytes]) -> TokenLogprob:
+    """As `describe`, of what an engine has found out."""
+    own, likeliest = logprobs
+    return TokenLogprob(token, pieces[token], own, tuple(TokenLogprob(i, pieces[i], by) for i, by in likeliest))
 
 
 # ── what may be drawn ──

@@ -16,6 +16,7 @@ from emberkeep.errors import EngineError
 from emberkeep.kv.policy import Rate
 from emberkeep.sched.drafts import Chosen
 from emberkeep.sched.lifetimes import Endings, SchedulerParts
+from emberkeep.sched.sampling import tell
 from emberkeep.sched.sequence import FAIR_SLICE, Sequence, slice_within
 from emberkeep.sched.sequence_state import EndReason, Phase
 from emberkeep.sched.speculation import Speculation
@@ -228,9 +229,12 @@ class Steps:
 
     def _choose(self, planned: Planned, index: int, row: int) -> tuple[int, TokenLogprob | None]:
         sampler = planned.sequence.sampler
-        if planned.rows.choosing is not None:
-            sampler.chose()
-            return self._engine.likeliest(index, row), None
+        if (choosing := planned.rows.choosing) is not None:
+            token = self._engine.likeliest(index, row)
+            sampler.chose(token)
+            if choosing.top_logprobs is None or self._engine.logprobs is None:
+                return token, None
+            return token, tell(token, self._engine.logprobs(index, row), self._engine.vocab.pieces)
         if sampler.takes_likeliest:
             return self._engine.likeliest(index, row), None
         return sampler.sample(self._engine.logits(index, row), self._engine.vocab.pieces)

@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from emberkeep.engine.base import Rows
+from emberkeep.engine.base import Choosing, Rows
+from emberkeep.engine.hf.adjusting import Adjusting
 from emberkeep.engine.hf.choosing import choose_tokens
 from emberkeep.engine.hf.fused_layers import FusedLayer
 from emberkeep.engine.hf.kernels import FEW_TOKENS, take_tokens
@@ -79,21 +80,22 @@ class StepGraphs:
         self._logits: torch.Tensor | None = None
         """The scores of the latest step, whatever its size: recorded ones need not keep one each."""
         self._chosen = torch.zeros(largest.outputs, dtype=torch.int64, device=memory.device)
+        self._adjusting: Adjusting | None = None
         if self.layers == "compiled":
             # How a compiled part adds up may follow the first size that it sees: always the same one.
             self._compute(self._sized(self._size(largest.rows)).batch)
 
     def run(
         self, batch: Sequence[Rows], tables: Sequence[BlockTable], sources: Sequence[int] = ()
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of every row that wants them, in float32, and the tokens that were chosen: valid until the next
-        call. Does not wait. See `StepBatch.fill`."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Logits of every row that wants them, in float32, the tokens that were chosen, and what rows tell, if any
+        do: valid until the next call. Does not wait. See `StepBatch.fill`."""
         count, outputs = sum(len(rows.tokens) for rows in batch), sum(rows.outputs for rows in batch)
         rows = self._rows[bisect_left(self._rows, count)]
         decodes = rows > FEW_TOKENS and count == len(batch)
-        self._run(self._sized(self._size(rows, decodes=decodes)), batch, tables, sources)
+        told = self._run(self._sized(self._size(rows, decodes=decodes)), batch, tables, sources)
         assert self._logits is not None
-        return self._logits[:outputs], self._chosen[:outputs]
+        return self._logits[:outputs], self._chosen[:outputs], told
 
     def stats(self) -> dict[str, Json]:
         """How many sizes are replayed, and how many there are. May be asked by any thread."""
@@ -148,15 +150,21 @@ class StepGraphs:
         batch: Sequence[Rows],
         tables: Sequence[BlockTable],
         sources: Sequence[int] = (),
-    ) -> None:
+    ) -> torch.Tensor | None:
         step.batch.fill(batch, tables, sources)
         if step.graph is None:
             self._compute(step.batch)
-            return
-        if self._stream is not None:
-            self._stream.rewind()
-            self._stream.replayed()
-        step.graph.replay()
+        else:
+            if self._stream is not None:
+                self._stream.rewind()
+                self._stream.replayed()
+            step.graph.replay()
+        if not any(rows.choosing is not None and rows.choosing.is_adjusted for rows in batch):
+            return None
+        if self._adjusting is None:
+            assert self._logits is not None
+            self._adjusting = Adjusting(self._logits, self._largest.sequences, self._biases)
+        return self._adjusting.choose(batch, step.batch, self._chosen, is_next=bool(sources))
 
     def _compute(self, batch: StepBatch) -> None:
         """Launch the kernels of a step, or record them."""
@@ -196,7 +204,9 @@ class StepGraphs:
         count = min(size.rows, half * BLOCK, max((size.blocks - 1) * BLOCK, 1))
         blocks = -(-count // BLOCK)
         places = [BlockTable(array("i", range(first, first + blocks)), count) for first in (1, 1 + half)]
-        return [Rows(0, 0, np.arange(count, dtype=np.int32) % _TRIAL_TOKENS, outputs=1)], places
+        # So that it is compiled now what is launched behind some steps.
+        choosing = Choosing(goes_on=False, top_logprobs=0)
+        return [Rows(0, 0, np.arange(count, dtype=np.int32) % _TRIAL_TOKENS, 1, choosing)], places
 
     def _bits(self) -> torch.Tensor:
         """A copy of the one row of logits that a trial wants."""

@@ -21,6 +21,7 @@ from emberkeep.engine.base import (
     KvExport,
     KvUnit,
     Logits,
+    Logprobs,
     Outcome,
     Payload,
     Piece,
@@ -35,7 +36,7 @@ from emberkeep.engine.hf.model_loader import HfModel, HfSettings, fingerprint
 from emberkeep.engine.hf.network import Network, Tiers, learn
 from emberkeep.engine.hf.own_steps import OwnSteps, run_by_model
 from emberkeep.engine.hf.pool import BLOCK, BlockPool, BlockTable, KvMemory
-from emberkeep.engine.hf.staging import DeviceExport, HostLogits, Mark, translate_errors
+from emberkeep.engine.hf.staging import Chosen, DeviceExport, HostLogits, Mark, translate_errors
 from emberkeep.engine.hf.transfer import Transfer
 from emberkeep.engine.step_table import IdleSteps
 from emberkeep.errors import EngineError
@@ -77,9 +78,9 @@ class HfEngine:
         self._loading: dict[int, Mark] = {}
         """When the state of a sequence is there that the device was told to load."""
         self._outputs = HostLogits(self._network.device, settings.sequences + DRAFT_ROWS, model.vocab.size)
-        self._found: list[tuple[list[int] | None, int]] = []
-        """For each of the latest batch's rows, the tokens that were chosen, where any were, and the place of its
-        first output."""
+        self._found: list[tuple[Chosen | None, int]] = []
+        """For each of the latest batch's rows, what was chosen, where anything was, and the place of its first
+        output."""
         self.capabilities = Capabilities(
             kv_unit=KvUnit.RANGE,
             can_shift=self._rotations is not None,
@@ -148,7 +149,7 @@ class HfEngine:
 
     def _take_logits(self, logits: torch.Tensor, outputs: Sequence[int]) -> None:
         """`outputs`: how many rows of `logits` each of the batch has. Blocks until they are computed."""
-        chosen = logits.argmax(-1).tolist() if logits.device.type == "cuda" else None
+        chosen = Chosen(logits.argmax(-1).tolist()) if logits.device.type == "cuda" else None
         self._outputs.take(logits)
         self._found = [(chosen, first) for first in accumulate(outputs[:-1], initial=0)]
 
@@ -163,7 +164,12 @@ class HfEngine:
 
     def likeliest(self, index: int, row: int = 0) -> int:
         chosen, first = self._found[index]
-        return int(self.logits(index, row).argmax()) if chosen is None else chosen[first + row]
+        return int(self.logits(index, row).argmax()) if chosen is None else chosen.tokens[first + row]
+
+    def logprobs(self, index: int, row: int) -> Logprobs:
+        chosen, first = self._found[index]
+        assert chosen is not None
+        return chosen.logprobs(first + row)
 
     @property
     def draws(self) -> bool:

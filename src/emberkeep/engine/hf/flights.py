@@ -20,29 +20,34 @@ import torch
 from emberkeep.engine.base import Rows
 from emberkeep.engine.hf.cuda_graphs import StepGraphs
 from emberkeep.engine.hf.pool import BlockTable
-
-Chosen = list[int]
-"""The tokens that a step chose, one for each of its outputs."""
+from emberkeep.engine.hf.staging import Chosen
 
 
 class _Flight:
     """One step."""
 
     def __init__(self, outputs: int) -> None:
+        self._outputs = outputs
         self._host = torch.empty(outputs, dtype=torch.int64).pin_memory()
+        self._told: torch.Tensor | None = None
+        self._tells = False
         self._has_landed = torch.cuda.Event()
         self._count = 0
 
-    def launched(self, chosen: torch.Tensor) -> None:
-        self._count = len(chosen)
+    def launched(self, chosen: torch.Tensor, told: torch.Tensor | None) -> None:
+        self._count, self._tells = len(chosen), told is not None
         self._host[: self._count].copy_(chosen, non_blocking=True)
+        if told is not None:
+            if self._told is None:
+                self._told = torch.empty((self._outputs, told.shape[1]), dtype=told.dtype).pin_memory()
+            self._told[: self._count].copy_(told, non_blocking=True)
         self._has_landed.record()
 
     def land(self) -> Chosen:
         """Blocks until it has landed."""
         self._has_landed.synchronize()
-        chosen: Chosen = self._host[: self._count].tolist()
-        return chosen
+        told = self._told[: self._count].tolist() if self._told is not None and self._tells else []
+        return Chosen(self._host[: self._count].tolist(), told)
 
 
 _Ahead = tuple[int, int, int]
@@ -59,7 +64,7 @@ class Flights:
         self._reserve = reserve
         # One that was read, one that was launched ahead, and one beside it.
         self._flights = cycle([_Flight(outputs) for _ in range(4)])
-        self._before: Chosen = []
+        self._before: list[int] = []
         """What the step before the one ahead chose."""
         self._next: _Flight | None = None
         self._ahead: dict[int, _Ahead] = {}
@@ -89,11 +94,14 @@ class Flights:
         fresh, logits = None, None
         if rest:
             fresh = next(self._flights)
-            logits, chosen = graphs.run([batch[i] for i in rest], [tables[i] for i in rest])
-            fresh.launched(chosen)
+            logits, *chosen = graphs.run([batch[i] for i in rest], [tables[i] for i in rest])
+            fresh.launched(*chosen)
         firsts = accumulate((batch[i].outputs for i in rest), initial=0)
         places = known | dict(zip(rest, firsts, strict=False))
-        may_run_ahead &= not (known and rest) and all(rows.choosing and len(rows.tokens) == 1 for rows in batch)
+        # Who has a mask comes again and cannot run ahead: the others would be run apart from then on.
+        may_run_ahead &= not (known and rest) and all(
+            rows.choosing and rows.choosing.mask is None and len(rows.tokens) == 1 for rows in batch
+        )
         going = (
             [i for i, rows in enumerate(batch) if rows.choosing and rows.choosing.goes_on] if may_run_ahead else []
         )
@@ -102,8 +110,8 @@ class Flights:
             sources = [places[i] for i in going]
             self._launch_ahead(graphs, [batch[i] for i in going], [tables[i] for i in going], sources)
         meanwhile()
-        landed = [flight.land() if flight else [] for flight in (ahead if known else None, fresh)]
-        self._before = landed[0] or landed[1]
+        landed = [flight.land() if flight else Chosen([]) for flight in (ahead if known else None, fresh)]
+        self._before = landed[0].tokens or landed[1].tokens
         return [(landed[0 if i in known else 1], places[i]) for i in range(len(batch))], logits
 
     def _take_known(self, batch: Sequence[Rows]) -> tuple[_Flight | None, dict[int, int]]:
@@ -113,7 +121,8 @@ class Flights:
         known = {}
         for index, rows in enumerate(batch) if flight else ():
             start, before, place = rows_ahead.get(rows.sequence, _NOWHERE)
-            is_next = rows.start == start and rows.choosing is not None and rows.outputs == len(rows.tokens) == 1
+            is_chosen = rows.choosing is not None and rows.choosing.mask is None
+            is_next = rows.start == start and is_chosen and rows.outputs == len(rows.tokens) == 1
             if is_next and rows.tokens[0] == self._before[before]:
                 known[index] = place
         return flight, known
@@ -121,9 +130,9 @@ class Flights:
     def _launch_ahead(
         self, graphs: StepGraphs, batch: Sequence[Rows], tables: Sequence[BlockTable], sources: list[int]
     ) -> None:
-        _, chosen = graphs.run(batch, tables, sources)
+        _, *chosen = graphs.run(batch, tables, sources)
         self._next = next(self._flights)
-        self._next.launched(chosen)
+        self._next.launched(*chosen)
         self._ahead = {
             rows.sequence: (rows.start + 1, source, place)
             for place, (rows, source) in enumerate(zip(batch, sources, strict=True))

@@ -28,6 +28,8 @@ _PROBES = (512, 2048)
 """Prompt tokens per step whose peaks are compared."""
 _LONG_ENOUGH_S, _TIMED_ROWS = 1.0, 128
 """What the steps on a CPU take together, about, by what one of so many rows took: a gap may be short."""
+_PER_ADJUSTED_TOKEN = 8
+"""Bytes for each sequence and each token of the vocabulary: a count, and the logits as they are changed."""
 _FEWEST_ROWS = 32
 """Fewer say nothing: a count of pages is off by some MiB."""
 
@@ -41,7 +43,8 @@ def affordable_cells(
     if device.type != "cuda":
         return context
     per_token = sum(_channels(layer) for layer in layers) * dtype.itemsize
-    steps = settings.batch * _per_step_token(model, dtype) + sequences * _per_logits_row(model, dtype)
+    per_sequence = _per_logits_row(model, dtype) + _PER_ADJUSTED_TOKEN * model.vocab.size
+    steps = settings.batch * _per_step_token(model, dtype) + sequences * per_sequence
     free = (free_bytes(device, settings.gpu_memory) - RESERVE - steps) * STATE_SHARE
     return max(min(sequences * context, int(free / per_token)), 128)
 

@@ -14,14 +14,15 @@ import logging
 import mmap
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import cycle
+from itertools import cycle, takewhile
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from emberkeep.engine.base import Logits, Payload
+from emberkeep.engine.base import Logits, Logprobs, Payload
 from emberkeep.engine.hf.pool import KvMemory
 from emberkeep.errors import EngineError, StepFailed
 from emberkeep.values import dataclass
@@ -261,6 +262,19 @@ class HostLogits:
                 self._rows = self._buffer[: len(self._logits)].numpy()
             self._logits = None
         return self._rows
+
+
+class Chosen(NamedTuple):
+    """What a step chose: a row for each of its outputs."""
+
+    tokens: list[int]
+    told: Sequence[list[float]] = ()
+    """What rows tell, where any do: see `adjusting`."""
+
+    def logprobs(self, row: int) -> Logprobs:
+        own, *told = self.told[row]
+        likeliest = takewhile(lambda one: one[0] >= 0, zip(told[::2], told[1::2], strict=False))
+        return own, [(int(token), logprob) for token, logprob in likeliest]
 
 
 @contextmanager

@@ -146,7 +146,7 @@ class StepBatch:
         places, numbers, output = [], [], 0
         for rows in batch:
             how = rows.choosing
-            if how is not None and (how.bias or how.temperature):
+            if how is not None and (how.bias or how.temperature) and not how.is_adjusted:
                 self.biases.show(rows.sequence, how.bias)
                 places.append(output)
                 numbers.append(numbers_of(how, rows.sequence, is_next=is_next))
