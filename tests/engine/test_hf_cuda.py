@@ -14,7 +14,9 @@ from emberkeep.engine.hf.network import Network
 from emberkeep.engine.hf.residency import Placing
 from emberkeep.engine.hf.whole_engine import open_engine
 from emberkeep.errors import EngineError
+from emberkeep.sched.sampling import Sampler, tell
 from emberkeep.types.models import AttentionTier, Residency
+from emberkeep.types.request import Sampling
 from helpers import tiny_hf
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -332,6 +334,53 @@ def test_the_peak_of_a_step_is_predicted(opened):
             + footprint.per_logits_row
         )
         assert actual is not None and actual <= 1.1 * predicted
+
+
+@pytest.mark.parametrize("has_grammar", [False, True])
+@pytest.mark.parametrize("is_improved", [False, True])
+@pytest.mark.parametrize("how", [{"temperature": 0.0}, {"temperature": 1.2, "top_k": 50, "top_p": 0.95}], ids=str)
+def test_penalties_logprobs_and_grammars_give_on_the_device_what_they_give_on_the_host(
+    opened, how, is_improved, has_grammar
+):
+    engine = opened(is_improved=is_improved)
+    pieces, answers = engine.vocab.pieces, []
+    settings = Sampling(seed=3, frequency_penalty=0.5, presence_penalty=0.25, repetition_penalty=1.2, **how)
+    for draws in (False, True):
+        sampler = Sampler(settings, EveryThird(engine.vocab.size) if has_grammar else None, top_logprobs=5)
+        answer, were_ahead = [sampler.sample(fill(engine, 0, 20), pieces)], []
+        for at in range(20, 40):
+            choosing = sampler.choosing(goes_on=True, draws=draws)
+            assert (choosing is not None) == draws
+            engine.evaluate([Rows(0, at, np.array([answer[-1][0]], np.int32), 1, choosing)])
+            were_ahead.append(engine.is_ahead)
+            if draws:
+                token = engine.likeliest(0)
+                sampler.chose(token)
+                answer.append((token, tell(token, engine.logprobs(0, 0), pieces)))
+            else:
+                answer.append(sampler.sample(engine.logits(0), pieces))
+        engine.trim(0, 0)
+        answers.append(answer)
+        assert were_ahead == [draws and not has_grammar] * 20
+    assert [token for token, _ in answers[0]] == [token for token, _ in answers[1]]
+    for (_, found), (_, expected) in zip(*answers, strict=True):
+        assert [one.token_id for one in found.top] == [one.token_id for one in expected.top]
+        values = [[one.logprob for one in (each, *each.top)] for each in (found, expected)]
+        np.testing.assert_allclose(*values, rtol=1e-5, atol=1e-5)
+
+
+class EveryThird:
+    """A grammar."""
+
+    def __init__(self, tokens: int) -> None:
+        self.allowed = np.arange(-(-tokens // 32) * 32) % 3 == 0
+
+    def mask(self) -> np.ndarray:
+        return np.packbits(self.allowed, bitorder="little").view(np.uint32)
+
+    def advance(self, token: int) -> None:
+        assert self.allowed[token]
+        self.allowed = np.roll(self.allowed, token % 3 + 1)
 
 
 def test_steps_may_have_room_for_more_than_a_context(opened):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from emberkeep.engine.base import Choosing
+from emberkeep.errors import InvalidField
 from emberkeep.sched.sampling import Sampler, describe
 from emberkeep.types.request import Sampling
 
@@ -212,6 +213,17 @@ def test_an_engine_chooses_what_it_can_be_told_of():
     assert masked.mask.tolist() == [6]
     assert not masked.goes_on, "what is allowed next depends on what is chosen"
     assert Sampler(PLAIN, Only(1)).choosing(goes_on=True, draws=False) is None
+
+
+def test_a_grammar_that_takes_too_much_work_fails_where_tokens_are_sampled():
+    class Complex(Only):
+        def mask(self):
+            raise InvalidField("tools", "is too complex to follow: make it simpler.")
+
+    sampler = Sampler(PLAIN, Complex())
+    assert sampler.choosing(goes_on=True, draws=True) is None
+    with pytest.raises(InvalidField):
+        sampler.sample(LOGITS, PIECES)
 
 
 def test_a_token_that_an_engine_chose_counts_as_one_that_was_sampled():

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emberkeep.engine.base import MOST_BIASED, MOST_TOLD, Choosing, Logprobs, Penalties
+from emberkeep.errors import InvalidField
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.events import TokenLogprob
 from emberkeep.types.request import Sampling
@@ -89,7 +90,10 @@ class Sampler:
             return _LIKELIEST[goes_on]
         if not (draws and self._can_be_chosen) or self._forced:
             return None
-        mask = self._matcher.mask() if self._matcher else None
+        try:
+            mask = self._matcher.mask() if self._matcher else None
+        except InvalidField:  # as `sample` will say, where it ends this sequence alone
+            return None
         goes_on &= mask is None  # what may come next depends on what comes now
         wanted = self._listed_bias, self._penalties, self._top_logprobs, mask
         if self._is_greedy:
