@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from emberkeep.engine.base import Choosing, Rows
 from emberkeep.engine.hf.adjusting import Adjusting
-from emberkeep.engine.hf.staging import Chosen
+from emberkeep.engine.hf.staging import ChosenTokens
 from emberkeep.engine.hf.step_batch import DeviceBiases
 from emberkeep.sched.sampling import Sampler, tell
 from emberkeep.types.events import TokenLogprob
@@ -85,7 +85,7 @@ class Device:
 
     def step(
         self, logits: np.ndarray, tokens: Sequence[int], hows: Sequence[Choosing | None], *, is_next: bool = False
-    ) -> Chosen:
+    ) -> ChosenTokens:
         """`tokens`: of which each sequence's logits are."""
         self.logits[self.BEFORE :].copy_(torch.from_numpy(logits))
         inputs = torch.tensor([*[1] * self.BEFORE, *tokens], device=DEVICE)
@@ -95,7 +95,9 @@ class Device:
         batch = [others, *(Rows(sequence, 9, array, 1, how) for sequence, how in enumerate(hows))]
         told = self.adjusting.choose(batch, step, self.chosen, is_next=is_next)
         assert self.chosen[: self.BEFORE].tolist() == [-5] * self.BEFORE
-        return Chosen(self.chosen[self.BEFORE :].tolist(), [] if told is None else told[self.BEFORE :].tolist())
+        return ChosenTokens(
+            self.chosen[self.BEFORE :].tolist(), [] if told is None else told[self.BEFORE :].tolist()
+        )
 
 
 def scores(random: np.random.Generator, count: int, width: int) -> np.ndarray:

@@ -81,7 +81,7 @@ def _search(
 
 @triton.jit
 def _weigh(logit_ptr, at, width, low, high, ties, seen, highest, temperature):
-    """Of the tokens `at`: which are left, how likely each is (not of 1), and how many of the first ones have been
+    """Which of the tokens `at` are left, how likely each is (not of 1), and how many tokens up to their end are
     equal to the threshold, with the `seen` before them."""
     x = tl.load(logit_ptr + at, at < width, other=-1e38)
     tied = (x >= low) & (x < high)
@@ -95,7 +95,8 @@ def _weigh(logit_ptr, at, width, low, high, ties, seen, highest, temperature):
 def _draw(
     logit_ptr, width, low, high, ties, highest, temperature, uniform, CHUNKS: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Of the logits in [low, high), which are equal, the first `ties` are left, and all that are higher."""
+    """One of the tokens that are left: of the logits in [low, high), which are equal, the first `ties`, and all
+    that are higher."""
     total, seen = 0.0, 0.0
     for part in range(CHUNKS):
         at = part * CHUNK + tl.arange(0, CHUNK)

@@ -36,7 +36,7 @@ from emberkeep.engine.hf.model_loader import HfModel, HfSettings, fingerprint
 from emberkeep.engine.hf.network import Network, Tiers, learn
 from emberkeep.engine.hf.own_steps import OwnSteps, run_by_model
 from emberkeep.engine.hf.pool import BLOCK, BlockPool, BlockTable, KvMemory
-from emberkeep.engine.hf.staging import Chosen, DeviceExport, HostLogits, Mark, translate_errors
+from emberkeep.engine.hf.staging import ChosenTokens, DeviceExport, HostLogits, Mark, translate_errors
 from emberkeep.engine.hf.transfer import Transfer
 from emberkeep.engine.step_table import IdleSteps
 from emberkeep.errors import EngineError
@@ -78,7 +78,7 @@ class HfEngine:
         self._loading: dict[int, Mark] = {}
         """When the state of a sequence is there that the device was told to load."""
         self._outputs = HostLogits(self._network.device, settings.sequences + DRAFT_ROWS, model.vocab.size)
-        self._found: list[tuple[Chosen | None, int]] = []
+        self._found: list[tuple[ChosenTokens | None, int]] = []
         """For each of the latest batch's rows, what was chosen, where anything was, and the place of its first
         output."""
         self.capabilities = Capabilities(
@@ -149,7 +149,7 @@ class HfEngine:
 
     def _take_logits(self, logits: torch.Tensor, outputs: Sequence[int]) -> None:
         """`outputs`: how many rows of `logits` each of the batch has. Blocks until they are computed."""
-        chosen = Chosen(logits.argmax(-1).tolist()) if logits.device.type == "cuda" else None
+        chosen = ChosenTokens(logits.argmax(-1).tolist()) if logits.device.type == "cuda" else None
         self._outputs.take(logits)
         self._found = [(chosen, first) for first in accumulate(outputs[:-1], initial=0)]
 

@@ -20,7 +20,7 @@ import torch
 from emberkeep.engine.base import Rows
 from emberkeep.engine.hf.cuda_graphs import StepGraphs
 from emberkeep.engine.hf.pool import BlockTable
-from emberkeep.engine.hf.staging import Chosen
+from emberkeep.engine.hf.staging import ChosenTokens
 
 
 class _Flight:
@@ -43,11 +43,11 @@ class _Flight:
             self._told[: self._count].copy_(told, non_blocking=True)
         self._has_landed.record()
 
-    def land(self) -> Chosen:
+    def land(self) -> ChosenTokens:
         """Blocks until it has landed."""
         self._has_landed.synchronize()
         told = self._told[: self._count].tolist() if self._told is not None and self._tells else []
-        return Chosen(self._host[: self._count].tolist(), told)
+        return ChosenTokens(self._host[: self._count].tolist(), told)
 
 
 _Ahead = tuple[int, int, int]
@@ -86,7 +86,7 @@ class Flights:
         meanwhile: Callable[[], None],
         *,
         may_run_ahead: bool,
-    ) -> tuple[list[tuple[Chosen | None, int]], torch.Tensor | None]:
+    ) -> tuple[list[tuple[ChosenTokens | None, int]], torch.Tensor | None]:
         """For each of the batch, what was chosen, and the place of its first output there; and the logits, if
         someone may want them. Blocks until all is there."""
         ahead, known = self._take_known(batch)
@@ -110,7 +110,7 @@ class Flights:
             sources = [places[i] for i in going]
             self._launch_ahead(graphs, [batch[i] for i in going], [tables[i] for i in going], sources)
         meanwhile()
-        landed = [flight.land() if flight else Chosen([]) for flight in (ahead if known else None, fresh)]
+        landed = [flight.land() if flight else ChosenTokens([]) for flight in (ahead if known else None, fresh)]
         self._before = landed[0].tokens or landed[1].tokens
         return [(landed[0 if i in known else 1], places[i]) for i in range(len(batch))], logits
 

@@ -264,7 +264,7 @@ class HostLogits:
         return self._rows
 
 
-class Chosen(NamedTuple):
+class ChosenTokens(NamedTuple):
     """What a step chose: a row for each of its outputs."""
 
     tokens: list[int]
