@@ -133,10 +133,8 @@ class HfEngine:
             self._found = []
             graphs, flights = self._steps.graphs, self._steps.flights
             if graphs and flights and self.draws:
-                may_run_ahead = self._stream is None and self.experts is None
-                self._found, logits = flights.run(
-                    graphs, batch, tables, self.meanwhile, may_run_ahead=may_run_ahead
-                )
+                ahead = self._stream is None and self.experts is None
+                self._found, logits = flights.run(graphs, batch, tables, self.meanwhile, may_run_ahead=ahead)
                 self._outputs.take(logits)
             else:
                 self._take_logits(self._run(batch, tables), [rows.outputs for rows in batch])
