@@ -294,7 +294,7 @@ T = TypeVar("T")
 # ── from the engine's thread to the event loop ──
 
 
-_PER_READER_S = 200e-6
+_PER_READER_S = 300e-6
 """Readers are woken one by one, not faster than this: each takes a part of it, and many at once would leave the
 engine's thread no time."""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice, pairwise
@@ -68,7 +69,8 @@ class Transfer:
         self._payloads = PayloadMemory(self.whole)
         self._stores, self._loads = SideStream(memory.device), SideStream(memory.device)
         self._outgoing, self._incoming = DeviceStaging(memory), DeviceStaging(memory)
-        self._readings: list[_Reading] = []
+        self._readings: deque[_Reading] = deque()
+        """In the order in which the device does them."""
 
     @property
     def packs(self) -> frozenset[int]:
@@ -101,7 +103,8 @@ class Transfer:
             mark = self._stores.run(partial(self._gather, here, tokens, new), held=new)
             buffers += new
         reading = _Reading(mark, frozenset(table.blocks_of(first, borders[-1])))
-        self._readings = [each for each in (*self._readings, reading) if not each.mark.has_passed]
+        self._readings.append(reading)
+        self._forget_readings()
         return [memoryview(buffer) for buffer in buffers], mark
 
     def _pack(self, table: BlockTable, start: int, end: int, bits: int) -> Payload:
@@ -135,13 +138,18 @@ class Transfer:
 
     def before_overwriting(self, blocks: Sequence[int]) -> None:
         """A table gives these back: what the device is told next waits for exports that still read them."""
-        if not self._readings or not blocks:
-            return
+        self._forget_readings()
         lost = frozenset(blocks)
-        for reading in self._readings:
+        # Who waits for the last of them has waited for all.
+        for reading in reversed(self._readings):
             if lost & reading.blocks:
                 reading.mark.hold_back()
-        self._readings = [r for r in self._readings if not lost & r.blocks and not r.mark.has_passed]
+                return
+
+    def _forget_readings(self) -> None:
+        """Those that have passed."""
+        while self._readings and self._readings[0].mark.has_passed:
+            self._readings.popleft()
 
     def check(self, payloads: Sequence[Payload], start: int) -> list[int]:
         """Where payloads begin that follow each other from `start` on, and where the last ends. Raises
