@@ -190,7 +190,10 @@ class Beginnings:
 
     def _has_room(self, sequence: Sequence, busy: list[Sequence]) -> bool:
         settings, cells = self._parts.settings, self._parts.engine.capabilities.cells
-        if len(busy) >= settings.parallel or sum(s.cells for s in busy) + sequence.cells > cells:
+        if (
+            len(busy) - self._endings.closed >= settings.parallel
+            or sum(s.cells for s in busy) + sequence.cells > cells
+        ):
             return False
         if settings.memory is None or not busy:
             return True  # alone it fits: that is what admission looked at
@@ -277,8 +280,9 @@ class Endings:
             self._finish(sequence)
 
     @property
-    def has_closed(self) -> bool:
-        return bool(self._closed)
+    def closed(self) -> int:
+        """How many turns are over and still to be stored."""
+        return len(self._closed)
 
     def finish_closed(self, until: float, *, waits: bool) -> None:
         """Store turns that are over, until then on the monotonic clock. Those whose state is

@@ -77,6 +77,10 @@ class Sampler:
         self._listed_bias = tuple(settings.logit_bias.items())
         how = settings.repetition_penalty, settings.frequency_penalty, settings.presence_penalty
         self._penalties = Penalties(object(), *how, said=[], counts=self._counts) if self._penalises else None
+        self._choosing: dict[bool, Choosing] = {}
+        """How tokens are chosen, where that is always the same, by whether it goes on."""
+        if self._is_greedy and matcher is None:
+            self._choosing = {goes_on: self._greedily(goes_on, None) for goes_on in (False, True)}
 
     @property
     def takes_likeliest(self) -> bool:
@@ -90,16 +94,22 @@ class Sampler:
             return _LIKELIEST[goes_on]
         if not (draws and self._can_be_chosen) or self._forced:
             return None
+        if self._choosing:
+            return self._choosing[goes_on]
         try:
             mask = self._matcher.mask() if self._matcher else None
         except InvalidField:  # as `sample` will say, where it ends this sequence alone
             return None
         goes_on &= mask is None  # what may come next depends on what comes now
-        wanted = self._listed_bias, self._penalties, self._top_logprobs, mask
         if self._is_greedy:
-            return Choosing(goes_on, 0.0, 0, 1.0, 0.0, (0.0, 0.0), *wanted)
+            return self._greedily(goes_on, mask)
         how, uniforms = self._settings, (self._uniforms.peek(0), self._uniforms.peek(1))
+        wanted = self._listed_bias, self._penalties, self._top_logprobs, mask
         return Choosing(goes_on, how.temperature, max(how.top_k, 0), how.top_p, how.min_p, uniforms, *wanted)
+
+    def _greedily(self, goes_on: bool, mask: npt.NDArray[np.uint32] | None) -> Choosing:
+        wanted = self._listed_bias, self._penalties, self._top_logprobs, mask
+        return Choosing(goes_on, 0.0, 0, 1.0, 0.0, (0.0, 0.0), *wanted)
 
     def chose(self, token: int) -> None:
         """The engine has chosen."""

@@ -245,7 +245,7 @@ class Scheduler:
         active = self._slots.active
         can_act = bool(self._when_idle) and not active
         can_admit = self._endings.slot_freed and len(self._waiting) > 0
-        return can_act or can_admit or self._endings.has_closed or any(s.is_runnable for s in active)
+        return can_act or can_admit or self._endings.closed > 0 or any(s.is_runnable for s in active)
 
     def _take_commands(self, *, wait: bool) -> bool:
         """Obey everything in the inbox, waiting for a first command if asked to. False: stop."""

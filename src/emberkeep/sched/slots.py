@@ -47,12 +47,14 @@ class Slots:
         self._affinity = SlotAffinity(engine.capabilities.max_sequences, tracked)
         self._whole_only = engine.capabilities.kv_unit.has_snapshots
         self._by_slot: dict[int, Sequence] = {}
+        self._busy: list[Sequence] = []
+        """Those that are active, and some that were: asked for several times a step. Never changed, but replaced."""
         self.stuck: set[int] = set()
         """Slots that the engine could not empty. What is in there is not used."""
 
     @property
     def active(self) -> list[Sequence]:
-        return [s for s in list(self._by_slot.values()) if s.phase is not Phase.IDLE]
+        return [s for s in self._busy if s.phase is not Phase.IDLE]
 
     @property
     def idle(self) -> list[Sequence]:
@@ -109,6 +111,7 @@ class Slots:
 
     def occupy(self, sequence: Sequence) -> None:
         self._by_slot[sequence.slot] = sequence
+        self._busy = [*(s for s in self.active if s is not sequence), sequence]
         if len(self._by_slot) > 1:
             for each in self._by_slot.values():
                 each.had_neighbours = True
@@ -121,7 +124,8 @@ class Slots:
 
     def vacate(self, slot: int) -> None:
         """Forget whatever is in a slot, known or not. Never raises: see `stuck`."""
-        self._by_slot.pop(slot, None)
+        gone = self._by_slot.pop(slot, None)
+        self._busy = [s for s in self._busy if s is not gone]
         if not insist(lambda: self._engine.trim(slot, 0), f"emptying slot {slot}"):
             self.stuck.add(slot)
 
