@@ -48,7 +48,7 @@ class Slots:
         self._whole_only = engine.capabilities.kv_unit.has_snapshots
         self._by_slot: dict[int, Sequence] = {}
         self._busy: list[Sequence] = []
-        """Those that are active, and some that were: asked for several times a step. Never changed, but replaced."""
+        """Those that are active, and some that were: asked for several times a step. Replaced, never changed."""
         self.stuck: set[int] = set()
         """Slots that the engine could not empty. What is in there is not used."""
 
