@@ -13,7 +13,7 @@ from emberkeep.sched.sampling import Sampler
 from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.slots import WaitingQueue
 from emberkeep.types.request import Request
-from helpers.scheduling import GREEDY, Gate, Recorder, Rig, prompt_of, text
+from helpers.scheduling import ENDLESS, GREEDY, Gate, Recorder, Rig, prompt_of, text
 
 
 def sequence_of(user: str) -> Sequence:
@@ -228,3 +228,49 @@ def test_in_the_engine_a_first_request_waits_only_for_those_that_run(parallel: i
             recorder.wait()
     assert Counter(ended) == {"many": 50, "one": 1}
     assert ended.index("one") < 2 * parallel
+
+
+def test_who_waits_costs_no_step_time_while_no_slot_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    in_turn = WaitingQueue.in_turn
+    monkeypatch.setattr(
+        WaitingQueue, "in_turn", lambda self, running: looked.append(len(self)) or in_turn(self, running)
+    )
+    engine = FakeEngine(cells=1 << 15)
+    gate = Gate(engine)
+    with Rig(engine=engine, parallel=1) as rig:
+        recorders = [
+            rig.start(text(20, seed), sampling=ENDLESS, user=f"{seed}", max_new=40, closing=())
+            for seed in range(4)
+        ]
+        gate.reached()
+        gate.open()
+        for recorder in recorders:
+            recorder.wait()
+        assert rig.scheduler.counters.steps >= 160
+    assert len(looked) < 20
+
+
+@given(
+    waits=st.lists(st.tuples(st.integers(0, 9), st.none() | st.integers(0, 9), st.integers(0, 9)), max_size=12),
+)
+def test_deadlines_are_noticed_whoever_comes_and_leaves(waits: list[tuple[int, int | None, int]]) -> None:
+    """Each comes, leaves and has a deadline at some time; times are odd and even, so that none are the same."""
+    queue, told = WaitingQueue(), dict[Sequence, int]()
+    everyone = [(came, deadline, left, sequence_of("a")) for came, deadline, left in waits]
+    for _, deadline, _, sequence in everyone:
+        sequence.deadline = None if deadline is None else deadline
+    for now in range(12):
+        for came, _, _, sequence in everyone:
+            if came == now:
+                queue.add(sequence)
+        for sequence in queue.expired(now - 0.5):
+            told[sequence] = now
+            queue.remove(sequence)
+        for _, _, left, sequence in everyone:
+            if left == now:
+                queue.remove(sequence)
+    for came, deadline, left, sequence in everyone:
+        due = None if deadline is None else max(came, deadline + 1)
+        gone_first = left < (due or 0) and left >= came
+        assert told.get(sequence) == (None if due is None or gone_first else due)

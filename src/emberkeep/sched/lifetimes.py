@@ -135,8 +135,8 @@ class Beginnings:
 
     def admit(self) -> None:
         """Start waiting sequences in turn, passing over those for which waiting saves work."""
-        if not len(self._waiting):
-            return
+        if not len(self._waiting) or len(self._slots.active) >= self._parts.settings.parallel:
+            return  # looking at every user who waits would take as long as a step
         running = Counter(s.request.user for s in self._slots.active if s.output is not None)
         for sequence in self._waiting.in_turn(running):
             busy = self._slots.active

@@ -249,7 +249,8 @@ class Scheduler:
 
     def _take_commands(self, *, wait: bool) -> bool:
         """Obey everything in the inbox, waiting for a first command if asked to. False: stop."""
-        command = self._inbox.take(wait=wait, seconds=self._next_deadline() or self._gaps.patience)
+        seconds = (self._next_deadline() or self._gaps.patience) if wait else None
+        command = self._inbox.take(wait=wait, seconds=seconds)
         if command is None and wait and not self._is_busy():
             self._gaps.use()
         while command is not None:

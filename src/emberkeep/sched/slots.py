@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heapreplace
 from itertools import count
+from math import inf
 from time import monotonic
 
 from emberkeep.engine.base import Engine, Outcome
@@ -244,6 +245,8 @@ class WaitingQueue:
         """Users by how long they have waited since they came or were served, the longest first."""
         self._served: set[str] = set()
         """Users who had a sequence in the engine at the last `in_turn`, or got one in it."""
+        self._expires = inf
+        """No deadline of those that wait is earlier."""
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -286,6 +289,7 @@ class WaitingQueue:
     def add(self, sequence: Sequence) -> None:
         self._sequences[sequence] = None
         self._by_user.setdefault(sequence.request.user, {})[sequence] = None
+        self._expires = min(self._expires, _deadline(sequence))
 
     def remove(self, sequence: Sequence) -> None:
         """Does nothing for a sequence that is not waiting."""
@@ -308,14 +312,21 @@ class WaitingQueue:
         return coming.sequence.is_active and coming.sequence.computed < coming.tokens
 
     def expired(self, now: float) -> list[Sequence]:
-        return [
-            sequence for sequence in self._sequences if sequence.deadline is not None and now > sequence.deadline
-        ]
+        """Those whose time has run out since it was last asked."""
+        if now <= self._expires:
+            return []
+        expired = [sequence for sequence in self._sequences if now > _deadline(sequence)]
+        self._expires = min((end for end in map(_deadline, self._sequences) if end >= now), default=inf)
+        return expired
 
     def _send_back(self, users: set[str]) -> None:
         """Put `users`, who were just served, behind the others, who have waited longer."""
         for user in [user for user in self._by_user if user in users]:
             self._by_user[user] = self._by_user.pop(user)
+
+
+def _deadline(sequence: Sequence) -> float:
+    return inf if sequence.deadline is None else sequence.deadline
 
 
 # ── the latest requests ──
