@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import resource
@@ -13,10 +14,11 @@ from contextlib import ExitStack, suppress
 
 import httpx
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from emberkeep.config.settings import Config
 from emberkeep.server import http_server
-from emberkeep.server.middleware import Limits, affordable
+from emberkeep.server.middleware import Drain, Limits, RequestGate, affordable
 from emberkeep.types.events import TextDelta
 from helpers.scripted_server import HANG, WAIT_S, Running, ScriptedBackend, running, says
 from helpers.waiting import eventually
@@ -287,6 +289,31 @@ def test_bodies_together_have_a_limit() -> None:
 
 
 # ── many connections ──
+
+
+def test_of_requests_that_come_at_once_one_begins_at_a_time_and_others_go_on_in_between() -> None:
+    happened: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        happened.append("request")
+
+    async def stream() -> None:
+        while happened.count("request") < 5:
+            happened.append("token")
+            await asyncio.sleep(0)
+
+    async def crowd() -> None:
+        gate = RequestGate(app, Drain(), Limits())
+        scope = {"type": "http", "method": "GET", "path": CHAT, "headers": []}
+        requests = (gate(scope, nothing, nothing) for _ in range(5))
+        await asyncio.gather(stream(), *requests)
+
+    async def nothing(*_: object) -> Message:
+        return {}
+
+    asyncio.run(crowd())
+    assert "".join(happened).count("requestrequest") == 0
+    assert happened.count("request") == 5
 
 
 def test_connections_that_ask_nothing_give_way_and_the_log_says_so(

@@ -217,6 +217,7 @@ class RequestGate:
         self.drain = drain
         self.held_bytes = 0
         """What bodies take whose requests have not ended."""
+        self._door = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -231,6 +232,8 @@ class RequestGate:
     async def _run(self, scope: Scope, body: _Body, send: Send) -> None:
         self.drain.running += 1
         try:
+            async with self._door:  # of many that come at once one begins at a time, and streams go on in between
+                await asyncio.sleep(0)
             await self._app(scope, body.receive, send)
         except asyncio.CancelledError:
             # Only the end of the drain cancels a request: the client is owed a reason.
