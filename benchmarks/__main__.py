@@ -19,8 +19,8 @@ from emberkeep.cli.main import run
 _HERE = Path(__file__).parent
 OURS = (
     *("accuracy", "agents", "bits", "busy", "cluster", "crowd", "decoding", "doors", "endless", "gpu", "hf_turns"),
-    *("hosts", "limit", "memory", "miss", "rag", "replay", "shared", "speculation", "store", "swap", "trace"),
-    "watched",
+    *("hosts", "limit", "memory", "miss", "rag", "replay", "shared", "speculation", "store", "streams", "swap"),
+    *("trace", "watched"),
 )
 ALL = (
     "restart",

@@ -39,7 +39,7 @@ def test_sizes_beyond_the_trained_context_are_refused_before_anything_is_measure
 
 @SLOW
 @pytest.mark.parametrize(
-    "name", ["limit", "decoding", "watched", "shared", "miss", "doors", "bits", "store", "crowd"]
+    "name", ["limit", "decoding", "watched", "shared", "miss", "doors", "bits", "store", "crowd", "streams"]
 )
 def test_a_benchmark_that_needs_no_files_of_others_runs_and_reports(name: str, tmp_path: Path) -> None:
     model, data = tiny_gguf.dense(tmp_path / "tiny.gguf"), tmp_path / "data"

@@ -11,7 +11,8 @@ import pytest
 
 from emberkeep.errors import EngineError
 from emberkeep.server import stream
-from emberkeep.server.stream import ClientGone, Feed
+from emberkeep.server.middleware import Limits
+from emberkeep.server.stream import ClientGone, Feed, ReadTooSlowly
 from emberkeep.types.events import Accepted, Event, TextDelta
 from helpers.scripted_server import HANG, ScriptedBackend, says
 
@@ -80,6 +81,28 @@ def test_a_client_that_left_is_noticed_while_a_source_goes_on() -> None:
 
     with pytest.raises(ClientGone):
         asyncio.run(read())
+
+
+def test_who_does_not_read_in_time_gets_what_came_and_the_reason_and_its_work_stops() -> None:
+    stopped = asyncio.Event()
+
+    async def unread() -> AsyncIterator[Event]:
+        try:
+            async for event in endless():
+                yield event
+        finally:
+            stopped.set()
+
+    async def read() -> int:
+        limits = Limits(unsent_bytes=10_000, stalled_s=0.01)
+        async with Feed([unread()], stays, limits=limits) as feed:
+            await stopped.wait()
+            came = len(await feed.take())
+            with pytest.raises(ReadTooSlowly):
+                await feed.take()
+            return came
+
+    assert 10 < asyncio.run(read()) < 100
 
 
 # ── silence ──
