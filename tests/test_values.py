@@ -6,12 +6,12 @@ import copy
 import dataclasses
 import pickle
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, asdict, field, fields
+from dataclasses import FrozenInstanceError, asdict, field, fields, replace
 from typing import Any, ClassVar
 
 import pytest
 
-from emberkeep.values import dataclass, replace
+from emberkeep.values import dataclass
 
 made_lists = list[list[int]]()
 
@@ -198,16 +198,6 @@ def test_those_of_the_standard_library_extend_them_and_are_extended() -> None:
     assert (Wider(1, 2, 3).z, Wide(1, 2, 3).z, Wide(1) == Wide(1)) == (3, 3, True)
     with pytest.raises(FrozenInstanceError):
         Wide(1).z = 2  # type: ignore[misc]
-
-
-def test_a_copy_has_other_values_in_some_fields() -> None:
-    tags = [1]
-    assert (copied := replace(Point(1, 2, tags), y=3)) == Point(1, 3, tags)
-    assert copied.tags is tags
-    assert replace(Named(1, name="a"), name="b") == Named(1, name="b")
-    assert (replace(Counter(1), count=4).twice, replace(Alone(1), value=2)) == (8, Alone(2))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'z'"):
-        replace(Point(1), z=3)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("frozen", [True, False])

@@ -7,17 +7,14 @@ Here they share their methods, and `__init__` is compiled when the first instanc
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, FrozenInstanceError, fields
-from functools import cache
 from operator import attrgetter
 from reprlib import recursive_repr
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dataclasses import dataclass as dataclass
-    from dataclasses import replace as replace
 else:
 
     def dataclass(cls=None, /, **options):
@@ -27,10 +24,6 @@ else:
         if options.keys() - _OPTIONS:
             return dataclasses.dataclass(cls, **options)
         return _made(cls, **options)
-
-    def replace(one, /, **changes):
-        """As `dataclasses.replace`, in half of the time for those with slots."""
-        return (_replacing(one.__class__) or dataclasses.replace)(one, **changes)
 
 
 _OPTIONS = frozenset({"frozen", "slots", "eq", "repr", "kw_only"})
@@ -187,25 +180,3 @@ def _value(field: Field[Any], *, slots: bool) -> str:
     if field.init:
         return name
     return f"_default_{name}" if slots and field.default is not MISSING else ""
-
-
-# ── replace ──
-
-
-@cache
-def _replacing(made: type[Any]) -> Callable[..., Any] | None:
-    """A function that copies an instance with other values in some fields. None where one is more than what its
-    fields say, or has no slots."""
-    listed = fields(made)
-    members = {field.name: getattr(made, field.name, None) for field in listed if field.init}
-    is_plain = all(map(inspect.ismemberdescriptor, members.values())) and 0 < len(members) == len(listed)
-    if not is_plain or hasattr(made, "__post_init__"):
-        return None
-    namespace: dict[str, Any] = {"_blank": object.__new__, "_made": made, "_MISSING": MISSING}
-    namespace |= {f"_set_{name}": member.__set__ for name, member in members.items() if member}
-    lines = (f"_set_{name}(_new, _one.{name} if {name} is _MISSING else {name})" for name in members)
-    parameters = ", ".join(["_one", "/", "*", *(f"{name}=_MISSING" for name in members)])
-    source = "\n ".join([f"def replace({parameters}):", "_new = _blank(_made)", *lines, "return _new"])
-    exec(source, namespace)
-    replacing: Callable[..., Any] = namespace["replace"]
-    return replacing

@@ -6,7 +6,7 @@ HTTP and the library refuse the same, with the same words.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -49,7 +49,6 @@ from emberkeep.types.request import (
     ToolChoice,
     Ttl,
 )
-from emberkeep.values import replace
 
 # ── whose it is ──
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator
@@ -39,7 +40,6 @@ from emberkeep.types.request import (
     ToolChoice,
     Ttl,
 )
-from emberkeep.values import replace
 
 # ── what chats and completions share ──
 

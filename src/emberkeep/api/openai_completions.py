@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, PlainValidator
@@ -13,7 +14,6 @@ from emberkeep.api.kinds import ChoiceCount, TopLogprobs
 from emberkeep.api.openai_chat import ChatBody, GenerationBody
 from emberkeep.errors import InvalidField
 from emberkeep.types.request import Infill, Json, Request
-from emberkeep.values import replace
 
 USUAL_COMPLETION = 256
 """Tokens of a raw completion, unless it says: a model that was trained on texts only never ends one."""

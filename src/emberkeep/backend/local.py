@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Container
 from concurrent.futures import Future
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 
@@ -73,7 +74,7 @@ from emberkeep.types.events import (
 from emberkeep.types.lineage import Lineage
 from emberkeep.types.models import SpeculationStats, TimelineRecord
 from emberkeep.types.request import Json, ReasoningFormat, Request, Sampling
-from emberkeep.values import dataclass, replace
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.backend")
 

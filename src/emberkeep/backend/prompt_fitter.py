@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from time import monotonic
 from typing import TypeVar
 
@@ -20,7 +21,6 @@ from emberkeep.session.conversation import Conversation, Conversations
 from emberkeep.types.events import Fit, LookupRecord
 from emberkeep.types.lineage import Lineage
 from emberkeep.types.request import Json, Request
-from emberkeep.values import replace
 
 log = logging.getLogger("emberkeep.backend")
 

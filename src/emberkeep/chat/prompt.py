@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Sequence, Set
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from emberkeep.chat.infill import infill_text
@@ -30,7 +31,7 @@ from emberkeep.types.events import Admitted, Marked
 from emberkeep.types.lineage import EXACT, Lineage
 from emberkeep.types.models import Vocab
 from emberkeep.types.request import Breakpoint, Message, Request, Tool, Ttl
-from emberkeep.values import dataclass, replace
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:  # its library is loaded when a request wants it
     from emberkeep.chat.grammar import Constraint, Grammars

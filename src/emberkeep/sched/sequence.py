@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import islice
 from time import monotonic
 
@@ -32,7 +33,6 @@ from emberkeep.types.cache import Label
 from emberkeep.types.events import LookupRecord, Marked, Progress, Source
 from emberkeep.types.lineage import EXACT_BITS, Approximation, Lineage
 from emberkeep.types.request import Request
-from emberkeep.values import replace
 
 FAIR_SLICE = 128
 """Slices of 100 tokens and more give the same bits however a prompt is cut into them."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import replace
 from heapq import heapify, heappop, heapreplace
 from itertools import count
 from math import inf
@@ -26,7 +27,7 @@ from emberkeep.types.events import Source
 from emberkeep.types.lineage import Lineage
 from emberkeep.types.models import RequestState, TimelineRecord
 from emberkeep.types.request import Json
-from emberkeep.values import dataclass, replace
+from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.sched")
 

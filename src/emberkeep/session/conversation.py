@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import field
+from dataclasses import field, replace
 from functools import partial
 from time import perf_counter
 
@@ -21,7 +21,7 @@ from emberkeep.session.view import Gone, View, read_history
 from emberkeep.types.events import Fit
 from emberkeep.types.lineage import Lineage
 from emberkeep.types.request import Message, Request
-from emberkeep.values import dataclass, replace
+from emberkeep.values import dataclass
 
 _CLOSE_ENOUGH = 1.15
 """Times the target: turns are chosen by the length of their text, which gives their tokens only roughly."""

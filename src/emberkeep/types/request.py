@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from emberkeep.types.hygiene import NOT_TIDIED, Tidied
 from emberkeep.types.lineage import Approximation, Lineage
-from emberkeep.values import dataclass, replace
+from emberkeep.values import dataclass
 
 if TYPE_CHECKING:
     import numpy as np
