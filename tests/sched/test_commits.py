@@ -18,6 +18,7 @@ from emberkeep.engine.fake import FakeEngine, FakeVocab
 from emberkeep.errors import EngineError
 from emberkeep.kv.tree import Chunk, Made
 from emberkeep.sched.commits import Commits, RecentAnswers, StoredText
+from emberkeep.sched.sequence import Sequence
 from emberkeep.types.lineage import EXACT, Lineage
 from helpers.chance import examples
 from helpers.kv_building import check_ledger, chunks_of, exported, new_store, prompt, put
@@ -205,6 +206,30 @@ def test_answers_that_end_together_are_told_before_they_are_stored(tmp_path, mon
         assert_bytes_are_right(rig)
     assert events.index("stored") > events.index("told")
     assert events.count("stored") == events.count("told") == 4
+
+
+def test_a_turn_that_fails_when_it_is_over_is_not_stored(tmp_path, monkeypatch):
+    """Its slot is another's soon."""
+    begin, commit = Commits.begin_turn, Commits.commit_turn
+    begun: list[Sequence] = []
+    committed: list[Sequence] = []
+
+    def break_the_first(commits: Commits, sequence: Sequence) -> None:
+        begun.append(sequence)
+        if sequence is begun[0]:
+            raise RuntimeError("a bug")
+        begin(commits, sequence)
+
+    monkeypatch.setattr(Commits, "begin_turn", break_the_first)
+    monkeypatch.setattr(Commits, "commit_turn", lambda each, s: committed.append(s) or commit(each, s))
+    with Rig(tmp_path, DeviceEngine(), parallel=1) as rig:
+        prompts = [text(100, seed=seed) for seed in range(3)]
+        recorders = [rig.start(prompt) for prompt in prompts]
+        assert [recorder.answer for recorder in recorders] == [reference(prompt) for prompt in prompts]
+        rig.settle()
+        assert begun[0] not in committed
+        assert [stored(rig, prompt) == len(prompt) for prompt in prompts] == [False, True, True]
+        assert_bytes_are_right(rig)
 
 
 def test_the_next_turn_goes_on_where_one_is_still_to_be_stored(tmp_path):

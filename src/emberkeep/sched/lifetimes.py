@@ -285,17 +285,18 @@ class Endings:
         return len(self._closed)
 
     def finish_closed(self, until: float, *, waits: bool) -> None:
-        """Store turns that are over, until then on the monotonic clock. Those whose state is
-        still being copied are left for later, unless it `waits`."""
+        """Store turns that are over, until then on the monotonic clock. Those whose state is being copied are
+        left for later, unless it `waits`."""
         closed, self._closed = self._closed, []
         for sequence in closed:
-            if monotonic() < until:
+            # One goes on, however little time there is.
+            if sequence.is_active and (sequence is closed[0] or monotonic() < until):
                 with self.only(sequence):
                     self._commits.begin_turn(sequence)
         for sequence in closed:
-            if (waits or self._commits.is_copied(sequence)) and monotonic() < until:
-                with self.only(sequence):
-                    self._finish(sequence)
+            has_time = sequence is closed[0] or monotonic() < until
+            if has_time and (waits or self._commits.is_copied(sequence)):
+                self._finish_active(sequence)
             else:
                 self._closed.append(sequence)
 
@@ -303,6 +304,11 @@ class Endings:
         """If it only has to be stored, that is done."""
         if sequence in self._closed:
             self._closed.remove(sequence)
+            self._finish_active(sequence)
+
+    def _finish_active(self, sequence: Sequence) -> None:
+        """Unless it has failed since it was over: its slot may be another's."""
+        if sequence.is_active:
             with self.only(sequence):
                 self._finish(sequence)
 
