@@ -187,7 +187,7 @@ class Scheduler:
     def stats(self) -> dict[str, object]:
         active = self._slots.active
         return {
-            "active": len(active),
+            "active": len(active) - self._endings.closed,
             "waiting": len(self._waiting),
             "idle_sequences": len(self._slots.idle),
             "resident_tokens": sum(s.computed for s in [*active, *self._slots.idle]),
