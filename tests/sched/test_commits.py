@@ -232,6 +232,25 @@ def test_a_turn_that_fails_when_it_is_over_is_not_stored(tmp_path, monkeypatch):
         assert_bytes_are_right(rig)
 
 
+def test_who_waits_for_a_place_begins_beside_turns_that_are_only_to_be_stored(tmp_path, monkeypatch):
+    commit, committed, seen = Commits.commit_turn, [], []
+    monkeypatch.setattr(Commits, "commit_turn", lambda each, s: committed.append(s) or commit(each, s))
+    with Rig(tmp_path, engine := DeviceEngine(), parallel=1) as rig:
+        gate = Gate(engine)
+        first = rig.start(text(100, seed=1), closing=())
+        gate.reached()
+        second = rig.start(
+            text(100, seed=2), Recorder(then=lambda _: seen.append(len(committed)) or None), closing=()
+        )
+        gate.open()
+        assert first.answer == reference(text(100, seed=1))
+        assert second.answer == reference(text(100, seed=2))
+        rig.settle()
+        assert seen == [0]
+        assert len(committed) == 2
+        assert_bytes_are_right(rig)
+
+
 def test_the_next_turn_goes_on_where_one_is_still_to_be_stored(tmp_path):
     with Rig(tmp_path, DeviceEngine()) as rig:
         second = Recorder()

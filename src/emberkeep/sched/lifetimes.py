@@ -135,7 +135,7 @@ class Beginnings:
 
     def admit(self) -> None:
         """Start waiting sequences in turn, passing over those for which waiting saves work."""
-        if not len(self._waiting) or len(self._slots.active) >= self._parts.settings.parallel:
+        if not len(self._waiting) or self._is_full(self._slots.active):
             return  # looking at every user who waits would take as long as a step
         running = Counter(s.request.user for s in self._slots.active if s.output is not None)
         for sequence in self._waiting.in_turn(running):
@@ -188,12 +188,13 @@ class Beginnings:
             except Exception as error:
                 self._endings.refuse(sequence, error)
 
+    def _is_full(self, busy: list[Sequence]) -> bool:
+        """As many are computed as may be: turns that are only to be stored are not."""
+        return len(busy) - self._endings.closed >= self._parts.settings.parallel
+
     def _has_room(self, sequence: Sequence, busy: list[Sequence]) -> bool:
         settings, cells = self._parts.settings, self._parts.engine.capabilities.cells
-        if (
-            len(busy) - self._endings.closed >= settings.parallel
-            or sum(s.cells for s in busy) + sequence.cells > cells
-        ):
+        if self._is_full(busy) or sum(s.cells for s in busy) + sequence.cells > cells:
             return False
         if settings.memory is None or not busy:
             return True  # alone it fits: that is what admission looked at

@@ -64,9 +64,9 @@ class Transfer:
         self._gathers = memory.device.type == "cuda"
         """Whether payloads are put together on the device: elsewhere that is only one copy more."""
         self._packing = Packing(memory)
-        self.whole = self._size(chunk)
-        """Bytes of most payloads."""
-        self._payloads = PayloadMemory(self.whole)
+        self.whole = self._size(chunk) if self._gathers else 0
+        """Bytes of most payloads, where smaller ones pass through memory for those."""
+        self._payloads = PayloadMemory(self._size(chunk))
         self._stores, self._loads = SideStream(memory.device), SideStream(memory.device)
         self._outgoing, self._incoming = DeviceStaging(memory), DeviceStaging(memory)
         self._readings: deque[_Reading] = deque()
