@@ -93,7 +93,7 @@ class Device:
         array = np.zeros(1, np.int32)
         others = Rows(0, 0, np.zeros(self.BEFORE, np.int32), outputs=self.BEFORE)
         batch = [others, *(Rows(sequence, 9, array, 1, how) for sequence, how in enumerate(hows))]
-        told = self.adjusting.choose(batch, step, self.chosen, is_next=is_next)
+        told = self.adjusting.choose(batch, step, self.chosen, further=int(is_next))
         assert self.chosen[: self.BEFORE].tolist() == [-5] * self.BEFORE
         return ChosenTokens(
             self.chosen[self.BEFORE :].tolist(), [] if told is None else told[self.BEFORE :].tolist()
@@ -108,7 +108,7 @@ def scores(random: np.random.Generator, count: int, width: int) -> np.ndarray:
 
 
 def hows(samplers: list[Sampler]) -> list[Choosing]:
-    found = [sampler.choosing(goes_on=True, draws=True) for sampler in samplers]
+    found = [sampler.choosing(draws=True) for sampler in samplers]
     assert all(how is not None and how.is_adjusted for how in found)
     return found
 
@@ -179,7 +179,6 @@ def test_what_a_grammar_forbids_is_not_chosen(width: int) -> None:
     device, latest = Device(3, width), [1, 1, 1]
     for _ in range(5):
         logits, how = scores(random, 3, width), hows(told)
-        assert not any(one.goes_on for one in how)
         tokens = device.step(logits, latest, how).tokens
         assert tokens == [one.sample(row, PIECES)[0] for one, row in zip(expected, logits, strict=True)]
         for sampler, token in zip(told, tokens, strict=True):
@@ -191,7 +190,7 @@ def test_a_row_that_wants_nothing_more_is_left_as_it_was_chosen() -> None:
     device = Device(2, 300)
     logits = scores(np.random.default_rng(8), 2, 300)
     sampler = Sampler(Sampling(temperature=0.0), top_logprobs=0)
-    plain = Sampler(Sampling(temperature=0.0)).choosing(goes_on=True, draws=True)
+    plain = Sampler(Sampling(temperature=0.0)).choosing(draws=True)
     chosen = device.step(logits, [1, 1], [plain, *hows([sampler])])
     assert chosen.tokens == [-5, int(logits[1].argmax())]
 

@@ -46,8 +46,8 @@ def chosen(logits: np.ndarray, settings: list[Sampling], uniforms: list[float]) 
         bias = tuple(one.logit_bias.items())
         for place, (token, value) in enumerate(bias):
             ids[row, place], biases[row, place] = token, value
-        how = Choosing(True, one.temperature, one.top_k, one.top_p, one.min_p, (uniform, 0.0), bias)
-        numbers[row] = torch.tensor(numbers_of(how, row, is_next=False))
+        how = Choosing(one.temperature, one.top_k, one.top_p, one.min_p, [uniform].__getitem__, bias)
+        numbers[row] = torch.tensor(numbers_of(how, row, 0))
     out = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
     given = torch.from_numpy(logits.copy()).to(DEVICE)
     choose_tokens(given, numbers.to(DEVICE), ids.to(DEVICE), biases.to(DEVICE), out)

@@ -349,9 +349,9 @@ def test_penalties_logprobs_and_grammars_give_on_the_device_what_they_give_on_th
         sampler = Sampler(settings, EveryThird(engine.vocab.size) if has_grammar else None, top_logprobs=5)
         answer, were_ahead = [sampler.sample(fill(engine, 0, 20), pieces)], []
         for at in range(20, 40):
-            choosing = sampler.choosing(goes_on=True, draws=draws)
+            choosing = sampler.choosing(draws=draws)
             assert (choosing is not None) == draws
-            engine.evaluate([Rows(0, at, np.array([answer[-1][0]], np.int32), 1, choosing)])
+            engine.evaluate([Rows(0, at, np.array([answer[-1][0]], np.int32), 1, choosing, goes_on=30)])
             were_ahead.append(engine.is_ahead)
             if draws:
                 token = engine.likeliest(0)

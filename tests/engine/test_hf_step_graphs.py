@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="needs Triton")
 from transformers.models.llama import modeling_llama
 
 from emberkeep.engine.base import Choosing, Logprobs, Penalties, Rows
-from emberkeep.engine.hf import cuda_graphs
+from emberkeep.engine.hf import cuda_graphs, flights
 from emberkeep.engine.hf.cuda_graphs import StepGraphs
 from emberkeep.engine.hf.flights import Flights
 from emberkeep.engine.hf.fused_layers import fuse
@@ -237,41 +237,52 @@ def test_parts_are_compiled_for_such_steps_and_on_their_thread_only(
 class Talk:
     """Some sequences that go on by one token a step, launched ahead or not."""
 
-    def __init__(self, opened: Opened, *, goes_on: bool, frequency: float = 0.0, **how: object) -> None:
-        self.opened, self.flights = opened, Flights(8, lambda tables: True)
+    def __init__(self, opened: Opened, *, goes_on: int, frequency: float = 0.0, **how: object) -> None:
+        self.opened, self.flights = opened, Flights(8, lambda tables, counts: True)
         self.goes_on, self.frequency, self.how = goes_on, frequency, how
         self.penalties: dict[int, Penalties] = {}
         self.told: list[Logprobs] = []
         self.tables = {s: BlockTable([1 + 2 * s, 2 + 2 * s], 0) for s in range(3)}
         self.tokens: dict[int, list[int]] = {}
         self.were_ahead: list[bool] = []
+        self.steps: list[int] = []
+        """That the first of each batch took."""
 
     def begin(self, sequence: int, prompt: list[int]) -> Rows:
         self.tokens[sequence] = list(prompt)
-        self.tables[sequence].length = 0
-        self.flights.forget(sequence)
+        self.change(sequence, 0)
         self.penalties[sequence] = Penalties(object(), 1.0, self.frequency, 0.0, [], Counter())
         return Rows(sequence, 0, np.array(prompt, np.int32), 1)
 
-    def next_of(self, sequence: int, *, mask: np.ndarray | None = None) -> Rows:
-        tokens, goes_on = self.tokens[sequence], self.goes_on and mask is None
+    def change(self, sequence: int, length: int) -> None:
+        """As an engine does where a sequence is trimmed."""
+        self.tables[sequence].length = length
+        self.flights.forget(sequence)
+
+    def next_of(self, sequence: int, *, mask: np.ndarray | None = None, left: int | None = None) -> Rows:
+        tokens, goes_on = self.tokens[sequence], self.goes_on if left is None else min(left, self.goes_on)
         penalties = self.penalties[sequence] if self.frequency else None
-        choosing = Choosing(goes_on, uniforms=(0.3, 0.3), penalties=penalties, mask=mask, **self.how)
-        return Rows(sequence, len(tokens) - 1, np.array(tokens[-1:], np.int32), 1, choosing)
+        uniform = [0.1 + 0.8 * (7 * at % 10) / 10 for at in range(len(tokens), len(tokens) + 20)].__getitem__
+        choosing = Choosing(uniform=uniform, penalties=penalties, mask=mask, **self.how)
+        return Rows(sequence, len(tokens) - 1, np.array(tokens[-1:], np.int32), 1, choosing, goes_on)
 
     def step(self, *batch: Rows) -> None:
-        for rows in batch:
-            self.tables[rows.sequence].length = rows.start + len(rows.tokens)
+        known = self.flights.known(batch)
+        for index, rows in enumerate(batch):
+            further = known[index].steps - 1 if index in known else 0
+            self.tables[rows.sequence].length = rows.start + len(rows.tokens) + further
         self.were_ahead.append(self.flights.is_ahead)
         tables = [self.tables[rows.sequence] for rows in batch]
-        found, _ = self.flights.run(self.opened.graphs, list(batch), tables, lambda: None, may_run_ahead=True)
-        for rows, (chosen, place) in zip(batch, found, strict=True):
-            token = chosen.tokens[place]
-            self.tokens[rows.sequence].append(token)
-            self.penalties[rows.sequence].said.append(token)
-            self.penalties[rows.sequence].counts[token] += 1
+        graphs = self.opened.graphs
+        found, _ = self.flights.run(graphs, list(batch), tables, known, lambda: None, may_run_ahead=True)
+        self.steps.append(found[0].steps)
+        for rows, each in zip(batch, found, strict=True):
+            for token in each.chosen.tokens[each.first : each.first + each.steps]:
+                self.tokens[rows.sequence].append(token)
+                self.penalties[rows.sequence].said.append(token)
+                self.penalties[rows.sequence].counts[token] += 1
             if rows.choosing is not None and rows.choosing.top_logprobs is not None:
-                self.told.append(chosen.logprobs(place))
+                self.told.append(each.chosen.logprobs(each.first))
 
 
 HOW = [
@@ -285,7 +296,7 @@ HOW = [
 @pytest.mark.parametrize("how", HOW, ids=str)
 def test_what_is_launched_ahead_gives_the_same_tokens(opened: Opened, how: dict[str, object]) -> None:
     tokens, told = [], []
-    for goes_on in (False, True):
+    for goes_on in (0, 30):
         talk = Talk(opened, goes_on=goes_on, **how)
         talk.step(talk.begin(0, [40, 41, 42]), talk.begin(1, [50, 51]))
         for _ in range(4):
@@ -312,28 +323,89 @@ def test_nothing_is_launched_ahead_beside_a_row_that_has_a_mask(opened: Opened) 
     mask = np.zeros(16, np.uint32)
     mask[0] = 1 << 9
     tokens = []
-    for goes_on in (False, True):
+    for goes_on in (0, 30):
         talk = Talk(opened, goes_on=goes_on)
         talk.step(talk.begin(0, [40, 41, 42]), talk.begin(1, [50, 51]))
         for mask_now in (None, mask, mask, None):  # a grammar that begins and ends in the middle of an answer
             talk.step(talk.next_of(0), talk.next_of(1, mask=mask_now))
         tokens.append(talk.tokens)
-        assert talk.were_ahead == [False, False, goes_on, False, False]
-        assert talk.flights.is_ahead == goes_on
+        assert talk.were_ahead == [False, False, goes_on > 0, False, False]
+        assert talk.flights.is_ahead == (goes_on > 0)
     assert tokens[0] == tokens[1]
     assert tokens[0][1][4:6] == [9, 9]
 
 
 def test_what_was_launched_for_a_sequence_that_has_changed_does_not_count(opened: Opened) -> None:
-    talk = Talk(opened, goes_on=True)
+    talk = Talk(opened, goes_on=30)
     talk.step(talk.begin(0, [40, 41, 42]))
     talk.step(talk.next_of(0))
     *before, last = talk.tokens[0]
     talk.step(talk.begin(0, [43, 44, 45, 46][: len(before)]))  # as long, and another
     talk.tokens[0][-1] = last  # which goes on with the same token
-    afresh = Talk(opened, goes_on=False)
+    afresh = Talk(opened, goes_on=0)
     afresh.step(afresh.begin(0, talk.tokens[0][:-1]))
     afresh.tokens[0][-1] = last
     afresh.step(afresh.next_of(0))
     talk.step(talk.next_of(0))
     assert talk.tokens[0] == afresh.tokens[0]
+
+
+MANY_HOW = [{}, {"temperature": 1.5, "top_p": 0.9}, {"bias": ((7, 60.0),)}]
+
+
+@pytest.mark.parametrize("how", MANY_HOW, ids=str)
+def test_a_flight_of_many_sequences_takes_some_steps_and_gives_the_same_tokens(
+    opened: Opened, how: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flights, "_MANY", 2)
+    tokens = []
+    for goes_on in (0, 30):
+        talk = Talk(opened, goes_on=goes_on, **how)
+        prompts = {0: [40, 41, 42], 1: [50, 51], 2: [60]}
+        least, left = {0: 12, 1: 22, 2: 14}, {0: 30, 1: 22, 2: 9}
+        talk.step(*(talk.begin(s, prompt) for s, prompt in prompts.items()))
+        while running := [s for s in prompts if len(talk.tokens[s]) < len(prompts[s]) + left[s]]:
+            rest = {s: len(prompts[s]) + left[s] - len(talk.tokens[s]) - 1 for s in running}
+            talk.step(*(talk.next_of(s, left=rest[s]) for s in running))
+            if 0 in running and len(talk.tokens[0]) >= 3 + least[0]:  # it is stopped in the middle of a flight
+                del talk.tokens[0][3 + least[0] :], prompts[0]
+                talk.change(0, len(talk.tokens[0]))
+        assert [len(talk.tokens[s]) for s in (1, 2)] == [2 + left[1], 1 + left[2]]
+        if goes_on:
+            assert talk.steps[:4] == [1, 1, 4, 4]
+            assert talk.steps.count(1) > 3, "one alone takes one step a flight"
+        tokens.append(talk.tokens)
+    assert tokens[0] == tokens[1]
+
+
+def test_what_counts_penalties_takes_one_step_a_flight(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flights, "_MANY", 2)
+    tokens = []
+    for goes_on in (0, 30):
+        talk = Talk(opened, goes_on=goes_on, frequency=2.0)
+        talk.step(talk.begin(0, [40, 41, 42]), talk.begin(1, [50, 51]))
+        for _ in range(6):
+            talk.step(talk.next_of(0), talk.next_of(1))
+        assert talk.steps == [1] * 7
+        tokens.append(talk.tokens)
+    assert tokens[0] == tokens[1]
+
+
+def test_a_newcomer_beside_a_flight_of_some_steps_has_a_step_of_its_own(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flights, "_MANY", 2)
+    talk = Talk(opened, goes_on=30)
+    talk.step(talk.begin(0, [40, 41, 42]), talk.begin(1, [50, 51]))
+    talk.step(talk.next_of(0), talk.next_of(1))
+    talk.step(talk.next_of(0), talk.next_of(1), talk.begin(2, [60, 61]))
+    assert [len(talk.tokens[s]) for s in range(3)] == [3 + 2 + 4, 2 + 2 + 4, 2 + 1]
+    assert not talk.flights.is_ahead
+    alone = Talk(opened, goes_on=0)
+    alone.step(alone.begin(0, [40, 41, 42]), alone.begin(1, [50, 51]))
+    for _ in range(5):
+        alone.step(alone.next_of(0), alone.next_of(1))
+    alone.step(alone.begin(2, [60, 61]))
+    assert talk.tokens == alone.tokens

@@ -201,7 +201,7 @@ def test_an_engine_chooses_what_it_can_be_told_of():
     greedy = Sampling(temperature=0)
 
     def choosing(settings: Sampling, **more) -> Choosing | None:
-        return Sampler(settings, **more).choosing(goes_on=True, draws=True)
+        return Sampler(settings, **more).choosing(draws=True)
 
     assert choosing(replace(greedy, frequency_penalty=0.5, presence_penalty=0.25)).penalties.frequency == 0.5
     assert choosing(PLAIN).penalties is None
@@ -211,8 +211,19 @@ def test_an_engine_chooses_what_it_can_be_told_of():
     assert choosing(replace(PLAIN, typical_p=0.5)) is None
     masked = choosing(PLAIN, matcher=Only(1, 2))
     assert masked.mask.tolist() == [6]
-    assert not masked.goes_on, "what is allowed next depends on what is chosen"
-    assert Sampler(PLAIN, Only(1)).choosing(goes_on=True, draws=False) is None
+    assert Sampler(PLAIN, Only(1)).choosing(draws=False) is None
+
+
+def test_an_engine_is_told_the_random_numbers_of_the_tokens_to_come():
+    sampler, other = Sampler(PLAIN), Sampler(PLAIN)
+    how = sampler.choosing(draws=True)
+    ahead = [how.uniform(further) for further in range(4)]
+    assert len(set(ahead)) == 4
+    for _ in range(2):
+        sampler.chose(1)
+    assert [sampler.choosing(draws=True).uniform(further) for further in range(2)] == ahead[2:]
+    assert [other.sample(LOGITS, PIECES) for _ in range(3)]  # who draws by itself takes the same ones
+    assert other.choosing(draws=True).uniform(0) == ahead[3]
 
 
 def test_a_grammar_that_takes_too_much_work_fails_where_tokens_are_sampled():
@@ -221,7 +232,7 @@ def test_a_grammar_that_takes_too_much_work_fails_where_tokens_are_sampled():
             raise InvalidField("tools", "is too complex to follow: make it simpler.")
 
     sampler = Sampler(PLAIN, Complex())
-    assert sampler.choosing(goes_on=True, draws=True) is None
+    assert sampler.choosing(draws=True) is None
     with pytest.raises(InvalidField):
         sampler.sample(LOGITS, PIECES)
 
@@ -235,7 +246,7 @@ def test_a_token_that_an_engine_chose_counts_as_one_that_was_sampled():
             by_engine.chose(token)
         else:
             assert by_engine.sample(LOGITS, PIECES)[0] == token
-    penalties = by_engine.choosing(goes_on=True, draws=True).penalties
+    penalties = by_engine.choosing(draws=True).penalties
     assert penalties.said == by_host._matcher.seen == by_engine._matcher.seen
     assert penalties.counts == Counter(penalties.said)
 

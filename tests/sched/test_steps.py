@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from emberkeep.engine.base import Rows
+from emberkeep.engine.base import Outcome, Rows
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
 from emberkeep.kv.policy import Rate
@@ -157,6 +157,54 @@ def test_an_engine_that_chooses_tells_the_tokens_and_logprobs_that_are_sampled_e
             told.append((recorder.wait().answer, recorder.logprobs))
     assert told[0] == told[1]
     assert len(told[0][1]) == len(told[0][0]) > 5
+
+
+class GoingOn(Choosing):
+    """Takes up to four steps at once."""
+
+    def evaluate(self, batch):
+        outcome = super().evaluate(batch)
+        self.chosen = {}
+        if outcome is Outcome.DONE:
+            for index, rows in enumerate(batch):
+                if rows.choosing is not None and rows.goes_on:
+                    self.chosen[index] = [super().likeliest(index)]
+            latest = self._latest
+            for index, tokens in self.chosen.items():
+                rows = batch[index]
+                for _ in range(min(rows.goes_on, 3)):
+                    start, token = rows.start + len(tokens), np.array(tokens[-1:], np.int32)
+                    FakeEngine.evaluate(self, [Rows(rows.sequence, start, token, 1)])
+                    tokens.append(int(self.logits(0).argmax()))
+            self._latest = latest
+        return outcome
+
+    def likeliest(self, index, row=0):
+        return self.chosen[index][row] if index in self.chosen else super().likeliest(index, row)
+
+    def went_on(self, index):
+        return self.chosen.get(index, [0])[:-1]
+
+
+@pytest.mark.parametrize("stop", [99, 3, 6])
+@pytest.mark.parametrize("max_new", [1, 2, 9, 30])
+def test_an_engine_that_goes_on_by_itself_gives_the_same_answers_and_state(max_new, stop):
+    """`stop`: one is over after so many tokens, in the middle of what the engine went on with; one of them is no
+    part of the answer."""
+    found = []
+    for engine in (FakeEngine(), GoingOn()):
+        with Rig(engine=engine) as rig:
+            stopped = Recorder(lambda tokens: stop - 1 if len(tokens) == stop else None)
+            prompts, other = (PROMPT[:40], PROMPT[7:]), Recorder()
+            running = [rig.sequence(p, r, max_new=max_new) for p, r in zip(prompts, (stopped, other), strict=True)]
+            for sequence in running:
+                rig.scheduler.submit(sequence)
+            answers = [recorder.answer for recorder in (stopped, other)]
+            rig.settle()
+            evaluated = [sequence.computed for sequence in running]
+            again = rig.run(PROMPT[:40] + answers[0], max_new=5)  # goes on from the state that was left
+            found.append((answers, evaluated, again.answer, again.lookup.cached_tokens))
+    assert found[0] == found[1]
 
 
 # ── which tokens the next step evaluates ──

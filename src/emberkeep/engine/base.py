@@ -112,14 +112,12 @@ class Choosing:
     """How the token after a row is chosen where the logits are, as `sched/sampling` does it: the likeliest, or one
     drawn."""
 
-    goes_on: bool
-    """The next step will most likely have this sequence alone with that token, so it may begin at once."""
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    uniforms: tuple[float, float] = (0.0, 0.0)
-    """The random numbers for this token and for the one after it."""
+    uniform: Callable[[int], float] = lambda further: 0.0
+    """The random number for this token, or for one so many further on."""
     bias: Bias = ()
     penalties: Penalties | None = None
     top_logprobs: int | None = None
@@ -149,6 +147,9 @@ class Rows:
     where the last tokens are a draft of which it is not known yet whether it is accepted."""
     choosing: Choosing | None = None
     """None: who looks at the logits chooses the next token. Else nobody looks at them."""
+    goes_on: int = 0
+    """So many of the next steps, at most, will most likely have this sequence with nothing but the token that was
+    chosen, so they may begin at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +279,7 @@ class Engine(Protocol):
         """None for a model that has none to choose from."""
 
     def evaluate(self, batch: Sequence[Rows]) -> Outcome:
-        """Extend each named sequence. Blocks for one step.
+        """Extend each named sequence. Blocks for one step, or for some where it went on by itself.
 
         Raises EngineError. Then positions before each `rows.start` are as they were if all state is by range; what
         follows them, and everything where there are snapshots, is unknown until it is trimmed.
@@ -301,6 +302,12 @@ class Engine(Protocol):
         by number. None for an engine that never draws."""
 
     @property
+    def went_on(self) -> Callable[[int], list[int]] | None:
+        """With which tokens the latest `evaluate` went on by itself, by the index in its batch: it chose and
+        evaluated each of them, and `likeliest` knows the one after them, too. None for an engine that never
+        draws."""
+
+    @property
     def draws(self) -> bool:
         """Whether it chooses tokens as `Choosing` says; else only the likeliest ones, without a bias."""
 
@@ -310,8 +317,8 @@ class Engine(Protocol):
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the step after the latest one is under way: what it computes is taken where the next `evaluate`
-        has the same rows, and is lost where it has not."""
+        """Whether the steps after the latest one are under way: what they compute is taken where the next
+        `evaluate` has the same rows, and is lost where it has not."""
 
     def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> KvExport:
         """Copies of the state between consecutive positions of `borders`, as it is now: whatever becomes of the

@@ -218,7 +218,7 @@ class FakeEngine:
 
     draws = is_ahead = False
     meanwhile: Callable[[], None] = staticmethod(lambda: None)
-    logprobs = None
+    logprobs = went_on = None
 
     def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> Exported:
         state = self._state(sequence)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -29,7 +30,7 @@ GREEDY_BELOW = 1e-6
 _FORBIDDEN = np.float32(-np.inf)
 _WINDOWS = (4.0, 8.0, 16.0, 32.0)
 """Distances below the highest logit in which candidates are looked for before the whole vocabulary is sorted."""
-_LIKELIEST = (Choosing(goes_on=False), Choosing(goes_on=True))
+_LIKELIEST = Choosing()
 _BLOCK = 64
 """The highest of all logits is looked for among the highest of every so many."""
 
@@ -74,42 +75,38 @@ class Sampler:
         self._is_plain = matcher is None and not len(self._bias) and top_logprobs is None
         is_short = len(self._bias) <= MOST_BIASED and (top_logprobs or 0) <= MOST_TOLD
         self._can_be_chosen = is_short and settings.typical_p >= 1
-        self._listed_bias = tuple(settings.logit_bias.items())
+        bias = tuple(settings.logit_bias.items())
         how = settings.repetition_penalty, settings.frequency_penalty, settings.presence_penalty
         self._penalties = Penalties(object(), *how, said=[], counts=self._counts) if self._penalises else None
-        self._choosing: dict[bool, Choosing] = {}
-        """How tokens are chosen, where that is always the same, by whether it goes on."""
-        if self._is_greedy and matcher is None:
-            self._choosing = {goes_on: self._greedily(goes_on, None) for goes_on in (False, True)}
+        self._choosing = Choosing(
+            0.0 if self._is_greedy else settings.temperature,
+            max(settings.top_k, 0),
+            settings.top_p,
+            settings.min_p,
+            self._uniforms.peek,
+            bias,
+            self._penalties,
+            top_logprobs,
+        )
 
     @property
     def takes_likeliest(self) -> bool:
         """Whether the next token is the one with the highest logits, and nothing else of them is wanted."""
         return self._is_greedy and self._is_plain and not self._penalises and not self._forced
 
-    def choosing(self, *, goes_on: bool, draws: bool) -> Choosing | None:
+    def choosing(self, *, draws: bool) -> Choosing | None:
         """How an engine, which `draws` or knows only the likeliest, chooses the next token; `chose` is called
         then. None: it cannot."""
         if self.takes_likeliest:
-            return _LIKELIEST[goes_on]
+            return _LIKELIEST
         if not (draws and self._can_be_chosen) or self._forced:
             return None
-        if self._choosing:
-            return self._choosing[goes_on]
+        if self._matcher is None:
+            return self._choosing
         try:
-            mask = self._matcher.mask() if self._matcher else None
+            return replace(self._choosing, mask=self._matcher.mask())
         except InvalidField:  # as `sample` will say, where it ends this sequence alone
             return None
-        goes_on &= mask is None  # what may come next depends on what comes now
-        if self._is_greedy:
-            return self._greedily(goes_on, mask)
-        how, uniforms = self._settings, (self._uniforms.peek(0), self._uniforms.peek(1))
-        wanted = self._listed_bias, self._penalties, self._top_logprobs, mask
-        return Choosing(goes_on, how.temperature, max(how.top_k, 0), how.top_p, how.min_p, uniforms, *wanted)
-
-    def _greedily(self, goes_on: bool, mask: npt.NDArray[np.uint32] | None) -> Choosing:
-        wanted = self._listed_bias, self._penalties, self._top_logprobs, mask
-        return Choosing(goes_on, 0.0, 0, 1.0, 0.0, (0.0, 0.0), *wanted)
 
     def chose(self, token: int) -> None:
         """The engine has chosen."""

@@ -323,12 +323,6 @@ class Sequence:
             made = Made.WIDE | Made.REPRODUCIBLE if is_alone else Made.WIDE
         self.holds(self.computed + count, made)
 
-    def accept(self, drafted: int, accepted: int) -> None:
-        """The first `accepted` of so many drafted tokens, evaluated after its last one, were sampled, too."""
-        self.drafted_tokens += drafted
-        self.accepted_tokens += accepted
-        self.holds(self.computed + accepted, Made.NARROW)
-
     def holds(self, end: int, made: Made) -> None:
         """What it had not of the positions up to `end` is there now."""
         self.shapes.computed(self.computed, end, made)

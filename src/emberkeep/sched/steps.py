@@ -14,6 +14,7 @@ from emberkeep.chat.prompt import Prompt
 from emberkeep.engine.base import Outcome, Rows
 from emberkeep.errors import EngineError
 from emberkeep.kv.policy import Rate
+from emberkeep.kv.tree import Made
 from emberkeep.sched.drafts import Chosen
 from emberkeep.sched.lifetimes import Endings, SchedulerParts
 from emberkeep.sched.sampling import tell
@@ -208,16 +209,18 @@ class Steps:
     def _sample(self, planned: Planned, index: int) -> None:
         """The next token, and as many more as were drafted rightly: each is what plain decoding would sample."""
         sequence, end = planned.sequence, None
-        draft = planned.rows.tokens[1:].tolist() if planned.draft else []
-        for row, drafted in enumerate([*draft, None]):
+        evaluated = planned.rows.tokens[1:].tolist() if planned.draft else self._went_on(planned, index)
+        for row, following in enumerate([*evaluated, None]):
             token, logprob = self._choose(planned, index, row)
             end = self._take(sequence, token, logprob)
-            if end is not None or token != drafted:
+            if end is not None or token != following:
                 break
+        sequence.holds(sequence.computed + row, Made.NARROW)
+        if row < len(evaluated):
+            self._engine.trim(sequence.slot, sequence.computed)
         if planned.draft:
-            sequence.accept(planned.draft.count, accepted=row)
-            if row < planned.draft.count:
-                self._engine.trim(sequence.slot, sequence.computed)
+            sequence.drafted_tokens += planned.draft.count
+            sequence.accepted_tokens += row
             self._speculation.settle(sequence, planned.draft, accepted=row)
         assert sequence.output is not None
         if end is EndReason.LENGTH and sequence.output.full():
@@ -226,6 +229,14 @@ class Steps:
             self._stop(sequence)
         elif end is not None:
             self._endings.end(sequence, end)
+
+    def _went_on(self, planned: Planned, index: int) -> list[int]:
+        """With which tokens the engine went on by itself."""
+        if planned.rows.choosing is None or self._engine.went_on is None:
+            return []
+        tokens = self._engine.went_on(index)
+        self._counters.evaluated_tokens += len(tokens)
+        return tokens
 
     def _choose(self, planned: Planned, index: int, row: int) -> tuple[int, TokenLogprob | None]:
         sampler = planned.sequence.sampler
@@ -419,8 +430,8 @@ def _divide(active: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
 def _decoding(sequence: Sequence, draft: Chosen | None, *, may_go_on: bool, draws: bool) -> Planned:
     tokens, outputs = sequence.next_slice(1)
     if draft is None or not outputs:
-        goes_on = may_go_on and sequence.sampled_count + 1 < sequence.max_new
-        choosing = sequence.sampler.choosing(goes_on=goes_on, draws=draws) if outputs else None
-        return Planned(sequence, Rows(sequence.slot, sequence.computed, tokens, outputs, choosing))
+        goes_on = sequence.max_new - sequence.sampled_count - 1 if may_go_on else 0
+        choosing = sequence.sampler.choosing(draws=draws) if outputs else None
+        return Planned(sequence, Rows(sequence.slot, sequence.computed, tokens, outputs, choosing, goes_on))
     tokens = np.concatenate([tokens, draft.draft.tokens[: draft.count]])
     return Planned(sequence, Rows(sequence.slot, sequence.computed, tokens, 1 + draft.count), draft)

@@ -168,16 +168,16 @@ class Adjusting:
         self._counts = _Counts(sequences, width, device)
         self._changed = torch.empty((sequences, width), dtype=torch.float32, device=device)
         self._told = torch.zeros((outputs, _TOLD), dtype=torch.float64, device=device)
-        # As many as `StepBatch` has, for the same reason.
+        # One is filled while the two latest steps may still have to copy from theirs.
         self._hosts = cycle([_HostInputs(sequences, words) for _ in range(3)])
         self._numbers = torch.zeros((sequences, _NUMBERS), dtype=torch.float64, device=device)
         self._masks = torch.zeros((sequences, words), dtype=torch.int32, device=device)
 
     def choose(
-        self, batch: Sequence[Rows], step: StepBatch, chosen: torch.Tensor, *, is_next: bool
+        self, batch: Sequence[Rows], step: StepBatch, chosen: torch.Tensor, further: int
     ) -> torch.Tensor | None:
-        """Choose the tokens of such rows of a step that was launched; None where none of them tells anything. Does
-        not wait."""
+        """Choose the tokens of such rows of a step that was launched, so many tokens (one at most) `further`; None
+        where none of them tells anything. Does not wait."""
         host, places, masks = next(self._hosts), 0, 0
         numbers, host_masks, output, tells = host.numbers.numpy(), host.masks.numpy(), 0, False
         for rows in batch:
@@ -187,7 +187,7 @@ class Adjusting:
                 if how.mask is not None:
                     mask, masks = masks, masks + 1
                     _put_mask(host_masks[mask], how.mask)
-                numbers[places] = self._numbers_of(how, rows.sequence, output, mask, is_next=is_next)
+                numbers[places] = self._numbers_of(how, rows.sequence, output, mask, further)
                 tells |= how.top_logprobs is not None
                 places += 1
             output += rows.outputs
@@ -197,16 +197,14 @@ class Adjusting:
         self._launch(places, step, chosen)
         return self._told[:output] if tells else None
 
-    def _numbers_of(
-        self, how: Choosing, sequence: int, output: int, mask: int, *, is_next: bool
-    ) -> Sequence[float]:
+    def _numbers_of(self, how: Choosing, sequence: int, output: int, mask: int, further: int) -> Sequence[float]:
         self._biases.show(sequence, how.bias)
         told = -1 if how.top_logprobs is None else how.top_logprobs
         counts: tuple[float, ...] = (-1, 1, 0, 0, -1, 0, 0)
         if (each := how.penalties) is not None:
             latest = self._counts.show(sequence, each)
-            counts = (sequence, each.repetition, each.frequency, each.presence, *latest, is_next)
-        return (*numbers_of(how, sequence, is_next=is_next), output, *counts, told, mask)
+            counts = (sequence, each.repetition, each.frequency, each.presence, *latest, further > 0)
+        return (*numbers_of(how, sequence, further), output, *counts, told, mask)
 
     def _launch(self, rows: int, step: StepBatch, chosen: torch.Tensor) -> None:
         width = self._logits.shape[1]

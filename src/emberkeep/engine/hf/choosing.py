@@ -205,7 +205,8 @@ def choose_tokens(
     )
 
 
-def numbers_of(choosing: Choosing, biases: int, *, is_next: bool) -> Sequence[float]:
-    """What the kernel is told. `biases`: their row; `is_next`: of the token after the one that comes now."""
+def numbers_of(choosing: Choosing, biases: int, further: int) -> Sequence[float]:
+    """What the kernel is told. `biases`: their row; `further`: so many tokens after the one that comes now."""
     how = choosing
-    return (how.temperature, how.top_k, how.top_p, how.min_p, how.uniforms[is_next], biases if how.bias else -1)
+    uniform = how.uniform(further) if how.temperature else 0.0
+    return (how.temperature, how.top_k, how.top_p, how.min_p, uniform, biases if how.bias else -1)

@@ -86,14 +86,14 @@ class StepGraphs:
             self._compute(self._sized(self._size(largest.rows)).batch)
 
     def run(
-        self, batch: Sequence[Rows], tables: Sequence[BlockTable], sources: Sequence[int] = ()
+        self, batch: Sequence[Rows], tables: Sequence[BlockTable], sources: Sequence[int] = (), further: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Logits of every row that wants them, in float32, the tokens that were chosen, and what rows tell, if any
         do: valid until the next call. Does not wait. See `StepBatch.fill`."""
         count, outputs = sum(len(rows.tokens) for rows in batch), sum(rows.outputs for rows in batch)
         rows = self._rows[bisect_left(self._rows, count)]
         decodes = rows > FEW_TOKENS and count == len(batch)
-        told = self._run(self._sized(self._size(rows, decodes=decodes)), batch, tables, sources)
+        told = self._run(self._sized(self._size(rows, decodes=decodes)), batch, tables, sources, further)
         assert self._logits is not None
         return self._logits[:outputs], self._chosen[:outputs], told
 
@@ -150,8 +150,9 @@ class StepGraphs:
         batch: Sequence[Rows],
         tables: Sequence[BlockTable],
         sources: Sequence[int] = (),
+        further: int = 0,
     ) -> torch.Tensor | None:
-        step.batch.fill(batch, tables, sources)
+        step.batch.fill(batch, tables, sources, further)
         if step.graph is None:
             self._compute(step.batch)
         else:
@@ -164,7 +165,7 @@ class StepGraphs:
         if self._adjusting is None:
             assert self._logits is not None
             self._adjusting = Adjusting(self._logits, self._largest.sequences, self._biases)
-        return self._adjusting.choose(batch, step.batch, self._chosen, is_next=bool(sources))
+        return self._adjusting.choose(batch, step.batch, self._chosen, further)
 
     def _compute(self, batch: StepBatch) -> None:
         """Launch the kernels of a step, or record them."""
@@ -205,7 +206,7 @@ class StepGraphs:
         blocks = -(-count // BLOCK)
         places = [BlockTable(array("i", range(first, first + blocks)), count) for first in (1, 1 + half)]
         # So that it is compiled now what is launched behind some steps.
-        choosing = Choosing(goes_on=False, top_logprobs=0)
+        choosing = Choosing(top_logprobs=0)
         return [Rows(0, 0, np.arange(count, dtype=np.int32) % _TRIAL_TOKENS, 1, choosing)], places
 
     def _bits(self) -> torch.Tensor:

@@ -36,7 +36,7 @@ from emberkeep.engine.hf.model_loader import HfModel, HfSettings, fingerprint
 from emberkeep.engine.hf.network import Network, Tiers, learn
 from emberkeep.engine.hf.own_steps import OwnSteps, run_by_model
 from emberkeep.engine.hf.pool import BLOCK, BlockPool, BlockTable, KvMemory
-from emberkeep.engine.hf.staging import ChosenTokens, DeviceExport, HostLogits, Mark, translate_errors
+from emberkeep.engine.hf.staging import ChosenTokens, DeviceExport, Found, HostLogits, Mark, translate_errors
 from emberkeep.engine.hf.transfer import Transfer
 from emberkeep.engine.step_table import IdleSteps
 from emberkeep.errors import EngineError
@@ -78,9 +78,8 @@ class HfEngine:
         self._loading: dict[int, Mark] = {}
         """When the state of a sequence is there that the device was told to load."""
         self._outputs = HostLogits(self._network.device, settings.sequences + DRAFT_ROWS, model.vocab.size)
-        self._found: list[tuple[ChosenTokens | None, int]] = []
-        """For each of the latest batch's rows, what was chosen, where anything was, and the place of its first
-        output."""
+        self._found: list[Found] = []
+        """For each of the latest batch."""
         self.capabilities = Capabilities(
             kv_unit=KvUnit.RANGE,
             can_shift=self._rotations is not None,
@@ -127,14 +126,18 @@ class HfEngine:
             if table.length != rows.start:
                 raise EngineError(f"Sequence {rows.sequence} cannot go on at {rows.start}.")
         self._settle(*(rows.sequence for rows in batch))
-        with self._grow(tables, [rows.start + len(rows.tokens) for rows in batch]) as has_room:
+        graphs, flights = self._steps.graphs, self._steps.flights if self.draws else None
+        known = flights.known(batch) if flights else {}
+        ends = [rows.start + len(rows.tokens) for rows in batch]
+        for index, ahead in known.items():
+            ends[index] += ahead.steps - 1
+        with self._grow(tables, ends) as has_room:
             if not has_room:
                 return Outcome.NO_ROOM
             self._found = []
-            graphs, flights = self._steps.graphs, self._steps.flights
-            if graphs and flights and self.draws:
-                ahead = self._stream is None and self.experts is None
-                self._found, logits = flights.run(graphs, batch, tables, self.meanwhile, may_run_ahead=ahead)
+            if graphs and flights:
+                may = self._stream is None and self.experts is None
+                self._found, logits = flights.run(graphs, batch, tables, known, self.meanwhile, may_run_ahead=may)
                 self._outputs.take(logits)
             else:
                 self._take_logits(self._run(batch, tables), [rows.outputs for rows in batch])
@@ -149,7 +152,7 @@ class HfEngine:
         """`outputs`: how many rows of `logits` each of the batch has. Blocks until they are computed."""
         chosen = ChosenTokens(logits.argmax(-1).tolist()) if logits.device.type == "cuda" else None
         self._outputs.take(logits)
-        self._found = [(chosen, first) for first in accumulate(outputs[:-1], initial=0)]
+        self._found = [Found(chosen, first) for first in accumulate(outputs[:-1], initial=0)]
 
     def _count_experts(self) -> None:
         """Count the experts of a step that is over."""
@@ -157,17 +160,25 @@ class HfEngine:
             self.experts.step_done()
 
     def logits(self, index: int, row: int = 0) -> Logits:
-        taken: Logits = self._outputs.rows()[self._found[index][1] + row]
+        taken: Logits = self._outputs.rows()[self._found[index].first + row]
         return taken
 
     def likeliest(self, index: int, row: int = 0) -> int:
-        chosen, first = self._found[index]
-        return int(self.logits(index, row).argmax()) if chosen is None else chosen.tokens[first + row]
+        found = self._found[index]
+        if found.chosen is None:
+            return int(self.logits(index, row).argmax())
+        return found.chosen.tokens[found.first + row]
 
     def logprobs(self, index: int, row: int) -> Logprobs:
-        chosen, first = self._found[index]
-        assert chosen is not None
-        return chosen.logprobs(first + row)
+        found = self._found[index]
+        assert found.chosen is not None
+        return found.chosen.logprobs(found.first + row)
+
+    def went_on(self, index: int) -> list[int]:
+        found = self._found[index]
+        if found.chosen is None or found.steps == 1:
+            return []
+        return found.chosen.tokens[found.first : found.first + found.steps - 1]
 
     @property
     def draws(self) -> bool:
@@ -177,11 +188,12 @@ class HfEngine:
     def is_ahead(self) -> bool:
         return self._steps.flights is not None and self._steps.flights.is_ahead
 
-    def reserve(self, tables: Sequence[BlockTable]) -> bool:
-        """Room for one more token of each."""
-        if any(table.length >= self.capabilities.context for table in tables):
+    def reserve(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> bool:
+        """Room for so many more tokens of each."""
+        context = self.capabilities.context
+        if any(table.length + count > context for table, count in zip(tables, counts, strict=True)):
             return False
-        copies = self._pool.reserve(tables)
+        copies = self._pool.reserve(tables, counts)
         if copies:
             self._transfer.before_overwriting([copy.source for copy in copies])
             self._memory.copy(copies)

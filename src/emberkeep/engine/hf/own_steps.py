@@ -55,8 +55,8 @@ class SteppedEngine(Stepper, Protocol):
     def empty(self) -> None:
         """Forget every sequence."""
 
-    def reserve(self, tables: Sequence[BlockTable]) -> bool:
-        """Room for one more token of each; False: there is none."""
+    def reserve(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> bool:
+        """Room for so many more tokens of each; False: there is none."""
 
 
 class OwnSteps:

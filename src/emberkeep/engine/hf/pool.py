@@ -144,12 +144,13 @@ class BlockPool:
             table.length = end
         return copies
 
-    def reserve(self, tables: Sequence[BlockTable]) -> list[Copy] | None:
-        """As `grow_all`, for one more cell of each, which is not in use yet."""
-        copies = self.grow_all(tables, [table.length + 1 for table in tables])
+    def reserve(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> list[Copy] | None:
+        """As `grow_all`, for so many more cells of each, which are not in use yet."""
+        lengths = [table.length for table in tables]
+        copies = self.grow_all(tables, [length + more for length, more in zip(lengths, counts, strict=True)])
         if copies is not None:
-            for table in tables:
-                table.length -= 1
+            for table, length in zip(tables, lengths, strict=True):
+                table.length = length
         return copies
 
     def _has(self, table: BlockTable, end: int) -> bool:

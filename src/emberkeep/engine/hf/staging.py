@@ -277,6 +277,18 @@ class ChosenTokens(NamedTuple):
         return own, [(int(token), logprob) for token, logprob in likeliest]
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was chosen for one of a batch."""
+
+    chosen: ChosenTokens | None
+    """None: nothing was, there are logits."""
+    first: int
+    """The place of its first output among all."""
+    steps: int = 1
+    """How many steps it took, the first with its rows, each of the others with the token chosen before it."""
+
+
 @contextmanager
 def translate_errors() -> Iterator[None]:
     """What torch and transformers raise becomes an EngineError."""

@@ -16,6 +16,8 @@ from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
 from emberkeep.values import dataclass
 
 _TILE_NUMBERS = 4
+MOST_STEPS = 4
+"""Steps that are launched together, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +115,9 @@ class StepBatch:
         most_tiles = size.rows // self._shape.tokens + min(size.sequences, size.rows)
         rows = [size.rows] * 4
         counts = (*rows, size.outputs, 1, _TILE_NUMBERS * most_tiles, NUMBERS * size.outputs)
-        # One is filled while the two latest steps may still have to copy from theirs: every other one has landed.
-        self._hosts = cycle([_HostInputs(counts) for _ in range(3)])
+        # One is filled while the steps of two flights may still have to copy from theirs: the others have landed.
+        flying = 2 * MOST_STEPS if size.rows <= size.sequences else 2
+        self._hosts = cycle([_HostInputs(counts) for _ in range(flying + 1)])
         self._inputs = torch.zeros(sum(counts), dtype=torch.int64, device=memory.device)
         self._tables, self.biases = tables, biases
         *parts, tiles, numbers = self._inputs.split(counts)
@@ -129,41 +132,48 @@ class StepBatch:
         self.normed: torch.Tensor | None = None
         """What the layer before has computed of the next one."""
 
-    def fill(self, batch: Sequence[Rows], tables: Sequence[BlockTable], sources: Sequence[int] = ()) -> None:
-        """`sources`: a token further each, of those that the latest step chose these; none: as they are given."""
+    def fill(
+        self, batch: Sequence[Rows], tables: Sequence[BlockTable], sources: Sequence[int] = (), further: int = 0
+    ) -> None:
+        """`sources`: so many tokens `further` each, of those that the latest step chose these; none: as they are
+        given."""
         host = next(self._hosts)
         host.all.zero_()
         self._tables.show(batch, tables)
         host.views[3][:] = host.numbers[:, -1] = -1
-        self._fill_numbers(host, batch, is_next=bool(sources))
+        self._fill_numbers(host, batch, further)
         if all(len(rows.tokens) == rows.outputs == 1 for rows in batch):
-            self._fill_decoding(host, batch, tables, sources)
+            self._fill_decoding(host, batch, tables, sources, further)
         else:
             self._fill_any(host, batch, tables)
         self._inputs.copy_(host.all, non_blocking=True)
 
-    def _fill_numbers(self, host: _HostInputs, batch: Sequence[Rows], *, is_next: bool) -> None:
+    def _fill_numbers(self, host: _HostInputs, batch: Sequence[Rows], further: int) -> None:
         places, numbers, output = [], [], 0
         for rows in batch:
             how = rows.choosing
             if how is not None and (how.bias or how.temperature) and not how.is_adjusted:
                 self.biases.show(rows.sequence, how.bias)
                 places.append(output)
-                numbers.append(numbers_of(how, rows.sequence, is_next=is_next))
+                numbers.append(numbers_of(how, rows.sequence, further))
             output += rows.outputs
         if places:
             host.numbers[places] = numbers
 
     def _fill_decoding(
-        self, host: _HostInputs, batch: Sequence[Rows], tables: Sequence[BlockTable], sources: Sequence[int]
+        self,
+        host: _HostInputs,
+        batch: Sequence[Rows],
+        tables: Sequence[BlockTable],
+        sources: Sequence[int],
+        further: int,
     ) -> None:
         tokens, positions, cells, from_latest, wanted, live, tiles = host.views
         count = len(batch)
-        further = bool(sources)
         starts = [rows.start + further for rows in batch]
         block = [table.blocks[start // BLOCK] for start, table in zip(starts, tables, strict=True)]
         at = np.array(starts, np.int64)
-        if sources:
+        if further:
             from_latest[:count] = sources
         else:
             tokens[:count] = [rows.tokens[0] for rows in batch]

@@ -127,7 +127,7 @@ class HfWholeEngine:
 
     draws = is_ahead = False
     meanwhile: Callable[[], None] = staticmethod(lambda: None)
-    logprobs = None
+    logprobs = went_on = None
 
     def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> Exported:
         if borders[-1] > self._end(sequence):

@@ -236,7 +236,7 @@ class LlamaEngine:
 
     draws = is_ahead = False
     meanwhile: Callable[[], None] = staticmethod(lambda: None)
-    logprobs = None
+    logprobs = went_on = None
 
     def export_kv(self, sequence: int, borders: Sequence[int], bits: int = 16) -> KvExport:
         if borders[-1] > self._context.cells[sequence].end:
