@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from emberkeep.engine.llamacpp.live_context import CellMap
+from emberkeep.engine.llamacpp.cell_map import CellMap
 from helpers.chance import examples
 
 sequences = st.integers(0, 4)

@@ -378,9 +378,7 @@ def test_a_flight_of_many_sequences_takes_some_steps_and_gives_the_same_tokens(
     assert tokens[0] == tokens[1]
 
 
-def test_what_counts_penalties_takes_one_step_a_flight(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_counts_penalties_takes_one_step_a_flight(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flights, "_MANY", 2)
     tokens = []
     for goes_on in (0, 30):

@@ -11,7 +11,8 @@ from threading import Event, get_native_id
 import numpy as np
 import pytest
 
-from emberkeep.engine.base import KvUnit, Outcome
+from emberkeep.engine.base import KvUnit, Outcome, Rows
+from emberkeep.engine.llamacpp import staging
 from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.engine.llamacpp.staging import PinnedBuffer, Staging
 from emberkeep.errors import EngineError
@@ -73,6 +74,55 @@ def test_rows_that_lie_out_of_order_leave_in_order(open_engine, stage):
     assert engine.import_kv(0, 64, END, payloads[1:], 64) is Outcome.DONE
     again = staged(engine, stage).export_kv(0, BORDERS).payloads()
     assert [bytes(payload) for payload in again[1:]] == [bytes(payload) for payload in payloads[1:]]
+
+
+def side_by_side(engine, begins: dict[int, int], count: int) -> None:
+    """Sequences whose answers are written together, a token each in every step."""
+    for step in range(count):
+        tokens = {s: np.array([TOKENS[(7 * s + begin + step) % 500]], np.int32) for s, begin in begins.items()}
+        engine.evaluate([Rows(s, begin + step, tokens[s], outputs=0) for s, begin in begins.items()])
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_rows_that_lie_between_those_of_others_leave_with_few_reads(open_engine, monkeypatch, bits):
+    engine = open_engine()
+    evaluate(engine, 1, 0, 50)
+    evaluate(engine, 2, 0, 50)
+    engine.copy_kv(2, 3, 50)  # cells that two have
+    evaluate(engine, 0, 0, 20)
+    side_by_side(engine, {0: 20, 1: 50, 2: 50, 3: 50}, 90)
+    engine.trim(3, 120)  # holes
+    side_by_side(engine, {0: 110, 1: 140, 2: 140}, 30)
+    cuts = {0: (10, 70, 140), 1: (50, 114, 170), 2: (60, 160), 3: (50, 120)}
+    expected = {s: [bytes(one) for one in engine.export_kv(s, cut, bits).payloads()] for s, cut in cuts.items()}
+    reads, read = [], staging.read_mixed
+    monkeypatch.setattr(staging, "read_mixed", lambda *given: reads.append(given[2:5]) or read(*given))
+    staged(engine, 100)
+    for sequence, cut in cuts.items():
+        found = [bytes(one) for one in engine.export_kv(sequence, cut, bits).payloads()]
+        assert found == expected[sequence]
+    assert reads == [(s, cut[0], cut[-1]) for s, cut in cuts.items()]
+    evaluate(engine, 4, 0, 90)
+    engine.export_kv(4, (0, 64, 90))
+    assert len(reads) == 4, "what lies together is read as it lies"
+
+
+def test_a_library_that_does_not_tell_whose_cells_are_has_them_read_run_by_run(open_engine, monkeypatch, caplog):
+    engine = open_engine()
+    side_by_side(engine, {0: 0, 1: 0}, 80)
+    expected = [bytes(one) for one in engine.export_kv(1, (0, 64, 80)).payloads()]
+    told = llama().llama_state_get_data
+
+    def otherwise(context, data, size):
+        told(context, data, size)
+        words = np.ctypeslib.as_array(data, (size,))
+        words[size // 2 : size // 2 + 24] += 1
+
+    monkeypatch.setattr(llama(), "llama_state_get_data", otherwise)
+    staged(engine, 100)
+    for _ in range(2):
+        assert [bytes(one) for one in engine.export_kv(1, (0, 64, 80)).payloads()] == expected
+    assert caplog.text.count("run by run") == 1
 
 
 def test_a_part_of_the_first_and_of_the_last_is_enough(open_engine, stage):

@@ -121,7 +121,8 @@ def test_steps_are_longer_where_nothing_else_pays_for_it(
         placement, settings = placed(monkeypatch, dense, gpu(free * MIB))
         assert (placement.count, settings.cells, settings.batch) == (3, cells.cells, batch), free
     assert placed(monkeypatch, moe, large, cpu_moe=1)[1].batch == 2048
-    assert placed(monkeypatch, dense, large, gpu_layers=3)[1].batch == 512
+    assert placed(monkeypatch, dense, large, gpu_layers=3)[1].batch == 2048
+    assert placed(monkeypatch, dense, gpu(1600 * MIB), gpu_layers=3)[1].batch == 512
     for kind in (tiny_gguf.sliding_window, tiny_gguf.recurrent, tiny_gguf.hybrid):
         header = read_header(kind(folder / f"{kind.__name__}.gguf"))
         assert placed(monkeypatch, header, large)[1].batch == 512, kind

@@ -82,20 +82,22 @@ def place(
     _check(config, shape, found)
     if not found:
         return ON_CPU, settings
-    if config.gpu_layers is None:
-        placement, settings = _with_widest_steps(
-            config,
-            shape,
-            settings,
-            lambda each: _fitting(config, headers, shape, each, kv_bytes, found),
-        )
-        why = "as many as fit: gpu_layers says another number"
-    else:
+    placement, planned = _with_widest_steps(
+        config,
+        shape,
+        settings,
+        lambda each: _fitting(config, headers, shape, each, kv_bytes, found),
+    )
+    why = "as many as fit: gpu_layers says another number"
+    if config.gpu_layers is not None:
+        fits = placement.count
         shares = share_layers(found, config.tensor_split)
         placement, why = Placement(shape.layers, config.gpu_layers, shares, config.cpu_moe), "as asked"
+        if fits != placement.count or planned.cells != settings.cells:
+            planned = settings
     names = ", ".join(f"{gpu.name} ({gpu.description})" for gpu in found)
     log.info("%d of %d layers are on %s, %s", placement.count, shape.layers + 1, names, why)
-    return placement, settings
+    return placement, planned
 
 
 def _with_widest_steps(

@@ -261,6 +261,7 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_memory_seq_cp": (None, (c_void_p, c_int32, c_int32, c_int32, c_int32)),
     "llama_memory_seq_add": (None, (c_void_p, c_int32, c_int32, c_int32, c_int32)),
     "llama_memory_can_shift": (c_bool, (c_void_p,)),
+    "llama_state_get_data": (c_size_t, (c_void_p, _BYTES, c_size_t)),
     "llama_state_seq_get_size_ext": (c_size_t, (c_void_p, c_int32, c_uint32)),
     "llama_state_seq_get_data_ext": (c_size_t, (c_void_p, _BYTES, c_size_t, c_int32, c_uint32)),
     "llama_state_seq_set_data_ext": (c_size_t, (c_void_p, _BYTES, c_size_t, c_int32, c_uint32)),

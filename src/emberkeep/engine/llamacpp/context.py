@@ -71,13 +71,23 @@ class LlamaSettings:
     """None: nothing is, or not by a fingerprint of before."""
 
 
+_BESIDE_GPUS = 4
+"""Threads that look up embeddings, where GPUs compute all else."""
+
+
+def thread_count(model: LlamaModel, settings: LlamaSettings) -> int:
+    """They wait for each step by turning round and round: no more than are needed."""
+    cores = available_cores()
+    return settings.threads or (min(cores, _BESIDE_GPUS) if model.is_offloaded else cores)
+
+
 def open_context(model: LlamaModel, settings: LlamaSettings, on_node: Any) -> Handle:
     params = defaults(llama().llama_context_default_params)
     params.n_ctx = settings.cells
     params.n_batch = params.n_ubatch = settings.batch
     params.n_seq_max = settings.sequences + 1
     params.n_outputs_max = outputs(settings)
-    params.n_threads = params.n_threads_batch = settings.threads or available_cores()
+    params.n_threads = params.n_threads_batch = thread_count(model, settings)
     params.flash_attn_type = FLASH_ATTENTION_ON if settings.flash else FLASH_ATTENTION_OFF
     params.type_k = params.type_v = TYPES[settings.kv_type]
     params.kv_unified = True
@@ -245,9 +255,11 @@ def write_state(context: Handle, sequence: int, state: Bytes, flags: int = WHOLE
 
 
 @contextmanager
-def share_range(memory: Handle, source: int, target: int, start: int, end: int) -> Iterator[None]:
-    """Inside of it the empty sequence `target` shares [start, end) of `source`. No bytes are copied."""
-    llama().llama_memory_seq_cp(memory, source, target, start, end)
+def share_ranges(memory: Handle, target: int, ranges: Sequence[tuple[int, int, int]]) -> Iterator[None]:
+    """Inside of it the empty sequence `target` shares these: of which sequence, from where, to where. No bytes are
+    copied."""
+    for source, start, end in ranges:
+        llama().llama_memory_seq_cp(memory, source, target, start, end)
     try:
         yield
     finally:

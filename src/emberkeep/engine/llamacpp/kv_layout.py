@@ -27,8 +27,7 @@ A payload of a range is a state with nothing in the windows and the recurrent pa
 the library as it is. A payload of a snapshot is a state without the first parts. The windows' cells are those
 that the last token saw: llama.cpp leaves out what is behind them.
 
-llama.cpp trusts the sizes in a part, so one is only passed on when its skeleton (everything but cells and rows)
-is that of a part which this very context exported.
+llama.cpp trusts the sizes in a part: its skeleton (all but cells and rows) must be one that this context exported.
 """
 
 from __future__ import annotations
@@ -161,10 +160,8 @@ class Attention:
 
     @cached_property
     def skeleton(self) -> Callable[[int], tuple[npt.NDArray[np.intp], Bytes]]:
-        """Where the bytes of the skeleton stand in a part with so many cells, and what they are.
-
-        Found once per number of cells: the check of every chunk that is loaded is then one comparison.
-        """
+        """Where the bytes of the skeleton stand in a part with so many cells, and what they are: found once per
+        number of cells, so that the check of a chunk that is loaded is one comparison."""
         return lru_cache(maxsize=256)(self._find_skeleton)
 
     def _find_skeleton(self, cells: int) -> tuple[npt.NDArray[np.intp], Bytes]:
@@ -297,13 +294,17 @@ class Layout:
         return [cut() for cut in self.cuts(state, borders, lambda size: np.empty(size, np.uint8))]
 
     def cuts(
-        self, state: Bytes, borders: Sequence[int], allocate: Callable[[int], Bytes]
+        self,
+        state: Bytes,
+        borders: Sequence[int],
+        allocate: Callable[[int], Bytes],
+        rows: npt.NDArray[np.intp] | None = None,
     ) -> list[Callable[[], Payload]]:
-        """What makes the ranges between `borders`, by any threads while `state` stays as it is.
-
-        llama.cpp writes rows as they lie in its cells; here they are by position. Raises EngineError.
-        """
-        orders, cells = list(self._orders(state, borders)), borders[-1] - borders[0]
+        """What makes the ranges between `borders`, by any threads while `state` stays as it is. `rows`: which of
+        its rows they are, where it has others. llama.cpp writes rows as they lie in its cells; here they are by
+        position. Raises EngineError."""
+        cells = borders[-1] - borders[0] if rows is None else cell_count(state[HEAD_BYTES:])
+        orders = list(self._orders(state, borders)) if rows is None else [rows] * len(self.ranges)
 
         def cut(start: int, end: int) -> Payload:
             payload, count = allocate(self.range_bytes(end - start)), end - start
@@ -394,7 +395,6 @@ def _parts(parts: Iterable[Attention], state: Bytes, cells: int) -> Iterator[tup
 
 
 def _positions(start: int, count: int) -> bytes:
-    """Small arrays are compared as bytes: in a third of numpy's time."""
     return np.arange(start, start + count, dtype="<i4").tobytes()
 
 

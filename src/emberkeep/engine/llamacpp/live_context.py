@@ -5,21 +5,17 @@ place: with more cells or fewer, or with the other kind of attention.
 from __future__ import annotations
 
 import logging
-from array import array
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from operator import itemgetter
 from time import perf_counter
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from emberkeep.config.machine import free_ram
 from emberkeep.engine.base import KvUnit, Logits, Rows
 from emberkeep.engine.llamacpp.c_api import Handle
+from emberkeep.engine.llamacpp.cell_map import CellMap
 from emberkeep.engine.llamacpp.context import (
     WHOLE,
     GraphExpertCounter,
@@ -27,17 +23,17 @@ from emberkeep.engine.llamacpp.context import (
     open_context,
     read_state,
     score_bytes,
-    share_range,
+    share_ranges,
+    thread_count,
     write_state,
 )
 from emberkeep.engine.llamacpp.kv_layout import Bytes, Layouts
 from emberkeep.engine.llamacpp.learning import Learned
 from emberkeep.engine.llamacpp.model import LlamaModel
 from emberkeep.engine.llamacpp.shared_library import buffers_that_go, llama
-from emberkeep.engine.llamacpp.threads import ThreadPool, available_cores
+from emberkeep.engine.llamacpp.threads import ThreadPool
 from emberkeep.engine.step_table import StepTable
 from emberkeep.errors import EngineError
-from emberkeep.values import dataclass
 
 log = logging.getLogger("emberkeep.engine")
 
@@ -90,7 +86,7 @@ class LiveContext:
         first = max(FIRST_CELLS, _rounded(settings.batch))
         self.room = self.least_room = settings.cells if is_steady else min(first, settings.cells)
         """Its cells."""
-        self._threads.start(settings.threads or available_cores())
+        self._threads.start(thread_count(self._model, settings))
         self._open()
 
     @property
@@ -118,7 +114,7 @@ class LiveContext:
 
     def read(self, sequence: int, start: int, end: int, flags: int = WHOLE, into: Bytes | None = None) -> Bytes:
         """A copy of the state of positions [start, end). Raises EngineError."""
-        with share_range(self.memory, sequence + 1, SCRATCH, start, end):
+        with share_ranges(self.memory, SCRATCH, [(sequence + 1, start, end)]):
             return read_state(self.handle, SCRATCH, flags, into)
 
     def append(self, sequence: int, start: int, end: int, state: Bytes) -> bool:
@@ -260,101 +256,6 @@ class LiveContext:
 
 def _rounded(cells: int) -> int:
     return -(-cells // _GRAIN) * _GRAIN
-
-
-# ── which cells sequences have ──
-
-Cells: TypeAlias = "array[int]"
-"""A number for the cell of each position. No number is ever used for another cell."""
-
-
-@dataclass(slots=True)
-class SequenceCells:
-    """The cells of one sequence, by position."""
-
-    cells: Cells = field(default_factory=lambda: array("q"))
-    is_whole: bool = True
-    """False between the import of ranges and that of the snapshot that belongs to them."""
-
-    @property
-    def end(self) -> int:
-        return len(self.cells)
-
-
-class CellMap:
-    """How far each sequence has come, and which cells it shares with others: llama.cpp does not tell.
-
-    Sequences share cells only at equal positions, since a cell has one.
-    """
-
-    def __init__(self) -> None:
-        self._of: defaultdict[int, SequenceCells] = defaultdict(SequenceCells)
-        self._numbers = 0
-        self.used = 0
-        """Cells that sequences have, each counted once."""
-
-    def __getitem__(self, sequence: int) -> SequenceCells:
-        return self._of[sequence]
-
-    def grow(self, sequence: int, end: int) -> None:
-        """Cells of its own for all positions up to `end`."""
-        held = self._of[sequence]
-        begin, self._numbers = self._numbers, self._numbers + end - held.end
-        self.used += end - held.end
-        held.cells.extend(range(begin, self._numbers))
-
-    def share(self, source: int, target: int, end: int) -> None:
-        self._of[target] = SequenceCells(self._of[source].cells[:end])
-
-    def trim(self, sequence: int, start: int) -> None:
-        """A sequence of which nothing is left lacks nothing."""
-        self.used -= self.count_unshared(sequence, start, self._of[sequence].end)
-        del self._of[sequence].cells[start:]
-        if start == 0:
-            del self._of[sequence]
-
-    @property
-    def is_whole(self) -> bool:
-        return all(held.is_whole for held in self._of.values())
-
-    def branches(self) -> Iterator[tuple[int, int | None, int]]:
-        """Every sequence that has cells, with an earlier one of these and how many cells it shares with that.
-
-        It shares none of the others with anyone before it: cells are shared from the first position on.
-        """
-        before: list[int] = []
-        for sequence, held in self._of.items():
-            shared = [(_common(held.cells, self._of[other].cells), other) for other in before]
-            count, other = max(shared, default=(0, None), key=itemgetter(0))
-            if held.end:
-                yield sequence, other if count else None, count
-                before.append(sequence)
-
-    def unshared(self) -> CellMap:
-        """As if nobody shared anything."""
-        cells = CellMap()
-        for sequence, held in self._of.items():
-            cells.grow(sequence, held.end)
-            cells[sequence].is_whole = held.is_whole
-        return cells
-
-    def count_unshared(self, sequence: int, start: int, end: int) -> int:
-        """How many of the cells of [start, end) no other sequence has."""
-        mine = np.frombuffer(self._of[sequence].cells, np.int64)[start:end]
-        is_shared: npt.NDArray[np.bool_] = np.zeros(len(mine), bool)
-        for other, held in self._of.items():
-            if other != sequence:
-                theirs = np.frombuffer(held.cells, np.int64)[start:end]
-                is_shared[: len(theirs)] |= mine[: len(theirs)] == theirs[: len(mine)]
-        return len(mine) - int(is_shared.sum())
-
-
-def _common(cells: Cells, others: Cells) -> int:
-    """How many of the first ones are the same."""
-    mine, theirs = np.frombuffer(cells, np.int64), np.frombuffer(others, np.int64)
-    length = min(len(mine), len(theirs))
-    differing = np.flatnonzero(mine[:length] != theirs[:length])
-    return int(differing[0]) if len(differing) else length
 
 
 # ── with flash attention or without ──

@@ -98,6 +98,8 @@ class LlamaModel:
         if loading.locks and CAN_TELL_MEMORY:
             lock_weights(added(before, private_memory()))
         self.offloads = bool(found and placement.gpu_layers)
+        self.is_offloaded = self.offloads and placement.gpu_layers > placement.layers and not placement.cpu_moe
+        """GPUs compute all of it: nothing but embeddings is looked up elsewhere."""
         self.placement = placement.facts(found)
         """What is computed where, for fingerprints."""
         self.adapters = sorted(adapters)

@@ -11,6 +11,7 @@ join it while the next one is on its way, and while the engine goes on:
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import sys
@@ -29,10 +30,11 @@ import numpy.typing as npt
 
 from emberkeep.engine.base import Exported, KvExport, KvUnit, Payload
 from emberkeep.engine.llamacpp.c_api import TYPES, Handle
-from emberkeep.engine.llamacpp.context import PARTIAL, read_state, share_range, write_state
+from emberkeep.engine.llamacpp.context import PARTIAL, read_state, share_ranges, write_state
 from emberkeep.engine.llamacpp.kv_layout import Bytes, LayerRun, Layout, Layouts
 from emberkeep.engine.llamacpp.learning import StateFacts
 from emberkeep.engine.llamacpp.live_context import SCRATCH, LiveContext
+from emberkeep.engine.llamacpp.mixed_cells import is_mixed, read_mixed
 from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.engine.llamacpp.threads import own_cores
 from emberkeep.engine.packing import BITS, Floats, Group, Packed, Streams, is_packed, pack
@@ -47,6 +49,11 @@ _FIRST_PART = 4
 """The first group to be loaded fills one of so many parts of a stage."""
 _STAGES = 4
 _MOST_THREADS = 8
+_CELL_BYTES = 12
+"""What is said of a cell that has one position."""
+Read = tuple[Bytes, npt.NDArray[np.intp] | None]
+"""A state, and which of its rows were asked for, where it has others."""
+log = logging.getLogger("emberkeep.engine")
 
 
 class StateTransfer:
@@ -58,6 +65,7 @@ class StateTransfer:
         self._facts = facts
         self._staging: Staging | None = None
         self._is_layout_seen = False
+        self._reads_mixed = True
 
     def stage(self, staging: Staging) -> None:
         """From now on long ranges go through `staging`, which is closed with this."""
@@ -81,7 +89,7 @@ class StateTransfer:
         layout, context = self._layout, self._context
 
         def read(start: int, end: int, into: Bytes | None = None) -> Bytes:
-            with share_range(context.memory, sequence + 1, SCRATCH, start, end):
+            with share_ranges(context.memory, SCRATCH, [(sequence + 1, start, end)]):
                 if layout.recurrent:
                     # Takes the recurrent state, which may be large, out of the copy.
                     empty = np.frombuffer(layout.head + layout.nothing, np.uint8)
@@ -90,8 +98,14 @@ class StateTransfer:
 
         if not self._is_layout_seen:
             self._check_layout(layout, read(borders[0], borders[1]), borders[0], borders[1])
+        if self._staging is not None and self._are_mixed(layout, sequence, borders):
+            try:
+                return self._staging.export(layout, borders, partial(read_mixed, context, layout, sequence), bits)
+            except EngineError as error:
+                log.warning("answers are stored run by run, and slower: %s", error)
+                self._reads_mixed = False
         if self._staging is not None and len(borders) > 2:
-            return self._staging.export(layout, borders, read, bits)
+            return self._staging.export(layout, borders, lambda *span: (read(*span), None), bits)
         # Where each read brings the windows along, one read is enough, and it is cut here.
         spans = pairwise(borders) if context.unit is KvUnit.RANGE else [borders]
         payloads = [payload for span in spans for payload in layout.split(read(span[0], span[-1]), span)]
@@ -99,6 +113,11 @@ class StateTransfer:
             return Exported(payloads)
         ranges = zip(payloads, pairwise(borders), strict=True)
         return Exported([pack_range(layout, payload, end - start, bits) for payload, (start, end) in ranges])
+
+    def _are_mixed(self, layout: Layout, sequence: int, borders: Sequence[int]) -> bool:
+        """Whether rows between `borders` are quicker read with those of others."""
+        is_told = layout.unit is KvUnit.RANGE and [part.cell_bytes for part in layout.ranges] == [_CELL_BYTES]
+        return self._reads_mixed and is_told and is_mixed(self._context, sequence, borders[0], borders[-1])
 
     def _check_layout(self, layout: Layout, state: Bytes, start: int, end: int) -> None:
         with self._or_forget_layout():
@@ -286,14 +305,15 @@ class Staging:
             self._payloads.start(_touch_memory, begin=run_anywhere)
 
     def export(
-        self, layout: Layout, borders: Sequence[int], read: Callable[[int, int, Bytes], Bytes], bits: int = 16
+        self, layout: Layout, borders: Sequence[int], read: Callable[[int, int, Bytes], Read], bits: int = 16
     ) -> StagedExport:
         """The ranges between `borders`. `read` writes a range's state into the memory it is given, or into its own
         where that is too small. It is not called after this returns. Raises EngineError."""
         exported: list[Future[list[Payload]]] = []
         for span in self._spans(layout, borders):
             stage = next(self._stages)
-            cuts = layout.cuts(read(span[0], span[-1], stage.claim()), span, self._payloads.take)
+            state, rows = read(span[0], span[-1], stage.claim())
+            cuts = layout.cuts(state, span, self._payloads.take, rows)
             if bits != 16:
                 sizes = (end - start for start, end in pairwise(span))
                 cuts = [partial(_pack, layout, cut, cells, bits) for cut, cells in zip(cuts, sizes, strict=True)]
