@@ -13,6 +13,7 @@ import pytest
 
 from emberkeep.engine.base import KvUnit, Outcome, Rows
 from emberkeep.engine.llamacpp import staging
+from emberkeep.engine.llamacpp.mixed_cells import read_mixed
 from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.engine.llamacpp.staging import PinnedBuffer, Staging
 from emberkeep.errors import EngineError
@@ -95,16 +96,26 @@ def test_rows_that_lie_between_those_of_others_leave_with_few_reads(open_engine,
     side_by_side(engine, {0: 110, 1: 140, 2: 140}, 30)
     cuts = {0: (10, 70, 140), 1: (50, 114, 170), 2: (60, 160), 3: (50, 120)}
     expected = {s: [bytes(one) for one in engine.export_kv(s, cut, bits).payloads()] for s, cut in cuts.items()}
-    reads, read = [], staging.read_mixed
-    monkeypatch.setattr(staging, "read_mixed", lambda *given: reads.append(given[2:5]) or read(*given))
+    evaluate(engine, 4, 0, 90)
+    engine.trim(1, 0)
+    evaluate(engine, 1, 0, 100)  # in the holes
+    cuts |= {1: (0, 64, 100), 4: (0, 64, 90)}
+    expected[1], expected[4] = (
+        [bytes(one) for one in engine.export_kv(s, cuts[s], bits).payloads()] for s in (1, 4)
+    )
+    rows = []
+
+    def read(*given):
+        state, own = read_mixed(*given)
+        rows.append((given[2], own is not None))
+        return state, own
+
+    monkeypatch.setattr(staging, "read_mixed", read)
     staged(engine, 100)
     for sequence, cut in cuts.items():
         found = [bytes(one) for one in engine.export_kv(sequence, cut, bits).payloads()]
         assert found == expected[sequence]
-    assert reads == [(s, cut[0], cut[-1]) for s, cut in cuts.items()]
-    evaluate(engine, 4, 0, 90)
-    engine.export_kv(4, (0, 64, 90))
-    assert len(reads) == 4, "what lies together is read as it lies"
+    assert rows == [(0, True), (1, True), (2, True), (3, True), (4, False)], "what lies together needs no others"
 
 
 def test_a_library_that_does_not_tell_whose_cells_are_has_them_read_run_by_run(open_engine, monkeypatch, caplog):

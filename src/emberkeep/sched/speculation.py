@@ -35,6 +35,9 @@ _CERTAIN = 0.995
 _PRIOR = 8.0
 """As many expected tokens count as if they had been accepted."""
 
+_FIXED_ROWS = 1.5
+"""Rows that take as long as what a step takes for none, where that is not known."""
+
 _Kind = tuple[DraftSource, bool, int, bool]
 """Tokens whose acceptance is counted together: after about as long a match, the first ones and the others."""
 
@@ -59,6 +62,8 @@ class Speculation:
         self._for_looking = _MOST_LOOKING_S
         """Seconds that may be spent."""
         self._calls = 0
+        self._per_row_s = 0.004
+        """What a step takes for each row, where the engine does not know."""
         self.is_promising = False
         """Something will be drafted for the next step, too, as far as is known."""
 
@@ -67,6 +72,10 @@ class Speculation:
         if not self._reason and sequence.request.may_speculate and sequence.max_new:
             with _logged("nothing was prepared for drafts"):
                 self._corpus.prepare(sequence.prompt.lineage)
+
+    def step_took(self, rows: int, seconds: float) -> None:
+        """The latest step."""
+        self._per_row_s = seconds / (_FIXED_ROWS + rows)
 
     def turn_ended(self, sequence: Running) -> None:
         """What was new in it may come again. Never raises."""
@@ -160,7 +169,7 @@ class Speculation:
 
     def _seconds(self, rows: int, depth: int, outputs: int) -> float:
         seconds = self._engine.step_seconds(rows, depth, outputs)
-        return seconds if seconds is not None else 0.01 * (0.6 + 0.4 * rows)
+        return seconds if seconds is not None else self._per_row_s * (_FIXED_ROWS + rows)
 
     def _limit(self, sequence: Running, room: int) -> int:
         if not sequence.request.may_speculate or not sequence.sampled_count:

@@ -409,6 +409,8 @@ class Planner:
         """A step took that long. Steps that hardly evaluate prompts say nothing about their speed."""
         if tokens >= max(_SMALLEST_SLICE_BESIDE_DECODES, 2 * sequences):
             self._speed.measure(tokens, seconds)
+        elif self._speculation is not None:
+            self._speculation.step_took(tokens, seconds)
 
     def host_took(self, seconds: float) -> None:
         """So long nothing was evaluated between two steps."""

@@ -51,20 +51,6 @@ class CellMap:
         """Cells that sequences have, each counted for each of them."""
         return sum(held.end for held in self._of.values())
 
-    def numbers(self, sequence: int) -> npt.NDArray[np.int64]:
-        """Of its cells, by position: they are counted as they are taken."""
-        return np.frombuffer(self._of[sequence].cells, np.int64).copy()
-
-    def allocated(self, first: int, last: int) -> list[tuple[int, tuple[int, int]]]:
-        """From where to where sequences have cells that were taken between these two."""
-        found = []
-        for sequence, held in self._of.items():
-            numbers = np.frombuffer(held.cells, np.int64)
-            places = np.flatnonzero((numbers >= first) & (numbers <= last))
-            if len(places):
-                found.append((sequence, (int(places[0]), int(places[-1]) + 1)))
-        return found
-
     def grow(self, sequence: int, end: int) -> None:
         """Cells of its own for all positions up to `end`."""
         held = self._of[sequence]

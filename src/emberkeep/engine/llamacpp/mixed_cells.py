@@ -8,7 +8,7 @@ copies. Whose rows these are llama.cpp says where it writes the state of a whole
     u32 n_stream = 1, u32 cell_count
     cell_count x { i32 pos, u32 n_seq_id, n_seq_id x i32 seq_id }
 
-and of which no more is asked for. Rows are only used if positions and numbers agree with what is known of them.
+and of which no more is asked for. Rows are only used if all positions agree.
 """
 
 from __future__ import annotations
@@ -24,48 +24,89 @@ from emberkeep.engine.llamacpp.kv_layout import HEAD_BYTES, Bytes, Layout, cell_
 from emberkeep.engine.llamacpp.live_context import SCRATCH, LiveContext
 from emberkeep.engine.llamacpp.shared_library import llama, take_errors
 from emberkeep.errors import EngineError
+from emberkeep.values import dataclass
 
 Ints = npt.NDArray[np.intp]
 _NAME_BYTES = 64
 """The name of an architecture is shorter."""
-_MOST_BETWEEN = 64
-"""Times the wanted cells that are read along, at most."""
+_GAP = 256
+"""Cells of others between two that are wanted, which take less time than another run does."""
+_SCATTERED = 16
+"""Cells of a run, on average, with which it takes as long to copy them run by run."""
+_MOST_BYTES = 512 << 20
 _BLOCK = 1024
-
-
-def is_mixed(context: LiveContext, sequence: int, start: int, end: int) -> bool:
-    """Whether others got cells between those of [start, end)."""
-    numbers = context.cells.numbers(sequence)[start:end]
-    between = int(numbers.max() - numbers.min()) + 1
-    return 1.5 * len(numbers) <= between <= _MOST_BETWEEN * len(numbers)
 
 
 def read_mixed(
     context: LiveContext, layout: Layout, sequence: int, start: int, end: int, into: Bytes
-) -> tuple[Bytes, Ints]:
-    """A state with the rows of [start, end) and of others, in the memory of `into` if that is large enough, and
-    which rows those of [start, end) are. Raises EngineError where that cannot be told."""
-    numbers = context.cells.numbers(sequence)[start:end]
-    spans = context.cells.allocated(int(numbers.min()), int(numbers.max()))
-    with share_ranges(context.memory, SCRATCH, [(other + 1, *span) for other, span in spans]):
+) -> tuple[Bytes, Ints | None]:
+    """The state of [start, end), in the memory of `into` if that is large enough; where it lies scattered, with
+    rows of others, and then which rows are its own. Raises EngineError where that cannot be told."""
+    together, own, shared = np.empty(0, np.intp), None, [(sequence + 1, start, end)]
+    if context.cells.used > context.cells[sequence].end:
+        owners = _read_owners(context.handle, context.cells.used, context.cells.entries)
+        own = owners.cells_of(sequence + 1, start, end)
+        together = _together(np.sort(own))
+        is_near = len(together) * layout.row_bytes <= _MOST_BYTES
+        if is_near and _count_runs(own) * _SCATTERED > len(own) > _count_runs(together):
+            shared = owners.spans(together)
+        else:
+            own = None
+    with share_ranges(context.memory, SCRATCH, shared):
         state = read_state(context.handle, SCRATCH, into=into)
-        count = cell_count(state[HEAD_BYTES:])
-        positions, ids, cells = _read_owners(context.handle, context.cells.used, context.cells.entries + count)
-    together = cells[ids == SCRATCH]
-    own = cells[ids == sequence + 1]
-    own = own[(positions[own] >= start) & (positions[own] < end)]
-    own = own[np.argsort(positions[own], kind="stable")]
-    rows = np.searchsorted(together, own)
-    told = next(part.cells(data, count)[:, 0] for part, data in layout.parts(state, count))
-    is_known = np.array_equal(positions[together], told) and np.array_equal(positions[own], np.arange(start, end))
-    if not is_known or not np.array_equal(together[np.minimum(rows, len(together) - 1)], own):
+    if own is None:
+        return state, None
+    part, data = next(layout.parts(state, count := cell_count(state[HEAD_BYTES:])))
+    if not np.array_equal(part.cells(data, count)[:, 0], owners.positions[together]):
         raise EngineError("llama.cpp does not tell whose its cells are")
-    return state, rows
+    return state, np.searchsorted(together, own)
 
 
-def _read_owners(context: Handle, used: int, entries: int) -> tuple[Ints, Ints, Ints]:
-    """The position of each of the `used` cells, as they lie; and for each of all `entries` the sequence, and which
-    cell it has. Raises EngineError."""
+def _together(own: Ints) -> Ints:
+    """These cells, which are in order, and those between neighbours."""
+    gaps = np.diff(own, append=own[-1] + 1)
+    gaps[gaps > _GAP] = 1
+    ends = np.cumsum(gaps)
+    together: Ints = np.repeat(own - (ends - gaps), gaps) + np.arange(ends[-1])
+    return together
+
+
+def _count_runs(cells: Ints) -> int:
+    return 1 + int((np.diff(np.sort(cells)) != 1).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class _Owners:
+    """Of all cells that are used, as they lie."""
+
+    positions: Ints
+    ids: Ints
+    """Sequences, each with one of the `cells`: a cell may have several."""
+    cells: Ints
+
+    def cells_of(self, sequence: int, start: int, end: int) -> Ints:
+        """Those of [start, end), by position. Raises EngineError."""
+        own = self.cells[self.ids == sequence]
+        own = own[(self.positions[own] >= start) & (self.positions[own] < end)]
+        own = np.asarray(own[np.argsort(self.positions[own], kind="stable")], np.intp)
+        if not np.array_equal(self.positions[own], np.arange(start, end)):
+            raise EngineError("llama.cpp has other cells than it should")
+        return own
+
+    def spans(self, cells: Ints) -> list[tuple[int, int, int]]:
+        """Of which sequences, from where to where, these cells are."""
+        firsts = np.flatnonzero(np.diff(self.cells, prepend=-1))  # one sequence of each cell
+        ids = self.ids[firsts][np.searchsorted(self.cells[firsts], cells)]
+        found: list[tuple[int, int, int]] = []
+        for sequence in np.unique(ids).tolist():
+            places = np.sort(self.positions[cells[ids == sequence]])
+            for part in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
+                found.append((sequence, int(part[0]), int(part[-1]) + 1))
+        return found
+
+
+def _read_owners(context: Handle, used: int, entries: int) -> _Owners:
+    """`used` cells, which sequences have `entries` times. Raises EngineError."""
     size = _NAME_BYTES + 4 * (3 + 2 * used + entries)
     data = np.zeros(size, np.uint8)
     llama().llama_state_get_data(context, data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)), size)
@@ -79,7 +120,7 @@ def _read_owners(context: Handle, used: int, entries: int) -> tuple[Ints, Ints, 
     return _take_apart(words[2:], used)
 
 
-def _take_apart(words: Ints, count: int) -> tuple[Ints, Ints, Ints]:
+def _take_apart(words: Ints, count: int) -> _Owners:
     """Cells with as many sequences as their neighbours are taken apart at once."""
     positions, ids, cells = [], [], []
     done = at = 0
@@ -96,4 +137,4 @@ def _take_apart(words: Ints, count: int) -> tuple[Ints, Ints, Ints]:
         ids.append(table[:, 2:].ravel())
         cells.append(np.repeat(np.arange(done, done + alike), each))
         done, at = done + alike, at + alike * (2 + each)
-    return np.concatenate(positions), np.concatenate(ids), np.concatenate(cells)
+    return _Owners(np.concatenate(positions), np.concatenate(ids), np.concatenate(cells))

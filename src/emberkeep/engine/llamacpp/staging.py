@@ -34,7 +34,7 @@ from emberkeep.engine.llamacpp.context import PARTIAL, read_state, share_ranges,
 from emberkeep.engine.llamacpp.kv_layout import Bytes, LayerRun, Layout, Layouts
 from emberkeep.engine.llamacpp.learning import StateFacts
 from emberkeep.engine.llamacpp.live_context import SCRATCH, LiveContext
-from emberkeep.engine.llamacpp.mixed_cells import is_mixed, read_mixed
+from emberkeep.engine.llamacpp.mixed_cells import read_mixed
 from emberkeep.engine.llamacpp.shared_library import llama
 from emberkeep.engine.llamacpp.threads import own_cores
 from emberkeep.engine.packing import BITS, Floats, Group, Packed, Streams, is_packed, pack
@@ -98,7 +98,7 @@ class StateTransfer:
 
         if not self._is_layout_seen:
             self._check_layout(layout, read(borders[0], borders[1]), borders[0], borders[1])
-        if self._staging is not None and self._are_mixed(layout, sequence, borders):
+        if self._staging is not None and self._reads_mixed and self._is_told(layout):
             try:
                 return self._staging.export(layout, borders, partial(read_mixed, context, layout, sequence), bits)
             except EngineError as error:
@@ -114,10 +114,10 @@ class StateTransfer:
         ranges = zip(payloads, pairwise(borders), strict=True)
         return Exported([pack_range(layout, payload, end - start, bits) for payload, (start, end) in ranges])
 
-    def _are_mixed(self, layout: Layout, sequence: int, borders: Sequence[int]) -> bool:
-        """Whether rows between `borders` are quicker read with those of others."""
-        is_told = layout.unit is KvUnit.RANGE and [part.cell_bytes for part in layout.ranges] == [_CELL_BYTES]
-        return self._reads_mixed and is_told and is_mixed(self._context, sequence, borders[0], borders[-1])
+    @staticmethod
+    def _is_told(layout: Layout) -> bool:
+        """Whether whose its cells are may be found out."""
+        return layout.unit is KvUnit.RANGE and [part.cell_bytes for part in layout.ranges] == [_CELL_BYTES]
 
     def _check_layout(self, layout: Layout, state: Bytes, start: int, end: int) -> None:
         with self._or_forget_layout():
