@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
+from math import inf
 from time import monotonic
 from types import TracebackType
 
@@ -18,6 +19,7 @@ from emberkeep.errors import DeadlineExceeded, EmberkeepError, EngineError, Step
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.admission import Calibration
 from emberkeep.sched.commits import RecentAnswers
+from emberkeep.sched.counters import SchedulerCounters
 from emberkeep.sched.draft_model import DraftModel, LoadedDraft
 from emberkeep.sched.engine_thread import insist
 from emberkeep.sched.prefix_cache import PrefixCache
@@ -25,7 +27,7 @@ from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.sequence_state import Ending, EndReason, Phase, SequenceOutput
 from emberkeep.sched.slots import Slots, Timeline, WaitingQueue
 from emberkeep.sched.speculation import Speculation
-from emberkeep.types.events import Source, Timings
+from emberkeep.types.events import Timings
 from emberkeep.types.models import RequestState
 from emberkeep.values import dataclass
 
@@ -51,46 +53,6 @@ class SchedulerSettings:
     """Most drafted tokens of a sequence in one step; 0: nothing is drafted."""
     memory: int | None = None
     """Bytes that sequences in the engine may come to need together; None: as many as they like."""
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    jobs: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    steps: int = 0
-    evaluated_tokens: int = 0
-    prompt_tokens: int = 0
-    reused_hot_tokens: int = 0
-    reused_warm_tokens: int = 0
-    reused_cold_tokens: int = 0
-    reused_remote_tokens: int = 0
-    moved_tokens: int = 0
-    repaired_tokens: int = 0
-    approximate_jobs: int = 0
-    blended_tokens: int = 0
-    """In steps into which state was moved, of which the next one is what they cost."""
-    blended_token_layers: int = 0
-    cuts: int = 0
-    """How often something was cut out of a sequence's state."""
-    sampled_tokens: int = 0
-    saved_s: float = 0.0
-    """What evaluating all that was reused would have taken, less what loading it took."""
-
-    def count(self, sequence: Sequence) -> None:
-        """A sequence that was in the engine is over."""
-        reuse = sequence.reuse
-        self.prompt_tokens += sequence.prompt_length
-        tokens = reuse.by_source()
-        self.reused_hot_tokens += tokens[Source.HOT]
-        self.reused_warm_tokens += tokens[Source.WARM]
-        self.reused_cold_tokens += tokens[Source.COLD]
-        self.reused_remote_tokens += tokens[Source.REMOTE]
-        self.moved_tokens += tokens[Source.MOVED]
-        self.cuts += sequence.splices
-        self.evaluated_tokens += sequence.inserted_tokens
-        self.repaired_tokens += reuse.repaired
-        self.approximate_jobs += sequence.approximate_from is not None
 
 
 class SchedulerParts:
@@ -132,14 +94,21 @@ class Beginnings:
         self._slots, self._cache, self._waiting = parts.slots, parts.cache, parts.waiting
         self._commits = parts.cache.commits
         self._endings, self._only = endings, endings.only
+        self.has_stopped_short = False
+        """More could be started."""
 
-    def admit(self) -> None:
-        """Start waiting sequences in turn, passing over those for which waiting saves work."""
+    def admit(self, tokens: float = inf) -> None:
+        """Start waiting sequences in turn, passing over those for which waiting saves work, until so many tokens
+        of prompts are there to be evaluated."""
+        self.has_stopped_short = False
         if not len(self._waiting) or self._is_full(self._slots.active):
             return  # looking at every user who waits would take as long as a step
         running = Counter(s.request.user for s in self._slots.active if s.output is not None)
         for sequence in self._waiting.in_turn(running):
             busy = self._slots.active
+            if tokens < inf and sum(s.pending for s in busy if s.is_runnable) >= tokens:
+                self.has_stopped_short = True
+                return
             if not self._has_room(sequence, busy):
                 return
             if self._waiting.still_waits(sequence):

@@ -79,7 +79,6 @@ class HfEngine:
         """When the state of a sequence is there that the device was told to load."""
         self._outputs = HostLogits(self._network.device, settings.sequences + DRAFT_ROWS, model.vocab.size)
         self._found: list[Found] = []
-        """For each of the latest batch."""
         self.capabilities = Capabilities(
             kv_unit=KvUnit.RANGE,
             can_shift=self._rotations is not None,
@@ -128,9 +127,8 @@ class HfEngine:
         self._settle(*(rows.sequence for rows in batch))
         graphs, flights = self._steps.graphs, self._steps.flights if self.draws else None
         known = flights.known(batch) if flights else {}
-        ends = [rows.start + len(rows.tokens) for rows in batch]
-        for index, ahead in known.items():
-            ends[index] += ahead.steps - 1
+        further = [known[index].steps - 1 if index in known else 0 for index in range(len(batch))]
+        ends = [rows.start + len(rows.tokens) + more for rows, more in zip(batch, further, strict=True)]
         with self._grow(tables, ends) as has_room:
             if not has_room:
                 return Outcome.NO_ROOM
@@ -155,7 +153,6 @@ class HfEngine:
         self._found = [Found(chosen, first) for first in accumulate(outputs[:-1], initial=0)]
 
     def _count_experts(self) -> None:
-        """Count the experts of a step that is over."""
         if self.experts is not None:
             self.experts.step_done()
 
@@ -170,15 +167,10 @@ class HfEngine:
         return found.chosen.tokens[found.first + row]
 
     def logprobs(self, index: int, row: int) -> Logprobs:
-        found = self._found[index]
-        assert found.chosen is not None
-        return found.chosen.logprobs(found.first + row)
+        return self._found[index].logprobs(row)
 
     def went_on(self, index: int) -> list[int]:
-        found = self._found[index]
-        if found.chosen is None or found.steps == 1:
-            return []
-        return found.chosen.tokens[found.first : found.first + found.steps - 1]
+        return self._found[index].went_on
 
     @property
     def draws(self) -> bool:
@@ -190,10 +182,7 @@ class HfEngine:
 
     def reserve(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> bool:
         """Room for so many more tokens of each."""
-        context = self.capabilities.context
-        if any(table.length + count > context for table, count in zip(tables, counts, strict=True)):
-            return False
-        copies = self._pool.reserve(tables, counts)
+        copies = self._pool.reserve(tables, counts, self.capabilities.context)
         if copies:
             self._transfer.before_overwriting([copy.source for copy in copies])
             self._memory.copy(copies)

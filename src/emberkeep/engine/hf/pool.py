@@ -144,10 +144,11 @@ class BlockPool:
             table.length = end
         return copies
 
-    def reserve(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> list[Copy] | None:
-        """As `grow_all`, for so many more cells of each, which are not in use yet."""
+    def reserve(self, tables: Sequence[BlockTable], counts: Sequence[int], longest: int) -> list[Copy] | None:
+        """As `grow_all`, for so many more cells of each, which are not in use yet, up to `longest`."""
         lengths = [table.length for table in tables]
-        copies = self.grow_all(tables, [length + more for length, more in zip(lengths, counts, strict=True)])
+        ends = [length + more for length, more in zip(lengths, counts, strict=True)]
+        copies = self.grow_all(tables, ends) if max(ends) <= longest else None
         if copies is not None:
             for table, length in zip(tables, lengths, strict=True):
                 table.length = length

@@ -288,6 +288,17 @@ class Found:
     steps: int = 1
     """How many steps it took, the first with its rows, each of the others with the token chosen before it."""
 
+    @property
+    def went_on(self) -> list[int]:
+        """The tokens of those others."""
+        if self.chosen is None or self.steps == 1:
+            return []
+        return self.chosen.tokens[self.first : self.first + self.steps - 1]
+
+    def logprobs(self, row: int) -> Logprobs:
+        assert self.chosen is not None
+        return self.chosen.logprobs(self.first + row)
+
 
 @contextmanager
 def translate_errors() -> Iterator[None]:

@@ -77,7 +77,7 @@ def _count_runs(cells: Ints) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Owners:
-    """Of all cells that are used, as they lie."""
+    """Whose the cells in use are, as they lie."""
 
     positions: Ints
     ids: Ints
@@ -94,7 +94,7 @@ class _Owners:
         return own
 
     def spans(self, cells: Ints) -> list[tuple[int, int, int]]:
-        """Of which sequences, from where to where, these cells are."""
+        """The sequences that have these cells, and from where to where."""
         firsts = np.flatnonzero(np.diff(self.cells, prepend=-1))  # one sequence of each cell
         ids = self.ids[firsts][np.searchsorted(self.cells[firsts], cells)]
         found: list[tuple[int, int, int]] = []
