@@ -186,33 +186,6 @@ class GoingOn(Choosing):
         return self.chosen.get(index, [0])[:-1]
 
 
-def test_of_a_crowd_those_of_the_next_step_are_started_while_a_step_is_computed():
-    class Beside(Choosing):
-        def evaluate(self, batch):
-            outcome = super().evaluate(batch)
-            before = len(rig.scheduler._slots.active)
-            self.meanwhile()
-            started.append((before, len(rig.scheduler._slots.active)))
-            return outcome
-
-    started = []
-    engine = Beside(sequences=32, batch=256, cells=1 << 15)
-    with Rig(engine=engine, parallel=16, prefill_slice=512) as rig:
-        gate, recorders = Gate(engine), [Recorder() for _ in range(13)]
-        first = rig.start(PROMPT[:20], max_new=4)
-        gate.reached()
-        for number, recorder in enumerate(recorders):
-            rig.start([number + 40, *PROMPT[:99]], recorder, max_new=12)
-        gate.open()
-        answers = [recorder.answer for recorder in [first, *recorders]]
-    assert max(after - before for before, after in started) > 1
-    assert 3 <= max(after for _, after in started[:3]) <= 8, "some of them wait for the steps after"
-    assert max(after for _, after in started) > 8
-    with Rig(engine=FakeEngine(sequences=32, cells=1 << 15), parallel=16) as rig:
-        prompts = [PROMPT[:20], *([number + 40, *PROMPT[:99]] for number in range(13))]
-        assert answers == [rig.run(p, max_new=12 if len(p) > 20 else 4).answer for p in prompts]
-
-
 @pytest.mark.parametrize("stop", [99, 3, 6])
 @pytest.mark.parametrize("max_new", [1, 2, 9, 30])
 def test_an_engine_that_goes_on_by_itself_gives_the_same_answers_and_state(max_new, stop):

@@ -10,7 +10,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-from math import inf
 from time import monotonic
 from types import TracebackType
 
@@ -94,21 +93,14 @@ class Beginnings:
         self._slots, self._cache, self._waiting = parts.slots, parts.cache, parts.waiting
         self._commits = parts.cache.commits
         self._endings, self._only = endings, endings.only
-        self.has_stopped_short = False
-        """More could be started."""
 
-    def admit(self, tokens: float = inf) -> None:
-        """Start waiting sequences in turn, passing over those for which waiting saves work, until so many tokens
-        of prompts are there to be evaluated."""
-        self.has_stopped_short = False
+    def admit(self) -> None:
+        """Start waiting sequences in turn, passing over those for which waiting saves work."""
         if not len(self._waiting) or self._is_full(self._slots.active):
             return  # looking at every user who waits would take as long as a step
         running = Counter(s.request.user for s in self._slots.active if s.output is not None)
         for sequence in self._waiting.in_turn(running):
             busy = self._slots.active
-            if tokens < inf and sum(s.pending for s in busy if s.is_runnable) >= tokens:
-                self.has_stopped_short = True
-                return
             if not self._has_room(sequence, busy):
                 return
             if self._waiting.still_waits(sequence):

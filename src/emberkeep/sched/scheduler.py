@@ -13,7 +13,6 @@ from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict
-from math import inf
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -70,8 +69,8 @@ class Scheduler:
         self.calibration, self.counters = parts.calibration, parts.counters
         self._waiting, self._slots, self._draft = parts.waiting, parts.slots, parts.draft
         self._endings = Endings(parts)
+        self._steps = Steps(parts, self._endings, self._flush, self._is_wanted)
         self._beginnings = Beginnings(parts, self._endings)
-        self._steps = Steps(parts, self._endings, self._flush, self._admit_beside, self._is_wanted)
         self._gaps = Gaps(parts, self._is_wanted)
         self._thread = thread or EngineThread()
         self._running = self._thread.submit(self._run)
@@ -288,12 +287,7 @@ class Scheduler:
     def _admit(self) -> None:
         self._endings.slot_freed = False
         if not self._when_idle:
-            self._beginnings.admit(self.engine.capabilities.batch if self.engine.draws else inf)
-
-    def _admit_beside(self) -> None:
-        """While a device computes a step: those who are in the next one."""
-        if self._beginnings.has_stopped_short and not self._when_idle:
-            self._beginnings.admit(2 * self.engine.capabilities.batch)
+            self._beginnings.admit()
 
     def _next_deadline(self) -> float | None:
         """Seconds until the first sequence, waiting or loading, runs out of time, or of patience with the disk."""

@@ -42,11 +42,9 @@ class Steps:
         parts: SchedulerParts,
         endings: Endings,
         flush: Callable[[bool], None],
-        begin: Callable[[], None],
         is_wanted: Callable[[], bool],
     ) -> None:
-        """`flush` wakes the readers of new output, in a hurry or not; `begin` starts more sequences beside a step;
-        `is_wanted`: whether something waits now."""
+        """`flush` wakes the readers of new output, in a hurry or not; `is_wanted`: whether something waits now."""
         self._engine, self._slots, self._cache = parts.engine, parts.slots, parts.cache
         self._commits = parts.cache.commits
         self._speculation = parts.speculation
@@ -63,7 +61,7 @@ class Steps:
         self._landed_at = self._took = 0.0
         self._counters = parts.counters
         self._endings, self._only = endings, endings.only
-        self._flush, self._begin = flush, begin
+        self._flush = flush
         self._hurries = False
         self._computed: list[Planned] = []
         """The latest step, of which nothing is stored yet."""
@@ -88,11 +86,9 @@ class Steps:
         self._blend()
 
     def _beside(self, *, waits: bool = False) -> None:
-        """What is done while the engine computes, and lets go of the interpreter: readers are woken, sequences
-        started, and what the step before computed is stored. `waits`: nothing is computed now."""
+        """What is done while the engine computes, and lets go of the interpreter: readers are woken, and what the
+        step before computed is stored. `waits`: nothing is computed now."""
         self._flush(self._hurries)
-        if not waits:
-            self._begin()
         until = monotonic() + max(_SPARED_S, _SPARED * self._took)
         batch, self._computed = self._computed, []
         self._store_computed(batch, until)
