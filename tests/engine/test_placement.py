@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 
 import pytest
 
 from emberkeep.engine.llamacpp.c_api import defaults
+from emberkeep.engine.llamacpp.context import LlamaSettings, thread_count
 from emberkeep.engine.llamacpp.gpus import (
     ON_CPU,
     Gpu,
@@ -181,3 +183,12 @@ def test_a_model_on_a_machine_without_a_gpu_is_on_the_cpu(model_file) -> None:
     assert not any(model.offloads for model in models)
     for model in models:
         model.close()
+
+
+@pytest.mark.parametrize(("asked", "is_offloaded", "expected"), [(None, True, 4), (None, False, 16), (7, True, 7)])
+def test_few_threads_wait_beside_gpus_that_compute_all(
+    asked: int | None, is_offloaded: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("emberkeep.engine.llamacpp.context.available_cores", lambda: 16)
+    settings = LlamaSettings(context=256, cells=256, sequences=1, batch=256, threads=asked)
+    assert thread_count(SimpleNamespace(is_offloaded=is_offloaded), settings) == expected

@@ -14,6 +14,7 @@ and of which no more is asked for. Rows are only used if all positions agree.
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,10 +30,8 @@ from emberkeep.values import dataclass
 Ints = npt.NDArray[np.intp]
 _NAME_BYTES = 64
 """The name of an architecture is shorter."""
-_GAP = 256
-"""Cells of others between two that are wanted, which take less time than another run does."""
-_SCATTERED = 16
-"""Cells of a run, on average, with which it takes as long to copy them run by run."""
+_COPY_S, _BYTE_S, _SHARE_S = 10e-6, 1e-10, 100e-6
+"""What llama.cpp takes for a copy from a GPU, for each byte of it, and to let one sequence share a range."""
 _MOST_BYTES = 512 << 20
 _BLOCK = 1024
 
@@ -42,30 +41,49 @@ def read_mixed(
 ) -> tuple[Bytes, Ints | None]:
     """The state of [start, end), in the memory of `into` if that is large enough; where it lies scattered, with
     rows of others, and then which rows are its own. Raises EngineError where that cannot be told."""
-    together, own, shared = np.empty(0, np.intp), None, [(sequence + 1, start, end)]
-    if context.cells.used > context.cells[sequence].end:
-        owners = _read_owners(context.handle, context.cells.used, context.cells.entries)
-        own = owners.cells_of(sequence + 1, start, end)
-        together = _together(np.sort(own))
-        is_near = len(together) * layout.row_bytes <= _MOST_BYTES
-        if is_near and _count_runs(own) * _SCATTERED > len(own) > _count_runs(together):
-            shared = owners.spans(together)
-        else:
-            own = None
-    with share_ranges(context.memory, SCRATCH, shared):
+    mixed = _find_mixed(context, layout, sequence, start, end)
+    spans = mixed.spans if mixed else [(sequence + 1, start, end)]
+    with share_ranges(context.memory, SCRATCH, spans):
         state = read_state(context.handle, SCRATCH, into=into)
-    if own is None:
+    if mixed is None:
         return state, None
     part, data = next(layout.parts(state, count := cell_count(state[HEAD_BYTES:])))
-    if not np.array_equal(part.cells(data, count)[:, 0], owners.positions[together]):
+    if not np.array_equal(part.cells(data, count)[:, 0], mixed.positions):
         raise EngineError("llama.cpp does not tell whose its cells are")
-    return state, np.searchsorted(together, own)
+    return state, mixed.own
 
 
-def _together(own: Ints) -> Ints:
-    """These cells, which are in order, and those between neighbours."""
+class _Mixed(NamedTuple):
+    """Cells to be read together."""
+
+    spans: list[tuple[int, int, int]]
+    """Sequences, from where to where."""
+    positions: Ints
+    own: Ints
+    """Which of them were asked for, by position."""
+
+
+def _find_mixed(context: LiveContext, layout: Layout, sequence: int, start: int, end: int) -> _Mixed | None:
+    """None where [start, end) are read as quickly alone. Raises EngineError."""
+    if context.cells.used == context.cells[sequence].end:
+        return None
+    copies_s = _COPY_S * sum(run.count for part in layout.ranges for run in part.runs)
+    cell_s = _BYTE_S * layout.row_bytes
+    owners = _read_owners(context.handle, context.cells.used, context.cells.entries)
+    own = owners.cells_of(sequence + 1, start, end)
+    together = _together(np.sort(own), int(copies_s / cell_s))
+    spans = owners.spans(together)
+    more_s = cell_s * (len(together) - len(own)) + _SHARE_S * (len(spans) - 1)
+    is_quicker = more_s < copies_s * (_count_runs(own) - _count_runs(together))
+    if not is_quicker or len(together) * layout.row_bytes > _MOST_BYTES:
+        return None
+    return _Mixed(spans, owners.positions[together], np.searchsorted(together, own))
+
+
+def _together(own: Ints, most: int) -> Ints:
+    """These cells, which are in order, and those between neighbours, where there are not more than so many."""
     gaps = np.diff(own, append=own[-1] + 1)
-    gaps[gaps > _GAP] = 1
+    gaps[gaps > max(most, 1)] = 1
     ends = np.cumsum(gaps)
     together: Ints = np.repeat(own - (ends - gaps), gaps) + np.arange(ends[-1])
     return together
