@@ -28,7 +28,7 @@ from emberkeep.engine.hf.fused_layers import fuse
 from emberkeep.engine.hf.model_loader import HfModel
 from emberkeep.engine.hf.network import Network, learn
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
-from emberkeep.engine.hf.step_batch import StepBatch, StepSize
+from emberkeep.engine.hf.step_batch import MOST_STEPS, StepBatch, StepSize
 
 pytestmark = pytest.mark.slow
 
@@ -348,6 +348,16 @@ def test_what_was_launched_for_a_sequence_that_has_changed_does_not_count(opened
     afresh.step(afresh.next_of(0))
     talk.step(talk.next_of(0))
     assert talk.tokens[0] == afresh.tokens[0]
+
+
+def test_what_the_steps_of_two_flights_copy_from_is_not_filled_before_they_have(opened: Opened) -> None:
+    graphs, group = opened.graphs, opened.graphs._group
+    kept = {}
+    for size in (StepSize(24, 4, 4, 4), StepSize(64, 40, 40, 4, decodes=True), StepSize(64, 40, 40, 4)):
+        batch = StepBatch(opened.memory, graphs._tables, graphs._biases, size, group)
+        kept[size.rows, size.decodes] = len({id(next(batch._hosts)) for _ in range(30)})
+    two_flights = 2 * MOST_STEPS + 1
+    assert kept == {(24, False): two_flights, (64, True): two_flights, (64, False): 3}
 
 
 MANY_HOW = [{}, {"temperature": 1.5, "top_p": 0.9}, {"bias": ((7, 60.0),)}]

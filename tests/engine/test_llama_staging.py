@@ -118,7 +118,10 @@ def test_rows_that_lie_between_those_of_others_leave_with_few_reads(open_engine,
     assert rows == [(0, True), (1, True), (2, True), (3, True), (4, False)], "what lies together needs no others"
 
 
-def test_a_library_that_does_not_tell_whose_cells_are_has_them_read_run_by_run(open_engine, monkeypatch, caplog):
+@pytest.mark.parametrize("by", [1, 255])
+def test_a_library_that_does_not_tell_whose_cells_are_has_them_read_run_by_run(
+    open_engine, monkeypatch, caplog, by
+):
     engine = open_engine()
     side_by_side(engine, {0: 0, 1: 0}, 80)
     expected = [bytes(one) for one in engine.export_kv(1, (0, 64, 80)).payloads()]
@@ -127,7 +130,7 @@ def test_a_library_that_does_not_tell_whose_cells_are_has_them_read_run_by_run(o
     def otherwise(context, data, size):
         told(context, data, size)
         words = np.ctypeslib.as_array(data, (size,))
-        words[size // 2 : size // 2 + 24] += 1
+        words[size // 2 : size // 2 + 24] += by
 
     monkeypatch.setattr(llama(), "llama_state_get_data", otherwise)
     staged(engine, 100)

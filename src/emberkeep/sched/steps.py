@@ -207,7 +207,8 @@ class Steps:
         sequence.output.scored(rows.start + 1, scored)
 
     def _sample(self, planned: Planned, index: int) -> None:
-        """The next token, and as many more as were drafted rightly: each is what plain decoding would sample."""
+        """The next token, and as many more as were drafted rightly, or chosen by an engine that went on: each is
+        what plain decoding would sample."""
         sequence, end = planned.sequence, None
         evaluated = planned.rows.tokens[1:].tolist() if planned.draft else self._went_on(planned, index)
         for row, following in enumerate([*evaluated, None]):
@@ -215,7 +216,8 @@ class Steps:
             end = self._take(sequence, token, logprob)
             if end is not None or token != following:
                 break
-        sequence.holds(sequence.computed + row, Made.NARROW)
+        if row:
+            sequence.holds(sequence.computed + row, Made.NARROW)
         if row < len(evaluated):
             self._engine.trim(sequence.slot, sequence.computed)
         if planned.draft:

@@ -11,7 +11,14 @@ import torch
 from emberkeep.engine.base import MOST_BIASED, Bias, Rows
 from emberkeep.engine.hf.attention import AttentionOptions
 from emberkeep.engine.hf.choosing import NUMBERS, numbers_of
-from emberkeep.engine.hf.kernels import PagedKv, choose_splits, choose_tiles, paged_attention, store_rows
+from emberkeep.engine.hf.kernels import (
+    FEW_TOKENS,
+    PagedKv,
+    choose_splits,
+    choose_tiles,
+    paged_attention,
+    store_rows,
+)
 from emberkeep.engine.hf.pool import BLOCK, BlockTable, KvMemory
 from emberkeep.values import dataclass
 
@@ -116,7 +123,7 @@ class StepBatch:
         rows = [size.rows] * 4
         counts = (*rows, size.outputs, 1, _TILE_NUMBERS * most_tiles, NUMBERS * size.outputs)
         # One is filled while the steps of two flights may still have to copy from theirs: the others have landed.
-        flying = 2 * MOST_STEPS if size.rows <= size.sequences else 2
+        flying = 2 * MOST_STEPS if size.decodes or size.rows <= FEW_TOKENS else 2
         self._hosts = cycle([_HostInputs(counts) for _ in range(flying + 1)])
         self._inputs = torch.zeros(sum(counts), dtype=torch.int64, device=memory.device)
         self._tables, self.biases = tables, biases

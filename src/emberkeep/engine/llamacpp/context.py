@@ -47,6 +47,9 @@ from emberkeep.errors import EngineError
 from emberkeep.types.models import ExpertStats, LayerExperts
 from emberkeep.values import dataclass
 
+_BESIDE_GPUS = 4
+"""Threads that look up embeddings, where GPUs compute all else."""
+
 
 @dataclass(frozen=True, slots=True)
 class LlamaSettings:
@@ -71,12 +74,8 @@ class LlamaSettings:
     """None: nothing is, or not by a fingerprint of before."""
 
 
-_BESIDE_GPUS = 4
-"""Threads that look up embeddings, where GPUs compute all else."""
-
-
 def thread_count(model: LlamaModel, settings: LlamaSettings) -> int:
-    """They wait for each step by turning round and round: no more than are needed."""
+    """How many compute a step. They wait for it by turning round and round, so there are no more than it needs."""
     cores = available_cores()
     return settings.threads or (min(cores, _BESIDE_GPUS) if model.is_offloaded else cores)
 

@@ -143,13 +143,13 @@ def _take_apart(words: Ints, count: int) -> _Owners:
     positions, ids, cells = [], [], []
     done = at = 0
     while done < count:
-        each = int(words[at + 1]) if at + 1 < len(words) else -1
-        most = min(count - done, _BLOCK, (len(words) - at) // (2 + each) if each >= 0 else 0)
+        each = int(words[at + 1]) if at + 1 < len(words) else 0
+        most = min(count - done, _BLOCK, (len(words) - at) // (2 + each)) if each > 0 else 0
+        if not most:
+            raise EngineError("llama.cpp writes its cells in another way")
         table = words[at : at + most * (2 + each)].reshape(most, 2 + each)
         differs = table[:, 1] != each
         alike = int(differs.argmax()) if differs.any() else most
-        if not alike:
-            raise EngineError("llama.cpp writes its cells in another way")
         table = table[:alike]
         positions.append(table[:, 0])
         ids.append(table[:, 2:].ravel())
