@@ -13,6 +13,7 @@ from emberkeep.chat.prompt import Prompt, PromptBuilder
 from emberkeep.chat.prompt_tokens import PromptTokenizer, SeamedTemplate, SeamedText
 from emberkeep.chat.template import CHATML, ChatTemplate
 from emberkeep.errors import InvalidField
+from emberkeep.sched.stored_text import RecentAnswers
 from emberkeep.types.lineage import EXACT
 from emberkeep.types.models import Vocab
 from emberkeep.types.request import Infill, Message, Request, Role, SourceFile, Tool, ToolCall
@@ -111,6 +112,15 @@ def test_replayed_ids_are_not_taken_for_canonical_ones_later() -> None:
 def test_a_real_vocabulary_agrees_with_itself(real_vocab: Vocab, text: str) -> None:
     ids = PromptTokenizer(real_vocab).encode(text)
     assert ids == real_vocab.tokenize(text)
+
+
+@pytest.mark.slow
+@given(st.lists(st.one_of(st.sampled_from([" the", " a", "train", ".", "\n", "’", "12"]), st.text())).map("".join))
+def test_a_real_vocabulary_begins_anew_between_two_words(real_vocab: Vocab, text: str) -> None:
+    assert RecentAnswers(1, real_vocab).has_joints
+    after_a = real_vocab.tokenize(f"{text}a")
+    following = real_vocab.tokenize(f"a b{text}")[len(real_vocab.tokenize("a")) :]
+    assert real_vocab.tokenize(f"{text}a b{text}") == [*after_a, *following]
 
 
 VOCAB = TinyVocab()

@@ -28,6 +28,7 @@ from emberkeep.values import dataclass
 
 _REMEMBERED_CHARS = 8 << 20
 _LONG_CHARS = 1 << 15
+_WORD = "a"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,8 @@ class SeamedText:
 
 Replay = Callable[[Sequence[int], bytes, int, Set[int]], tuple[tuple[int, ...], int]]
 """(ids before, a text between two seams, a start, borders) to the ids that were really sampled for the text from
-that start, and where it ends, one of the borders; ((), start) if nothing is known.
+that start, and where it ends, one of the borders; ((), start) if nothing is known. Of a long text it may end
+sooner, between two words where the tokenizer may begin anew.
 
 The ids before are the list being built: read it, do not keep it. The text may begin with the template's own
 words (ChatML: `assistant`, a line break, `Hello`), which the answer has to cover as well.
@@ -179,7 +181,14 @@ class PromptTokenizer:
                 tokenized.add((special,), at)
                 continue
             replayed, covered = replay(tokenized.ids, data, begin, borders) if replay else ((), begin)
+            if begin < covered < end:
+                replayed, covered = (*replayed, *self._following(data[covered:end])), end
             tokenized.add(replayed or self._ids_of(fragment), at, is_whole=covered <= end)
+
+    def _following(self, data: bytes) -> list[int]:
+        """The tokens of what follows a word, with the blank that it begins with."""
+        lead = self._vocab.tokenize(_WORD)
+        return self._vocab.tokenize(_WORD + data.decode("utf-8", "surrogatepass"))[len(lead) :]
 
     def _bytes_of(self, fragment: str, special: int | None) -> bytes:
         """The bytes that its tokens stand for."""

@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import field
-from functools import lru_cache
-
-import numpy as np
 
 from emberkeep.kv.content import Moved, to_pieces
 from emberkeep.kv.ledger import Ledger
 from emberkeep.kv.policy import StoreCounters
+from emberkeep.kv.text_walk import Replayed, ids_along, stored_ids
 from emberkeep.kv.tree import Chunk, ChunkKey, Cursor, RadixTree, Segment, last_snapshot, path_to
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.events import MissReason
@@ -180,6 +177,11 @@ class StoreLookups:
         with self._lock:
             return stored_ids(cursor, text, start, borders, pieces, specials)
 
+    def beginning(self, cursor: Cursor, text: bytes, start: int, stop: int, pieces: Sequence[bytes]) -> Replayed:
+        """The ids stored after `cursor` for as much of `text[start:stop]` as there is, and where that ends."""
+        with self._lock:
+            return ids_along(cursor, text, start, stop, pieces)
+
     def origin(self, lineage: Lineage) -> Cursor:
         with self._lock:
             return self._tree.origin(lineage)
@@ -216,150 +218,6 @@ class StoreLookups:
     def _deepest(self, cursor: Cursor, tokens: TokenArray) -> Cursor:
         """Must be called with the lock held."""
         return self._tree.deepest(cursor, tokens) if self._fits_engine else self._tree.origin(cursor.lineage)
-
-
-# ── ids by their text ──
-
-
-Replayed = tuple[tuple[int, ...], int]
-"""Ids, and where their text ends."""
-
-
-def stored_ids(
-    cursor: Cursor,
-    text: bytes,
-    start: int,
-    borders: Set[int],
-    pieces: Sequence[bytes],
-    specials: Set[int] = frozenset(),
-) -> Replayed:
-    """Ids stored after `cursor` for `text` from `start` to one of `borders`, or ((), start).
-
-    Sampled ones first. A template's own words may stand before the answer (in ChatML the role), up to the first
-    border. What was sampled may go on over borders, because a model can write a special token's text in
-    ordinary tokens. Of several ways the one with the most sampled tokens wins: when a crash has left only the
-    beginning of an answer, the tokenizer's ids of the same text branch off from it.
-
-    Else the tokenizer's own: up to the first border, when a token of `specials` follows there in the tree too.
-    Such a token is where the tokenizer begins anew, so it was asked for exactly this text.
-    """
-    best: tuple[Chunk, int, int] | None = None
-    most = 0
-    ends = in_order(frozenset(borders))
-    first_border = _next_border(ends, start)
-    todo: list[tuple[Chunk, int, int, int]] = [(cursor.chunk, cursor.used, start, 0)]
-    while todo:
-        chunk, index, offset, sampled = todo.pop()
-        while True:
-            is_first = offset == first_border and not best and not chunk.is_given and index < len(chunk.tokens)
-            is_whole = is_first and int(chunk.tokens[index]) in specials
-            if (offset in borders and sampled > most) or is_whole:
-                best, most = (chunk, index, offset), sampled
-            for first, group in chunk.branches.get(index, {}).items():
-                if offset == first_border or (
-                    first in range(len(pieces)) and text.startswith(pieces[first], offset)
-                ):
-                    todo += ((child, 0, offset, sampled) for child in group if cursor.sees(child))
-            if index == len(chunk.tokens):
-                break
-            stop, is_sampled = _run(chunk, index)
-            if not is_sampled and (sampled or offset >= first_border):
-                break
-            room = _next_border(ends, offset) - offset
-            written = _written(chunk, index, stop, pieces)
-            if len(written) > room:
-                stop = index + max(_fitting(chunk.tokens[index:stop], room, pieces), int(is_sampled))
-                written = _written(chunk, index, stop, pieces)
-            if not written or not text.startswith(written, offset):
-                break
-            sampled += (stop - index) * is_sampled
-            offset, index = offset + len(written), stop
-    return (_ids_between(cursor, *best[:2]), best[2]) if best else ((), start)
-
-
-@lru_cache(maxsize=8)
-def in_order(borders: frozenset[int]) -> tuple[int, ...]:
-    """Asked for at every stretch of a prompt, and there may be as many of these as messages."""
-    return tuple(sorted(borders))
-
-
-def _next_border(ends: tuple[int, ...], offset: int) -> int:
-    """The first of `ends` after `offset`; where there is none, `offset`."""
-    at = bisect_right(ends, offset)
-    return ends[at] if at < len(ends) else offset
-
-
-def _run(chunk: Chunk, index: int) -> tuple[int, bool]:
-    """The end of what can be compared at once from `index` on, and whether it was sampled: that is all up to the
-    next branch, the next token that was sampled (or was not), or the end."""
-    stop, is_sampled = len(chunk.tokens), False
-    for take in chunk.branches:
-        if index < take < stop:
-            stop = take
-    for begin, end in chunk.sampled:
-        if begin <= index < end:
-            stop, is_sampled = min(stop, end), True
-        elif index < begin:
-            stop = min(stop, begin)
-    return stop, is_sampled
-
-
-def _fitting(tokens: TokenArray, room: int, pieces: Sequence[bytes]) -> int:
-    """How many of these have a text of no more than `room` bytes together."""
-    for count, token in enumerate(tokens.tolist()):
-        room -= len(pieces[token])
-        if room < 0:
-            return count
-    return len(tokens)
-
-
-def _written(chunk: Chunk, index: int, stop: int, pieces: Sequence[bytes]) -> bytes:
-    """The text of these tokens. Empty at the end, and for those of a foreign file, which no prompt of this model
-    has."""
-    is_all = stop - index == len(chunk.tokens)
-    if is_all and chunk.text is not None:
-        return chunk.text
-    tokens = chunk.tokens[index:stop].tolist()
-    is_foreign = max(tokens, default=0) >= len(pieces)
-    written = b"" if is_foreign else b"".join([pieces[token] for token in tokens])
-    if is_all:
-        chunk.text = written
-    return written
-
-
-def _ids_between(cursor: Cursor, chunk: Chunk, index: int) -> tuple[int, ...]:
-    """Those on the way from `cursor` to `index` of `chunk`, which is at or below its chunk."""
-    parts: list[TokenArray] = []
-    while chunk is not cursor.chunk and chunk.parent is not None:
-        parts.append(chunk.tokens[:index])
-        chunk, index = chunk.parent, chunk.take
-    parts.append(chunk.tokens[cursor.used : index])
-    return tuple(np.concatenate(parts[::-1]).tolist())
-
-
-def chunks_along(origin: Cursor, text: bytes, pieces: Sequence[bytes]) -> list[Chunk]:
-    """Chunks below `origin`, a root, whose text lies along the beginning of `text`: what a lookup of its tokens
-    will most likely want.
-
-    Only a guess made before the text is tokenised, a whole chunk per comparison.
-    """
-    found = []
-    todo = [(origin.chunk, 0)]
-    while todo:
-        chunk, offset = todo.pop()
-        for take, by_first in chunk.branches.items():
-            begin = offset + len(_written(chunk, 0, take, pieces))
-            groups = (
-                group
-                for first, group in by_first.items()
-                if first in range(len(pieces)) and text.startswith(pieces[first], begin)
-            )
-            for child in (child for group in groups for child in group if origin.sees(child)):
-                if written := _written(child, 0, len(child.tokens), pieces):
-                    found.append(child)
-                    if text.startswith(written, begin):
-                        todo.append((child, begin))
-    return found
 
 
 # ── what other hosts have ──

@@ -26,8 +26,9 @@ from emberkeep.kv.entries import Entry
 from emberkeep.kv.expiry import Expiry, next_expiry
 from emberkeep.kv.forgetting import Forgetter, Holders, Whose, of_user
 from emberkeep.kv.ledger import Ledger, tail_inside
-from emberkeep.kv.lookups import Arrival, SharedTier, StoreLookups, chunks_along
+from emberkeep.kv.lookups import Arrival, SharedTier, StoreLookups
 from emberkeep.kv.policy import CostModel, Keeping, Saved, StoreCounters, WriteBudget
+from emberkeep.kv.text_walk import chunks_along
 from emberkeep.kv.tree import (
     Chunk,
     ChunkKey,

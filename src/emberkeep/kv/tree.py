@@ -129,6 +129,9 @@ MADE = tuple(Made(number) for number in range(16))
 """The values by their numbers: making them anew is a twentieth of the time that opening a large store takes."""
 
 
+_GIVEN = frozenset(made for made in MADE if made & Made.GIVEN)
+
+
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class Chunk:
     """One stored token range: its place in the tree, and where its bytes are."""
@@ -178,7 +181,7 @@ class Chunk:
 
     @property
     def is_given(self) -> bool:
-        return bool(self.made & Made.GIVEN)
+        return self.made in _GIVEN  # flags take ten times as long to be combined
 
     @property
     def is_root(self) -> bool:

@@ -7,27 +7,19 @@ end of its stable prefix, the ends of messages) and at the end of every turn.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
-from collections.abc import Container, Set
 from collections.abc import Sequence as Items
 from dataclasses import replace
-from functools import cached_property
 from itertools import pairwise
-
-import numpy as np
-import numpy.typing as npt
 
 from emberkeep.engine.base import Engine, KvExport, Payload
 from emberkeep.errors import EngineError
 from emberkeep.kv.entries import Entry
-from emberkeep.kv.lookups import BLOCK_TOKENS, Replayed, block_start, in_order, stored_ids
+from emberkeep.kv.lookups import BLOCK_TOKENS, block_start
 from emberkeep.kv.store import KvStore
-from emberkeep.kv.tree import ROOT, Chunk, ChunkKey, Cursor, Made, Span, place_at
+from emberkeep.kv.tree import Chunk, Cursor, Made, Span, place_at
 from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.sequence_state import NewChunk, Save
-from emberkeep.token_arrays import TokenArray, token_array
-from emberkeep.types.lineage import EXACT_BITS, Lineage
-from emberkeep.types.models import Vocab
+from emberkeep.types.lineage import EXACT_BITS
 
 log = logging.getLogger("emberkeep.sched")
 
@@ -39,8 +31,6 @@ _UNPACKED = 0.75
 """A chunk with less than this share of the bytes of exact state is packed: that leaves little more than half."""
 _WORTH_A_CHUNK = 16
 """Tokens that are worth a file of their own where sequences branch; fewer are stored once per branch."""
-_PROBE = 32
-"""Tokens by which texts before answers are told apart."""
 
 
 class Commits:
@@ -258,144 +248,3 @@ def _sampled_spans(sequence: Sequence, start: int, end: int) -> tuple[Span, ...]
     """Which of the positions [start, end) were sampled here, relative to `start`."""
     begin, finish = max(start, sequence.prompt_length), min(end, sequence.answer_end)
     return ((begin - start, finish - start),) if begin < finish else ()
-
-
-# ── a prompt that is still text ──
-
-
-class StoredText:
-    """One prompt's view of the store. Used by one thread; never blocks on disk."""
-
-    def __init__(
-        self, store: KvStore, recent: RecentAnswers, vocab: Vocab, lineage: Lineage, *, snapshots: bool = False
-    ) -> None:
-        """`snapshots`: state is resumed only where it was stored as a whole."""
-        self._store = store
-        self._recent = recent
-        self._pieces = vocab.pieces
-        # Only there the tokenizer begins anew, whatever came before.
-        self._borders = frozenset(vocab.specials.values() if vocab.splits_at_specials else ())
-        self._lineage = lineage
-        self._cursor = store.origin(lineage)
-        self._ids = np.empty(1024, np.int32)
-        self._count = 0
-        self._can_prefetch = store.shared.is_shared and not snapshots
-        self._prefetch_at: int | None = None
-        """With so many ids, what other hosts have of them is asked for."""
-
-    def read_ahead(self, text: str) -> set[ChunkKey]:
-        if self._can_prefetch:
-            self._prefetch_at = BLOCK_TOKENS
-        return self._store.readahead(self._lineage, text.encode("utf-8", "surrogatepass"), self._pieces)
-
-    def replay(self, ids: Items[int], text: bytes, start: int, borders: Set[int]) -> Replayed:
-        """The ids that are stored for `text[start:end]` after `ids` (which may only grow), and that end."""
-        left_the_store = self._cursor.position < self._count
-        self._take(ids)
-        before = self._ids[: self._count]
-        found = self._recent.replay(self._lineage, before, text, start, borders)
-        if found[0] or left_the_store:
-            return found
-        self._cursor = self._store.advance(self._cursor, before)
-        if self._cursor.position < self._count:
-            return (), start
-        return self._store.replay(self._cursor, text, start, borders, self._pieces, self._borders)
-
-    def _take(self, ids: Items[int]) -> None:
-        if len(ids) > len(self._ids):
-            self._ids = np.concatenate([self._ids, np.empty(len(ids), np.int32)])
-        self._ids[self._count : len(ids)] = token_array(ids[self._count :])
-        self._count = len(ids)
-        if self._prefetch_at is not None and self._count >= self._prefetch_at:
-            self._prefetch_at = 2 * self._count  # few round trips, however long it is
-            self._store.shared.prefetch(self._lineage, self._ids[: self._count].copy())
-
-
-class RecentAnswers:
-    """Added to by the engine's thread, read by any."""
-
-    def __init__(self, limit: int, vocab: Vocab) -> None:
-        self._limit = limit
-        self._pieces = vocab.pieces
-        self._is_special = np.zeros(vocab.size, bool)
-        """Where the tokenizer begins anew."""
-        self._is_special[[*vocab.specials.values()] if vocab.splits_at_specials else []] = True
-        self._latest_first: tuple[_Answered, ...] = ()
-
-    def add(self, lineage: Lineage, tokens: TokenArray, answer: Span) -> None:
-        """`tokens` is a whole sequence, of which [answer) was sampled."""
-        known = Chunk(key=ROOT, parent=None, take=0, tokens=tokens.copy(), lineage=lineage)
-        known.sampled = (answer,)
-        (specials,) = self._is_special[tokens[: answer[0]]].nonzero()
-        since = int(specials[-1]) + 1 if len(specials) else 0
-        answered = _Answered(known, since, int(self._lengths[tokens[since : answer[0]]].sum()))
-        # One assignment of a new tuple: readers need no lock.
-        self._latest_first = (answered, *self._latest_first[: self._limit - 1])
-
-    @cached_property
-    def _lengths(self) -> npt.NDArray[np.int32]:
-        """Bytes of each token."""
-        return np.fromiter(map(len, self._pieces), np.int32, len(self._pieces))
-
-    def forget(self, owners: Container[str]) -> None:
-        """On the engine's thread: what is added later is of answers that were not being written before."""
-        kept = (s for s in self._latest_first if s.known.lineage.owner not in owners)
-        self._latest_first = tuple(kept)
-
-    def replay(self, lineage: Lineage, ids: TokenArray, text: bytes, start: int, borders: Set[int]) -> Replayed:
-        """As `KvStore.replay`, for an answer that came after exactly `ids`."""
-        ends = in_order(frozenset(borders))
-        at = bisect_right(ends, start)
-        room = ends[at] - start if at < len(ends) else 0
-        for each in self._latest_first:
-            known, begin = each.known, each.known.sampled[0][0]
-            # What comes before an answer has at most a token a byte.
-            if not each.since <= len(ids) <= begin <= len(ids) + room or len(ids) >= len(known.tokens):
-                continue
-            # Asked at every stretch of a prompt: most are told apart by what stands before it or the answer.
-            if not lineage.sees(known.lineage) or not _begins_with(known.tokens, ids):
-                continue
-            size = each.size_before(self._pieces, len(ids), text, start)
-            if size is not None and size <= room:
-                answer, end = stored_ids(Cursor(known, begin, lineage), text, start + size, borders, self._pieces)
-                if answer:
-                    return (*known.tokens[len(ids) : begin].tolist(), *answer), end
-        return (), start
-
-
-class _Answered:
-    def __init__(self, known: Chunk, since: int, size: int) -> None:
-        """`since`: where the stretch of text begins in which the answer does, `size` bytes before it."""
-        self.known, self.since = known, since
-        self._size = size
-        self._probe: bytes | None = None
-        self._before: bytes | None = None
-
-    def size_before(self, pieces: Items[bytes], position: int, text: bytes, start: int) -> int | None:
-        """How many bytes are written from `position` on up to the answer; None where `text` has others there. What
-        is written from the beginning of the stretch on is remembered."""
-        if position > self.since:
-            before = self._text(pieces, position)
-        else:
-            if self._probe is None:
-                self._probe = self._text(pieces, max(self.known.sampled[0][0] - _PROBE, position))
-            # Mostly not even the end of it is there, and that is soon found out.
-            if not text.startswith(self._probe, start + self._size - len(self._probe)):
-                return None
-            if self._before is None:
-                self._before = self._text(pieces, position)
-            before = self._before
-        return len(before) if text.startswith(before, start) else None
-
-    def _text(self, pieces: Items[bytes], position: int) -> bytes:
-        begin = self.known.sampled[0][0]
-        return b"".join([pieces[token] for token in self.known.tokens[position:begin].tolist()])
-
-
-def _begins_with(tokens: TokenArray, ids: TokenArray) -> bool:
-    count = len(ids)
-    if not count:
-        return True
-    if count > len(tokens) or tokens[count - 1] != ids[-1]:
-        return False
-    return np.array_equal(tokens[:count], ids)

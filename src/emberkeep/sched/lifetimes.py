@@ -17,7 +17,6 @@ from emberkeep.engine.base import Engine
 from emberkeep.errors import DeadlineExceeded, EmberkeepError, EngineError, StepFailed
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.admission import Calibration
-from emberkeep.sched.commits import RecentAnswers
 from emberkeep.sched.counters import SchedulerCounters
 from emberkeep.sched.draft_model import DraftModel, LoadedDraft
 from emberkeep.sched.engine_thread import insist
@@ -26,6 +25,7 @@ from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.sequence_state import Ending, EndReason, Phase, SequenceOutput
 from emberkeep.sched.slots import Slots, Timeline, WaitingQueue
 from emberkeep.sched.speculation import Speculation
+from emberkeep.sched.stored_text import RecentAnswers
 from emberkeep.types.events import Timings
 from emberkeep.types.models import RequestState
 from emberkeep.values import dataclass

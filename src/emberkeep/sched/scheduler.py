@@ -21,13 +21,13 @@ from emberkeep.engine.base import Engine
 from emberkeep.errors import EmberkeepError, EngineError, Overloaded
 from emberkeep.kv.entries import EntryId
 from emberkeep.kv.store import KvStore
-from emberkeep.sched.commits import StoredText
 from emberkeep.sched.draft_model import LoadedDraft
 from emberkeep.sched.engine_thread import SHUTTING_DOWN, EngineCall, EngineThread, Inbox, insist, promised
 from emberkeep.sched.lifetimes import Beginnings, Endings, SchedulerParts, SchedulerSettings
 from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.sequence_state import Phase
 from emberkeep.sched.steps import Steps
+from emberkeep.sched.stored_text import StoredText
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.lineage import Lineage
 from emberkeep.types.models import SpeculationStats, TimelineRecord
