@@ -20,9 +20,9 @@ import numpy as np
 
 from benchmarks.policies import Routing
 from benchmarks.trace_file import BLOCK, Visit
+from emberkeep import garbage
 from emberkeep.kv.lookups import Match
 from emberkeep.kv.store import Budgets, KvStore
-from emberkeep.kv.tree import no_garbage_collection
 from emberkeep.routing import Replica, RouteKeys
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.lineage import EXACT
@@ -118,7 +118,7 @@ def simulate(
 
     for visit in visits:
         events.at(visit.at, lambda visit=visit: arrive(visit))  # type: ignore[misc]
-    with no_garbage_collection():  # it would look at a hundred thousand chunks again and again
+    with garbage.kept():  # it would look at a hundred thousand chunks again and again
         events.run()
     begin = min(visit.at for visit in visits)
     return _outcome([*crowd.values()], remote, events.now - begin)

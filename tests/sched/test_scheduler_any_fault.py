@@ -61,7 +61,10 @@ NEVER_FAIL = {
     (Engine, "step_seconds"),
     (KvStore, "read_into"),
     (KvStore, "resize_ram"),
-    *((KvStore, name) for name in ("bring_in", "forget_here", "prefetch", "resumable", "share", "was_late")),
+    *(
+        (KvStore, name)
+        for name in ("beginning", "bring_in", "forget_here", "prefetch", "resumable", "share", "was_late")
+    ),
 }
 """Cleaning up, requests that this test does not make, what no sequence asks for, and what only hosts do that share
 their state."""

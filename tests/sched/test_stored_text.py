@@ -192,10 +192,12 @@ def test_a_text_that_grows_or_branches_has_the_ids_of_the_whole(prompts, size):
 def test_what_is_known_of_a_long_text_is_not_tokenised_again():
     store, vocab = new_store(None), WordVocab()
     keep(store, np.array(vocab.tokenize(STORY), np.int32), 128, Made.UNKNOWN)
-    recent, expected = RecentAnswers(4, vocab), vocab.tokenize(STORY + "and so on")
+    recent, texts = RecentAnswers(4, vocab), (f"{STORY}and so on", STORY[:-50])
+    expected = [vocab.tokenize(text) for text in texts]
     vocab.asked = 0
-    look = StoredText(store, recent, vocab, EXACT)
-    assert PromptTokenizer(vocab).encode(STORY + "and so on", replay=look.replay) == expected
+    looks = [StoredText(store, recent, vocab, EXACT) for _ in texts]
+    ids = [PromptTokenizer(vocab).encode(t, replay=look.replay) for t, look in zip(texts, looks, strict=True)]
+    assert ids == expected
     assert vocab.asked < 100
 
 

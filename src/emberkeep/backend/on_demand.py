@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 from dataclasses import replace
 from time import monotonic
 
+from emberkeep import garbage
 from emberkeep.backend.base import Backend, Embedder, ModelCard, Warmer, keep_warm, warm_prefix
 from emberkeep.backend.limits import with_deadline
 from emberkeep.backend.model_pool import ModelPool, ModelSource, Need
@@ -175,6 +176,7 @@ class OnDemandBackend:
         try:
             async with self._room():
                 self._backend = await self._open()
+                garbage.loaded()
                 self._card = self._backend.card
                 if self._is_essential:
                     self.name = self._card.id
@@ -256,6 +258,9 @@ class OnDemandBackend:
             if backend is not None:
                 with suppress(EmberkeepError):
                     await asyncio.shield(backend.close())
+                del backend
+                if not self._is_closed:
+                    await asyncio.to_thread(garbage.unloaded)
             self._needs = None
         finally:
             with self._lock:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from emberkeep import garbage
 from emberkeep.kv.catalogue import Catalogue
 from emberkeep.kv.corpus import TokenCorpus
 from emberkeep.kv.disk.chunk_files import ChunkFiles
@@ -38,7 +39,6 @@ from emberkeep.kv.tree import (
     chunks_at,
     clear_lineage_caches,
     new_chunk,
-    no_garbage_collection,
 )
 from emberkeep.token_arrays import TokenArray
 from emberkeep.types.cache import Label
@@ -118,7 +118,7 @@ class KvStore(StoreLookups):
 
     def _open(self, files: ChunkFiles, about: Mapping[str, Any]) -> DiskTier:
         ledger = self._ledger
-        with no_garbage_collection():
+        with garbage.kept():  # a hundred thousand new objects would be looked at again and again
             rows, damaged = files.open_rows()
             notes = files.index.notes()
             if "clock" in notes.meta:

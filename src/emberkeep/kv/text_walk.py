@@ -178,5 +178,7 @@ def ids_along(cursor: Cursor, text: bytes, start: int, stop: int, pieces: Sequen
             if not index <= take <= end:
                 continue
             begin = reached if take == end else offset + len(_written(chunk, index, take, pieces))
-            todo += [(child, 0, begin) for child in _followers(by_first, text, begin, pieces) if cursor.sees(child)]
+            todo += [
+                (child, 0, begin) for child in _followers(by_first, text, begin, pieces) if cursor.sees(child)
+            ]
     return _ids_between(cursor, *best[:2]), best[2]

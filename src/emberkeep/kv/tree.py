@@ -16,11 +16,9 @@ state hangs below the exact state that it continues: only lookups that ask for i
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import struct
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import field
 from enum import IntFlag
 from functools import lru_cache
@@ -424,15 +422,3 @@ def tokens_to(cursor: Cursor) -> TokenArray:
     """All tokens up to `cursor`. Chunks do not change, so no lock is needed."""
     parts = [s.chunk.tokens[: s.end - s.start] for s in path_to(cursor)]
     return np.concatenate(parts) if parts else np.empty(0, np.int32)
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """The collector would look at a hundred thousand new objects again and again."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

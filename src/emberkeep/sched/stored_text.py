@@ -67,18 +67,24 @@ class StoredText:
         found = self._recent.replay(self._lineage, before, text, start, borders)
         if found[0] or left_the_store:
             return found
-        self._cursor = self._store.advance(self._cursor, before)
-        if self._cursor.position < self._count:
+        self._cursor = cursor = self._store.advance(self._cursor, before)
+        if cursor.position < self._count:
             return (), start
-        found = self._store.replay(self._cursor, text, start, borders, self._pieces, self._borders)
-        return found if found[0] else self._beginning(text, start, borders)
-
-    def _beginning(self, text: bytes, start: int, borders: Set[int]) -> Replayed:
-        """What is stored of a long text's beginning, up to a joint: behind it the tokenizer may begin anew."""
         stop = next_border(in_order(frozenset(borders)), start)
-        if stop - start < _LONG or not self._recent.has_joints:
+        is_long = stop - start >= _LONG and self._recent.has_joints
+        if is_long and stop == len(text):  # it may grow from turn to turn: all of it is hardly ever stored
+            found = self._beginning(cursor, text, start, stop, is_part=True)
+            if found[0]:
+                return found
+        found = self._store.replay(cursor, text, start, borders, self._pieces, self._borders)
+        return found if found[0] or not is_long else self._beginning(cursor, text, start, stop)
+
+    def _beginning(self, cursor: Cursor, text: bytes, start: int, stop: int, *, is_part: bool = False) -> Replayed:
+        """What is stored of a text's beginning, up to a joint: behind it the tokenizer may begin anew. `is_part`:
+        only where that is not all."""
+        ids, end = self._store.beginning(cursor, text, start, stop, self._pieces)
+        if end == stop and is_part:
             return (), start
-        ids, end = self._store.beginning(self._cursor, text, start, stop, self._pieces)
         joint, count = _last_joint(text, start, end), len(ids)
         while start < joint < end:
             count -= 1

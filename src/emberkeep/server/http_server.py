@@ -8,10 +8,10 @@ adds one counter and one timer to it. Bodies are bounded by `middleware.RequestG
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import socket
+import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -25,6 +25,7 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from emberkeep import garbage
 from emberkeep.api.errors import Failure
 from emberkeep.config.settings import Config
 from emberkeep.errors import EmberkeepError
@@ -37,6 +38,9 @@ KEEP_ALIVE_S = 65
 """Longer than the idle time of usual client pools, so that it is the client who closes an idle connection."""
 LAST_WORDS_S = 1
 """After the drain: time to tell cut-off requests why."""
+_SWITCH_S = 0.0002
+"""So long a thread may go on in Python while another one waits. With 5 ms, Python's own, the engine's thread waits
+for the loop all the time when many requests come at once."""
 
 OnRefusal = Callable[[Failure], None]
 """Gets what was refused before it reached the application."""
@@ -87,8 +91,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await warmup(self._app, self._settings)
         await super().startup(sockets)
-        gc.freeze()  # all that is there now stays
-        gc.enable()
+        garbage.begin()
+        sys.setswitchinterval(_SWITCH_S)
         self.listening.set()
 
     @contextmanager

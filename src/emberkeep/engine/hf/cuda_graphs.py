@@ -12,7 +12,6 @@ find the model as it was.
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 import threading
@@ -26,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from emberkeep import garbage
 from emberkeep.engine.base import Choosing, Rows
 from emberkeep.engine.hf.adjusting import Adjusting
 from emberkeep.engine.hf.choosing import choose_tokens
@@ -223,7 +223,7 @@ class StepGraphs:
         # Other engines' threads may prepare memory meanwhile; what Python lets go of here may be such memory.
         recording = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
         # A recording that fails would leave its own stream in use.
-        with _without_collection(), torch.cuda.stream(torch.cuda.current_stream()), recording:
+        with garbage.kept(), torch.cuda.stream(torch.cuda.current_stream()), recording:
             self._compute(batch)
             if self._stream is not None:
                 self._stream.end_recording()
@@ -235,17 +235,6 @@ class _SizedStep:
     batch: StepBatch
     graph: torch.cuda.CUDAGraph | None = None
     """None: it is not recorded."""
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _sizes(most: int) -> list[int]:
