@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from helpers.drafting import LONG, PROMPT, SmallEngine, ToldCorpus, answer_of, k
 from helpers.engines import RecordingEngine
 from helpers.faulty_crowd import ERRORS, Faults, methods
 from helpers.kv_building import check_ledger
-from helpers.scheduling import CLOSING, ENDLESS, PATIENCE, Recorder, Rig, prompt_of, text
+from helpers.scheduling import CLOSING, ENDLESS, PATIENCE, DeviceEngine, Recorder, Rig, prompt_of, text
 
 
 def model_stats(rig: Rig):
@@ -234,6 +235,32 @@ def test_a_model_that_is_never_right_is_soon_left_alone():
         rig.scheduler._draft._times.seconds = lambda rows, depth: 0.004
         recorder = rig.run(text(64), max_new=600, sampling=ENDLESS)
         assert recorder.ending.timings.draft_n < 40
+
+
+class Drawing(DeviceEngine):
+    """Counts the rows after which it may go on by itself, and the others. Its answers have no end."""
+
+    def __init__(self) -> None:
+        super().__init__(cells=1 << 15)
+        self.may_go_on = Counter[bool]()
+
+    def evaluate(self, batch):
+        self.may_go_on.update(rows.goes_on > 0 for rows in batch if rows.outputs)
+        return super().evaluate(batch)
+
+    def likeliest(self, index, row=0):
+        return int(self.logits(index, row)[: min(self.vocab.eog)].argmax())
+
+
+def test_beside_one_that_is_never_right_steps_are_launched_ahead_as_without_it():
+    engine, draft = Drawing(), SmallEngine(weights="others")
+    with Rig(engine=engine, draft=draft) as rig:
+        rig.scheduler._parts.speculation._seconds = lambda rows, depth, outputs: 0.01 * (1 + 0.1 * rows)
+        rig.scheduler._draft._times.seconds = lambda rows, depth: 0.004
+        rig.run(text(64), max_new=400)
+        engine.may_go_on.clear()
+        rig.run(text(64, seed=1), max_new=400)
+    assert engine.may_go_on[True] > 10 * engine.may_go_on[False]
 
 
 # ── in gaps ──

@@ -100,15 +100,17 @@ class Speculation:
         depth = sum(s.computed for s in decoding) // len(decoding)
         step = StepCost(self._seconds, len(decoding), beside, room, depth, host_s)
         looked, drafts = self._look(decoding, step)
-        if self._model is not None:
+        limits = {s: limit for s in decoding if (limit := self._limit(s, room)) > 0} if self._model else {}
+        may_ask = self._model is not None and self._model.may_be_asked(limits)
+        if self._model is not None and may_ask and not is_ahead:
             with _logged("the draft model was not asked"):
-                limits = {s: limit for s in decoding if (limit := self._limit(s, room)) > 0}
                 drafts |= self._model.ask(limits, drafts, step)
+                may_ask = not self._model.is_left_out
         counts = share(drafts, step)[0] if drafts else {}
         for sequence in looked:
             if sequence.drafts is not None:
                 sequence.drafts.are_used = sequence in counts
-        self.is_promising = bool(counts) or self._model is not None
+        self.is_promising = bool(counts) or may_ask
         if is_ahead:
             return {}
         kept = {s: Chosen(drafts[s].draft, count, drafts[s].chances[:count]) for s, count in counts.items()}
@@ -249,8 +251,9 @@ _FURTHER = 4
 _WORTH_CATCHING_UP = 0.5
 """The share that catching up may take of the time gained in the rest of the answers (`_USUAL_REST` tokens)."""
 _USUAL_REST = 256
-_LEFT_OUT = 7
-"""Steps after one in which it was not worth it: looking again would take time, too."""
+_LEFT_OUT, _MOST_LEFT_OUT = 7, 63
+"""Steps after one in which it was not worth it, and about twice as many each time that it is not again: a step in
+which it is asked is not launched ahead."""
 _FOR_TRIALS = 0.01
 """The share of the time in which a model that was not worth it is tried again."""
 _ASSUMED = 0.7
@@ -270,19 +273,27 @@ class ModelDrafts:
         ]
         self._for_trials = 0.0
         """Seconds that may be spent on them."""
-        self._left_out = 0
-        """Steps that are still to be left out."""
+        self._left_out, self._pause = 0, _LEFT_OUT
+        """Steps that are still to be left out, and how many are the next time."""
         self.stats = model.stats
+
+    @property
+    def is_left_out(self) -> bool:
+        """Of the next step."""
+        return self._left_out > 0
+
+    def may_be_asked(self, limits: Mapping[Running, int]) -> bool:
+        """In this step, which counts among those that are left out if not."""
+        if self._model.reason or not limits:
+            return False
+        is_left_out = self._left_out > 0
+        self._left_out -= is_left_out
+        return not is_left_out
 
     def ask(
         self, limits: Mapping[Running, int], found: Mapping[Running, Chosen], step: StepCost
     ) -> dict[Running, Chosen]:
         """Drafts for those of whom the model is likely to know more than what was `found` without it."""
-        if self._model.reason:
-            return {}
-        if self._left_out:
-            self._left_out -= 1
-            return {}
         one = step.cost(0)
         asking: dict[Running, float] = {}
         for sequence in limits:
@@ -299,8 +310,9 @@ class ModelDrafts:
             asking = {s: chance for s, chance in asking.items() if not self._model.lag_seconds(s)}
             plan = self._plan(asking, found, step)
         if not plan.count:
-            self._left_out = _LEFT_OUT
+            self._left_out, self._pause = self._pause, min(2 * self._pause + 1, _MOST_LEFT_OUT)
             return self._try(first, one)
+        self._pause = _LEFT_OUT
         # All others wait for what is drafted for a few.
         ready = {s: asking[s] for s in self._model.ready(list(asking), _SLICE * one)}
         plan = self._plan(ready, found, step)
@@ -355,7 +367,7 @@ class ModelDrafts:
     def _try(self, sequence: Running, one: float) -> dict[Running, Chosen]:
         """It was not worth it, but it may be by now: one token is drafted once in a while."""
         cost = self._model.seconds(1, 0)
-        self._for_trials = min(self._for_trials + _FOR_TRIALS * one * (1 + _LEFT_OUT), max(one, cost))
+        self._for_trials = min(self._for_trials + _FOR_TRIALS * one * (1 + self._left_out), max(one, cost))
         if self._for_trials < cost:
             return {}
         begin = perf_counter()

@@ -196,6 +196,7 @@ class DiskTier:
         for tail in replaced:
             self._transact(partial(Ledger.supersede, tail=tail))
             self.remove_files()
+        self._forgetter.refresh()  # else the next request would have to read past these rows
 
     def tidy(self) -> None:
         """Whenever there is nothing to write. Raises OSError."""
