@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +12,10 @@ import pytest
 from emberkeep.chat.prompt import Splice
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
-from emberkeep.kv.tree import Chunk
+from emberkeep.kv.tree import Chunk, path_to
 from emberkeep.sched.commits import Commits
 from emberkeep.sched.sequence import Sequence
-from emberkeep.types.lineage import Lineage
+from emberkeep.types.lineage import EXACT, Lineage
 from helpers.kv_building import check_ledger, chunks_of, exported
 from helpers.scheduling import (
     CLOSING,
@@ -267,6 +268,7 @@ class AheadEngine(FakeEngine):
         self.capabilities = replace(self.capabilities, runs_ahead=True)
         self.asked: list[str] = []
         self.exported_tokens: list[int] = []
+        self.on_export: Callable[[], None] = lambda: None
 
     def evaluate(self, batch):
         self.asked.append("outputs" if any(rows.outputs for rows in batch) else "step")
@@ -275,7 +277,47 @@ class AheadEngine(FakeEngine):
     def export_kv(self, sequence, borders, bits=16):
         self.asked.append("export")
         self.exported_tokens.append(borders[-1] - borders[0])
+        self.on_export()
         return super().export_kv(sequence, borders, bits)
+
+
+def test_a_turn_that_goes_on_does_not_wait_for_the_one_before_to_be_stored(tmp_path):
+    """Which still comes first: what was sampled is known to be."""
+    engine, second = AheadEngine(), Recorder()
+    with Rig(tmp_path, engine) as rig:
+
+        def go_on(first: Recorder) -> None:
+            engine.asked.clear()
+            rig.start([*PROMPT, *first.tokens, *text(30, seed=4)], second, closing=(), max_new=4)
+
+        first = rig.start(PROMPT, Recorder(then=go_on), closing=(), max_new=40)
+        asked = [*PROMPT, *first.answer, *text(30, seed=4)]
+        assert second.answer == reference(asked, max_new=4)
+        rig.settle()
+        assert engine.asked[:3] == ["step", "outputs", "export"]
+        assert second.lookup.hot_tokens == len(PROMPT) + len(first.answer)
+        chunks = path_to(rig.store.advance(rig.store.origin(EXACT), np.array(asked, np.int32)))
+        sampled = [(s.start + a, s.start + b) for s in chunks for a, b in s.chunk.sampled]
+        assert (sampled[0][0], sampled[-1][1]) == (len(PROMPT), second.lookup.hot_tokens)
+        assert_bytes_are_right(rig)
+
+
+def test_who_comes_while_a_long_turn_is_stored_waits_for_a_part_of_it(tmp_path):
+    engine = AheadEngine()
+    with Rig(tmp_path, engine) as rig:
+        other = Recorder()
+
+        def come(_: object) -> None:
+            """Once, when storing has begun."""
+            engine.on_export = lambda: None
+            rig.start(text(30, seed=4), other, closing=(), max_new=4)
+
+        engine.on_export = lambda: come(None)
+        rig.run(text(9000), max_new=1, closing=())
+        assert other.answer == reference(text(30, seed=4), max_new=4)
+        storing = engine.asked[engine.asked.index("export") :]
+        assert storing[:3] == ["export", "step", "outputs"] and storing.count("export") > 3
+        assert_bytes_are_right(rig)
 
 
 def test_nothing_waits_for_a_step_that_nobody_waits_for(tmp_path):

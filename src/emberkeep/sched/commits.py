@@ -23,7 +23,7 @@ from emberkeep.types.lineage import EXACT_BITS
 
 log = logging.getLogger("emberkeep.sched")
 
-_SAVED_AT_ONCE = 4096
+SAVED_AT_ONCE = 4096
 """Tokens that are stored between two steps at most."""
 _CROWD = 32
 """So many more answers make the state of each wait for one more chunk."""
@@ -57,7 +57,7 @@ class Commits:
             return
         self._finish_save(sequence)
         if sequence.unsaved >= self._chunk:
-            end = min(sequence.computed, sequence.cursor.position + _SAVED_AT_ONCE)
+            end = min(sequence.computed, sequence.cursor.position + SAVED_AT_ONCE)
             self._begin_save(sequence, end, tail=False, fork=False)
 
     def has_to_commit(self, sequence: Sequence, beside: int = 0) -> bool:
@@ -123,6 +123,9 @@ class Commits:
 
     def _begin_save(self, sequence: Sequence, end: int, *, tail: bool, fork: bool) -> None:
         """Let the engine copy what is not stored; what it has at once is stored."""
+        before, sequence.goes_on_from = sequence.goes_on_from, None
+        if before is not None and before.is_active:
+            self.commit_all(before)  # what was sampled there is known there only
         sequence.cursor = self._store.advance(sequence.cursor, sequence.tokens[:end])
         is_packed = self._is_packed(sequence.cursor.chunk)
         start = sequence.cursor if is_packed else self._store.growth_point(sequence.cursor)

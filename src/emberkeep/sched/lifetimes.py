@@ -17,13 +17,14 @@ from emberkeep.engine.base import Engine
 from emberkeep.errors import DeadlineExceeded, EmberkeepError, EngineError, StepFailed
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.admission import Calibration
+from emberkeep.sched.commits import SAVED_AT_ONCE
 from emberkeep.sched.counters import SchedulerCounters
 from emberkeep.sched.draft_model import DraftModel, LoadedDraft
 from emberkeep.sched.engine_thread import insist
 from emberkeep.sched.prefix_cache import PrefixCache
 from emberkeep.sched.sequence import Sequence
 from emberkeep.sched.sequence_state import Ending, EndReason, Phase, SequenceOutput
-from emberkeep.sched.slots import Slots, Timeline, WaitingQueue
+from emberkeep.sched.slots import HotMatch, Slots, Timeline, WaitingQueue
 from emberkeep.sched.speculation import Speculation
 from emberkeep.sched.stored_text import RecentAnswers
 from emberkeep.types.events import Timings
@@ -34,6 +35,8 @@ log = logging.getLogger("emberkeep.sched")
 
 _WARM_AFTER = 2
 """Turns of its conversation after which a branch that was left alone leaves the engine."""
+_BEGUN = -1
+"""Its last slice is on its way into the store."""
 _RECENT = 64
 """Answers that are remembered, at most: the store has the others."""
 
@@ -122,11 +125,11 @@ class Beginnings:
             self._waiting.wait_for(sequence, coming)
             return True
         hot = self._slots.computed_match(sequence.prompt.lineage, sequence.lookup_tokens)
-        if hot.sequence:
+        if hot.sequence and not self._endings.may_wait(hot):
             self._endings.finish_now(hot.sequence)
-        if hot.sequence and hot.sequence.is_active:
-            with self._only(hot.sequence):
-                self._commits.commit_fork(hot.sequence, hot.tokens)
+            if hot.sequence.is_active:
+                with self._only(hot.sequence):
+                    self._commits.commit_fork(hot.sequence, hot.tokens)
         if not self._cache.acquire(sequence):
             return False
         self._waiting.remove(sequence)
@@ -207,8 +210,8 @@ class Endings:
         self._cache, self._slots, self._draft = parts.cache, parts.slots, parts.draft
         self._commits = parts.cache.commits
         self._waiting, self._timeline, self._counters = parts.waiting, parts.timeline, parts.counters
-        self._closed: list[Sequence] = []
-        """Answered and evaluated, and still to be stored."""
+        self._closed: dict[Sequence, int] = {}
+        """Answered and evaluated, and still to be stored; in how many slices at most."""
 
     # ── answered ──
 
@@ -237,7 +240,7 @@ class Endings:
         if sequence.pending:
             return
         if self._engine.draws or self._engine.capabilities.runs_ahead:
-            self._closed.append(sequence)
+            self._closed[sequence] = sequence.unsaved // SAVED_AT_ONCE
         else:
             self._finish(sequence)
 
@@ -246,10 +249,21 @@ class Endings:
         """How many turns are over and still to be stored."""
         return len(self._closed)
 
+    def is_over(self, sequence: Sequence) -> bool:
+        """It only has to be stored."""
+        return sequence in self._closed
+
+    def may_wait(self, hot: HotMatch) -> bool:
+        """It only has to be stored, and that may come after what goes on from its end."""
+        return hot.sequence in self._closed and hot.tokens == hot.sequence.computed
+
     def finish_closed(self, until: float, *, waits: bool) -> None:
         """Store turns that are over, until then on the monotonic clock. Those whose state is being copied are
         left for later, unless it `waits`."""
-        closed, self._closed = self._closed, []
+        if not self._engine.draws:
+            self._finish_in_slices(until)
+            return
+        closed, self._closed = list(self._closed), {}
         for sequence in closed:
             # One goes on, however little time there is.
             if sequence.is_active and (sequence is closed[0] or monotonic() < until):
@@ -260,12 +274,25 @@ class Endings:
             if has_time and (waits or self._commits.is_copied(sequence)):
                 self._finish_active(sequence)
             else:
-                self._closed.append(sequence)
+                self._closed[sequence] = 0
+
+    def _finish_in_slices(self, until: float) -> None:
+        """Copies block, and those of a long turn as long as some steps take: whoever comes waits for one slice."""
+        while self._closed:
+            sequence, slices = next(iter(self._closed.items()))
+            if slices == _BEGUN or not sequence.is_active:
+                self.finish_now(sequence)
+                continue
+            del self._closed[sequence]  # others begin meanwhile, as threads go on with what was copied
+            self._closed[sequence] = slices - 1 if slices else _BEGUN
+            with self.only(sequence):
+                (self._commits.commit if slices else self._commits.begin_turn)(sequence)
+            if monotonic() >= until:
+                return
 
     def finish_now(self, sequence: Sequence) -> None:
         """If it only has to be stored, that is done."""
-        if sequence in self._closed:
-            self._closed.remove(sequence)
+        if self._closed.pop(sequence, None) is not None:
             self._finish_active(sequence)
 
     def _finish_active(self, sequence: Sequence) -> None:

@@ -106,6 +106,8 @@ class Sequence:
         """Where state begins that was moved there, now or before it was stored."""
         self.cursor: Cursor
         """How far the store is known to hold this sequence. From `occupy` on."""
+        self.goes_on_from: Sequence | None = None
+        """A turn that is over, and is stored before it."""
         self.saving: Save | None = None
         """What is on its way into the store: `cursor` does not count it yet."""
         self.reuse = Reuse()
@@ -231,6 +233,7 @@ class Sequence:
         self.arrivals.patience_ends = self.started + PATIENCE_S
         if hot is None:
             return
+        self.goes_on_from = hot if hot.phase is Phase.CLOSING else None
         self.holds_packed = hot.holds_packed
         self.shapes = hot.shapes.until(self.computed)
         self.had_neighbours = hot.had_neighbours
@@ -397,8 +400,8 @@ class Sequence:
         assert prompt.splice is not None
         splice = prompt.splice
         self._first_lookup = self.lookup_record()
-        before, followed = self.tokens[: splice.start], self.tokens[splice.end :]
-        self.tokens = TokenBuffer(np.concatenate([before, splice.insert, followed]), room=512)
+        parts = [self.tokens[: splice.start], splice.insert, self.tokens[splice.end :]]
+        self.tokens = TokenBuffer(np.concatenate(parts), room=512)
         self.prompt = prompt
         self._lineage = prompt.lineage
         self.prompt_length -= splice.saved
@@ -421,7 +424,7 @@ class Sequence:
     def become_idle(self, entry: Entry | None = None) -> None:
         """Its state stays in the engine for the request that continues it, which may be the next turn of
         `entry`."""
-        self.output = None
+        self.output = self.goes_on_from = None
         self.phase = Phase.IDLE
         self.tokens.cut(self.computed)
         self.last_used = monotonic()

@@ -71,7 +71,8 @@ class Steps:
         batch = self._schedule()
         self._hurries = any(each.sequence.in_prompt for each in batch) or not batch
         if not (batch and self._engine.draws):
-            self._beside(waits=True)
+            begun = (each.sequence for each in batch if each.sequence.output is not None)
+            self._beside(waits=True, is_awaited=any(s.first_token_at is None for s in begun))
         if batch and self._execute(batch):
             for index, planned in enumerate(batch):
                 try:  # as `only`, in less time
@@ -85,14 +86,16 @@ class Steps:
                 self._store_computed(batch, math.inf)
         self._blend()
 
-    def _beside(self, *, waits: bool = False) -> None:
+    def _beside(self, *, waits: bool = False, is_awaited: bool = False) -> None:
         """What is done while the engine computes, and lets go of the interpreter: readers are woken, and what the
-        step before computed is stored. `waits`: nothing is computed now."""
+        step before computed is stored. `waits`: nothing is computed now. `is_awaited`: the first token of one of
+        the next step is, so turns that are over have time."""
         self._flush(self._hurries)
         until = monotonic() + max(_SPARED_S, _SPARED * self._took)
         batch, self._computed = self._computed, []
         self._store_computed(batch, until)
-        self._endings.finish_closed(until, waits=waits)
+        if not is_awaited:
+            self._endings.finish_closed(until, waits=waits)
 
     def _schedule(self) -> list[Planned]:
         try:
@@ -166,7 +169,8 @@ class Steps:
         storing = []
         for sequence in (each.sequence for each in batch):
             try:  # as `only`, in less time
-                if sequence.phase is not Phase.IDLE and self._commits.has_to_commit(sequence, len(batch)):
+                goes_on = sequence.phase is not Phase.IDLE and not self._endings.is_over(sequence)
+                if goes_on and self._commits.has_to_commit(sequence, len(batch)):
                     storing.append(sequence)
             except Exception as error:
                 self._endings.fail(sequence, error)
