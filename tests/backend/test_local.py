@@ -86,7 +86,7 @@ def test_one_of_two_choices_that_fails_ends_its_request_and_no_other(backend, en
     failed, other, expected = asyncio.run(ask())
     assert isinstance(failed, StepFailed)
     assert other == expected
-    backend.scheduler.call(lambda: None).result(PATIENCE)
+    settle(backend)
     assert is_empty(backend)
 
 

@@ -279,7 +279,7 @@ class ModelDrafts:
 
     @property
     def is_left_out(self) -> bool:
-        """Of the next step."""
+        """The next step does without it."""
         return self._left_out > 0
 
     def may_be_asked(self, limits: Mapping[Running, int]) -> bool:
