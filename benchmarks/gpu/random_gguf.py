@@ -30,7 +30,8 @@ def write_random_gguf(path: Path, shape: Shape) -> Path:
     writer.add_rope_freq_base(1e6)
     writer.add_tokenizer_model("llama")
     pieces = [f"<0x{byte:02X}>" for byte in range(256)]
-    writer.add_token_list([*pieces, *(f"t{number}" for number in range(256, shape.vocab))])
+    # A blank is a token of its own, as in all such vocabularies.
+    writer.add_token_list([*pieces, "▁", *(f"t{number}" for number in range(257, shape.vocab))])
     writer.add_token_scores([0.0] * shape.vocab)
     writer.add_token_types([int(TokenType.BYTE)] * 256 + [int(TokenType.NORMAL)] * (shape.vocab - 256))
     tensors = list(_tensors(shape))

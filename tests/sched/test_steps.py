@@ -1,5 +1,6 @@
 """Which tokens a step evaluates, and how likely those of a prompt were, whatever the steps are."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -121,6 +122,11 @@ class Choosing(FakeEngine):
         return found.logprob, [(one.token_id, one.logprob) for one in found.top]
 
 
+def joining(engine: FakeEngine) -> FakeEngine:
+    engine.capabilities = replace(engine.capabilities, joins_last=True)
+    return engine
+
+
 class Alternating:
     """A grammar of even tokens and odd ones."""
 
@@ -148,14 +154,14 @@ LOWERED = Sampling(temperature=0.0, frequency_penalty=2.0, repetition_penalty=1.
 @pytest.mark.parametrize("sampling", [GREEDY, LOWERED])
 def test_an_engine_that_chooses_tells_the_tokens_and_logprobs_that_are_sampled_elsewhere(sampling, has_grammar):
     told = []
-    for engine in (FakeEngine(), Choosing()):
+    for engine in (FakeEngine(), Choosing(), joining(Choosing()), joining(FakeEngine())):
         with Rig(engine=engine) as rig:
             recorder = Recorder()
             made = rig.sequence(PROMPT[:40], recorder, max_new=30, sampling=sampling)
             made.sampler = Sampler(sampling, Alternating() if has_grammar else None, top_logprobs=3)
             rig.scheduler.submit(made)
             told.append((recorder.wait().answer, recorder.logprobs))
-    assert told[0] == told[1]
+    assert told[1:] == told[:1] * 3
     assert len(told[0][1]) == len(told[0][0]) > 5
 
 
@@ -192,7 +198,7 @@ def test_an_engine_that_goes_on_by_itself_gives_the_same_answers_and_state(max_n
     """`stop`: one is over after so many tokens, in the middle of what the engine went on with; one of them is no
     part of the answer."""
     found = []
-    for engine in (FakeEngine(), GoingOn()):
+    for engine in (FakeEngine(), GoingOn(), joining(GoingOn())):
         with Rig(engine=engine) as rig:
             stopped = Recorder(lambda tokens: stop - 1 if len(tokens) == stop else None)
             prompts, other = (PROMPT[:40], PROMPT[7:]), Recorder()
@@ -204,7 +210,7 @@ def test_an_engine_that_goes_on_by_itself_gives_the_same_answers_and_state(max_n
             evaluated = [sequence.computed for sequence in running]
             again = rig.run(PROMPT[:40] + answers[0], max_new=5)  # goes on from the state that was left
             found.append((answers, evaluated, again.answer, again.lookup.cached_tokens))
-    assert found[0] == found[1]
+    assert found[1:] == found[:1] * 2
 
 
 # ── which tokens the next step evaluates ──
@@ -247,6 +253,15 @@ def test_a_step_is_shared_by_prompts_and_answers(planner, prompts, plan):
     """Each prompt with how much of it is computed."""
     sequences = [sequence(slot, length, computed=done) for slot, (length, done) in enumerate(prompts)]
     assert planned(planner, *sequences) == dict(enumerate(plan))
+
+
+@pytest.mark.parametrize(
+    ("length", "computed", "step"), [(100, 0, (100, 1)), (513, 0, (512, 0)), (100, 99, (1, 1))]
+)
+def test_where_it_may_the_last_token_goes_with_those_before_it(length, computed, step):
+    planner = Planner(batch=512, largest_slice=512, speed=Rate(1e6), joins_last=True)
+    (rows,) = (each.rows for each in planner.plan([sequence(0, length, computed=computed)]))
+    assert (len(rows.tokens), rows.outputs) == step
 
 
 def test_only_the_last_token_wants_logits(planner):

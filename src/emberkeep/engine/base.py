@@ -88,6 +88,9 @@ class Capabilities:
     wide_rows: int | None = None
     """Rows of one sequence in a step from which on its state has the same bytes however it is cut into such steps,
     while the engine holds nothing else; None where each number of rows rounds in its own way."""
+    joins_last: bool = False
+    """The last token of a prompt is evaluated with those before it. Else it is a step of its own, so that its
+    scores are the same whether the others were loaded or computed."""
     resting_cells: int | None = None
     """Those of `cells` whose memory the engine keeps when it rests, however little is in them; None: all."""
 

@@ -276,9 +276,9 @@ class Sequence:
 
     # ── going on ──
 
-    def next_slice(self, budget: int) -> tuple[TokenArray, int]:
-        """The tokens to evaluate next, and after how many of them logits are needed. The last prompt token goes
-        alone."""
+    def next_slice(self, budget: int, *, joins_last: bool = False) -> tuple[TokenArray, int]:
+        """The tokens to evaluate next, and after how many of them logits are needed. `joins_last`: the last prompt
+        token need not go alone."""
         if self.phase is Phase.EVALUATING and self.sampled_count and self.computed + 1 == len(self.tokens):
             return self.tokens[self.computed :], int(self.output is not None)
         if self.largest_slice is not None:
@@ -286,6 +286,8 @@ class Sequence:
         end = min(self.computed + budget, len(self.tokens))
         if self.in_prompt:
             end = self._prompt_slice_end(budget)
+            if joins_last and self.reusable <= end < self.computed + budget and not self.scores_prompt:
+                end = len(self.tokens)
         samples = self.phase is Phase.EVALUATING and end == len(self.tokens)
         assert self.output is None or samples or self.in_prompt or self.phase is Phase.CLOSING
         tokens = self.tokens[self.computed : end]

@@ -57,6 +57,7 @@ class Steps:
             parts.speculation,
             max(able.outputs - able.max_sequences, 0),
             is_wanted,
+            joins_last=able.joins_last,
         )
         self._landed_at = self._took = 0.0
         self._counters = parts.counters
@@ -351,10 +352,12 @@ class Planner:
         speculation: Speculation | None = None,
         spare_outputs: int = 0,
         is_wanted: Callable[[], bool] = lambda: False,
+        *,
+        joins_last: bool = False,
     ) -> None:
         """`spare_outputs`: rows with logits in one step, beyond one for each sequence. `is_wanted`: whether
-        something waits now, which a step that is launched ahead would hold up."""
-        self._is_wanted = is_wanted
+        something waits now, which a step that is launched ahead would hold up. Else see `Capabilities`."""
+        self._joins_last, self._is_wanted = joins_last, is_wanted
         self._host_s = 0.0
         self._batch = batch
         self._spare_outputs = spare_outputs
@@ -380,11 +383,13 @@ class Planner:
             if sequence is oldest:
                 kept = 0
             is_scored = sequence.scores_prompt
-            tokens, outputs = sequence.next_slice(min(room - kept, 1 + spare) if is_scored else room - kept)
+            most = min(room - kept, 1 + spare) if is_scored else room - kept
+            tokens, outputs = sequence.next_slice(most, joins_last=self._joins_last)
             room -= len(tokens)
             spare -= max(outputs - 1, 0)
             if len(tokens):
-                rows = Rows(sequence.slot, sequence.computed, tokens, outputs)
+                choosing = sequence.sampler.choosing(draws=draws) if outputs and not is_scored else None
+                rows = Rows(sequence.slot, sequence.computed, tokens, outputs, choosing)
                 plan.append(Planned(sequence, rows, is_scored=is_scored))
         drafts: Mapping[Sequence, Chosen] = {}
         if self._speculation is not None and decoding and spare == self._spare_outputs:

@@ -93,6 +93,7 @@ class HfEngine:
             sees_all=False,
             can_blend=self._rotations is not None and len(self._network.layers) > FULL_LAYERS,
             packs=self._transfer.packs,
+            joins_last=self._network.device.type != "cpu",
         )
         self._settings, self._stream, self._learned = settings, model.stream, learned
         self._steps = OwnSteps(self, self._network, self._memory, learned, model.stream)
@@ -412,8 +413,7 @@ class HfEngine:
         settings, stream = self._settings, self._stream
         return Facts(
             settings.facts,
-            # By whichever name its state is stored.
-            self._identify(self.attention.tier, stored=None).hex(),
+            self._identify(self.attention.tier, stored=None).hex(),  # by whichever name its state is stored
             [settings.batch, settings.context, settings.sequences, torch.get_num_threads()],
             [stream.plan.streamed, stream.can_record] if stream else None,
         )

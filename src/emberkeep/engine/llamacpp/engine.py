@@ -134,6 +134,7 @@ class LlamaEngine:
             # Snapshots are taken where a step ends, so they cannot come later.
             runs_ahead=self._model.offloads and not self._unit.has_snapshots,
             wide_rows=self._wide_rows(),
+            joins_last=self._model.offloads and not self._unit.has_snapshots,
             resting_cells=context.least_room if context.least_room < settings.cells else None,
         )
 
