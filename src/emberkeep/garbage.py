@@ -22,17 +22,17 @@ def begin() -> None:
 
 
 def loaded() -> None:
-    """What a model consists of has come. Does nothing before `begin`."""
-    if gc.get_freeze_count():
+    """What a model consists of has come, and stays. Looks at everything where another one went before. Does nothing
+    before `begin`."""
+    if gc.get_threshold()[0] == _NEW_OBJECTS:
+        if not gc.get_freeze_count():
+            gc.collect()
         gc.freeze()
 
 
 def unloaded() -> None:
-    """It is of no use any more. Blocks for a look at everything. Does nothing before `begin`."""
-    if gc.get_freeze_count():
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()
+    """What a model consisted of may go."""
+    gc.unfreeze()
 
 
 @contextmanager

@@ -258,9 +258,7 @@ class OnDemandBackend:
             if backend is not None:
                 with suppress(EmberkeepError):
                     await asyncio.shield(backend.close())
-                del backend
-                if not self._is_closed:
-                    await asyncio.to_thread(garbage.unloaded)
+                garbage.unloaded()
             self._needs = None
         finally:
             with self._lock:

@@ -29,7 +29,7 @@ _CROWD = 32
 """So many more answers make the state of each wait for one more chunk."""
 _UNPACKED = 0.75
 """A chunk with less than this share of the bytes of exact state is packed: that leaves little more than half."""
-_WORTH_A_CHUNK = 16
+WORTH_A_CHUNK = 16
 """Tokens that are worth a file of their own where sequences branch; fewer are stored once per branch."""
 
 
@@ -86,7 +86,7 @@ class Commits:
         Ending a chunk there keeps the branches from each storing the shared part of it.
         """
         self._finish_save(sequence)
-        is_worth_it = position - sequence.cursor.position >= _WORTH_A_CHUNK
+        is_worth_it = position - sequence.cursor.position >= WORTH_A_CHUNK
         if is_worth_it and self.keeps(sequence) and not self._has_snapshots:
             self._save(sequence, position, fork=True)
 

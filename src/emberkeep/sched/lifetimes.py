@@ -17,7 +17,7 @@ from emberkeep.engine.base import Engine
 from emberkeep.errors import DeadlineExceeded, EmberkeepError, EngineError, StepFailed
 from emberkeep.kv.store import KvStore
 from emberkeep.sched.admission import Calibration
-from emberkeep.sched.commits import SAVED_AT_ONCE
+from emberkeep.sched.commits import SAVED_AT_ONCE, WORTH_A_CHUNK
 from emberkeep.sched.counters import SchedulerCounters
 from emberkeep.sched.draft_model import DraftModel, LoadedDraft
 from emberkeep.sched.engine_thread import insist
@@ -254,8 +254,8 @@ class Endings:
         return sequence in self._closed
 
     def may_wait(self, hot: HotMatch) -> bool:
-        """It only has to be stored, and that may come after what goes on from its end."""
-        return hot.sequence in self._closed and hot.tokens == hot.sequence.computed
+        """It only has to be stored, and that may come after what goes on from its end, or from near it."""
+        return hot.sequence in self._closed and hot.sequence.computed - hot.tokens < WORTH_A_CHUNK
 
     def finish_closed(self, until: float, *, waits: bool) -> None:
         """Store turns that are over, until then on the monotonic clock. Those whose state is being copied are

@@ -170,18 +170,17 @@ class _Answered:
     def size_before(self, pieces: Items[bytes], position: int, text: bytes, start: int) -> int | None:
         """How many bytes are written from `position` on up to the answer; None where `text` has others there. What
         is written from the beginning of the stretch on is remembered."""
-        if position > self.since:
-            before = self._text(pieces, position)
-        else:
-            if self._probe is None:
-                self._probe = self._text(pieces, max(self.known.sampled[0][0] - _PROBE, position))
-            # Mostly not even the end of it is there, and that is soon found out.
-            if not text.startswith(self._probe, start + self._size - len(self._probe)):
-                return None
-            if self._before is None:
-                self._before = self._text(pieces, position)
-            before = self._before
-        return len(before) if text.startswith(before, start) else None
+        skipped = sum(len(pieces[token]) for token in self.known.tokens[self.since : position].tolist())
+        size = self._size - skipped
+        if self._probe is None:
+            self._probe = self._text(pieces, max(self.known.sampled[0][0] - _PROBE, self.since))
+        # Mostly not even the end of it is there, and that is soon found out.
+        probe = self._probe[max(len(self._probe) - size, 0) :]
+        if not text.startswith(probe, start + size - len(probe)):
+            return None
+        if self._before is None:
+            self._before = self._text(pieces, self.since)
+        return size if text.startswith(self._before[skipped:], start) else None
 
     def _text(self, pieces: Items[bytes], position: int) -> bytes:
         begin = self.known.sampled[0][0]

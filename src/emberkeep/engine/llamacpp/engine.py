@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import isnan
+from threading import Timer
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +56,7 @@ without flash attention it is measured."""
 
 _FEW = 256
 """Rows of a step that is taken for nothing."""
+_SLOW_S = 4.0
 
 
 class LlamaEngine:
@@ -104,7 +107,8 @@ class LlamaEngine:
                 model, weights_digest, settings, self._context.handle, layout, either=has_choice
             )
             if model.offloads:
-                self._take_a_step()
+                with _told_if_slow("The GPU's driver compiles llama.cpp's kernels, once: it may take a minute."):
+                    self._take_a_step()
             has_scores = has_choice or (not settings.flash and self._context.room < settings.cells)
             self.footprint = footprint_of(model, settings, allocated, self._context.row_bytes, has_scores)
         except EngineError:
@@ -413,3 +417,15 @@ class LlamaEngine:
         self._transfer.close()
         self._context.close()
         self._model.close()
+
+
+@contextmanager
+def _told_if_slow(what: str) -> Iterator[None]:
+    """Logs `what` if the block takes long, while it does."""
+    timer = Timer(_SLOW_S, logger.info, (what,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
