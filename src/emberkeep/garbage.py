@@ -22,8 +22,8 @@ def begin() -> None:
 
 
 def loaded() -> None:
-    """What a model consists of has come, and stays. Looks at everything where another one went before. Does nothing
-    before `begin`."""
+    """What a model consists of has come, and stays. Looks at everything where another one went before. Without
+    `begin` nothing is done."""
     if gc.get_threshold()[0] == _NEW_OBJECTS:
         if not gc.get_freeze_count():
             gc.collect()
