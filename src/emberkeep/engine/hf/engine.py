@@ -93,7 +93,7 @@ class HfEngine:
             sees_all=False,
             can_blend=self._rotations is not None and len(self._network.layers) > FULL_LAYERS,
             packs=self._transfer.packs,
-            joins_last=self._network.device.type != "cpu",
+            joins_last=True,
         )
         self._settings, self._stream, self._learned = settings, model.stream, learned
         self._steps = OwnSteps(self, self._network, self._memory, learned, model.stream)
