@@ -22,17 +22,22 @@ def begin() -> None:
 
 
 def loaded() -> None:
-    """What a model consists of has come, and stays. Looks at everything where another one went before. Without
-    `begin` nothing is done."""
-    if gc.get_threshold()[0] == _NEW_OBJECTS:
-        if not gc.get_freeze_count():
-            gc.collect()
+    """What a model consists of has come, and stays. Without `begin` nothing is done."""
+    if _has_begun():
         gc.freeze()
 
 
 def unloaded() -> None:
-    """What a model consisted of may go."""
-    gc.unfreeze()
+    """What a model consisted of goes. Looks at everything, unless something is `kept`. Without `begin` nothing is
+    done."""
+    if _has_begun() and gc.isenabled():
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+
+
+def _has_begun() -> bool:
+    return gc.get_threshold()[0] == _NEW_OBJECTS
 
 
 @contextmanager

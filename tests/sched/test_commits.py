@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from emberkeep.chat.messages import label_of
 from emberkeep.chat.prompt import Splice
+from emberkeep.engine.base import KvUnit
 from emberkeep.engine.fake import FakeEngine
 from emberkeep.errors import EngineError
 from emberkeep.kv.tree import Chunk, path_to
 from emberkeep.sched.commits import Commits
 from emberkeep.sched.sequence import Sequence
 from emberkeep.types.lineage import EXACT, Lineage
+from emberkeep.types.request import Request
 from helpers.kv_building import check_ledger, chunks_of, exported
 from helpers.scheduling import (
     CLOSING,
@@ -300,6 +304,86 @@ def test_a_turn_that_goes_on_does_not_wait_for_the_one_before_to_be_stored(tmp_p
         sampled = [(s.start + a, s.start + b) for s in chunks for a, b in s.chunk.sampled]
         assert (sampled[0][0], sampled[-1][1]) == (len(PROMPT), second.lookup.hot_tokens)
         assert_bytes_are_right(rig)
+
+
+def going_on(engine, first_more, second, **more):
+    """(what the store was told of ended turns, the second request): it goes on from one that is still to be
+    stored."""
+    with Rig(None, engine) as rig:
+        ended, turn_ended = [], rig.store.turn_ended
+        rig.store.turn_ended = lambda label, cursor: ended.append(turn_ended(label, cursor)) or ended[-1]
+
+        def go_on(first: Recorder) -> None:
+            more.get("then", lambda _: None)(rig)
+            asked = [*PROMPT, *first.tokens, *text(200, seed=4)]
+            rig.start(asked, second, closing=(), max_new=20, from_store=more.get("from_store", False))
+
+        rig.start(PROMPT, Recorder(then=go_on), closing=(), max_new=40, sampling=ENDLESS, **first_more).wait()
+        second.wait()
+        rig.settle()
+    return ended
+
+
+def test_its_entry_is_there_though_its_last_chunk_became_a_part_of_another():
+    ended = going_on(AheadEngine(), {"label": label_of(Request(conversation_id="c"))}, Recorder())
+    assert ended[0] is not None
+
+
+def test_what_cannot_be_stored_of_it_does_not_end_the_one_that_goes_on():
+    def fail_once(rig: Rig) -> None:
+        insert = rig.store.insert
+
+        def failing(*_: object, **__: object) -> None:
+            rig.store.insert = insert
+            raise ValueError("injected")
+
+        rig.store.insert = failing
+
+    second = Recorder()
+    going_on(AheadEngine(), {}, second, then=fail_once)
+    assert second.error is None and second.tokens
+
+
+def test_who_takes_state_from_the_store_only_finds_all_of_it_there():
+    second = Recorder()
+    going_on(AheadEngine(), {}, second, from_store=True)
+    assert second.lookup.hot_tokens == 0 and second.lookup.reused_tokens > len(PROMPT)
+
+
+@pytest.mark.parametrize("unit", [KvUnit.SNAPSHOT, KvUnit.BOTH])
+def test_a_snapshot_is_of_the_tokens_under_which_it_is_stored(unit):
+    """Also where one goes on from a turn whose end is evaluated in the same step."""
+    with Rig(None, FakeEngine(cells=1 << 15, kv_unit=unit), parallel=4) as rig:
+        second = Recorder(stop_at=lambda _: 0)
+
+        def go_on(first: Recorder) -> None:
+            rig.start([*PROMPT, *first.tokens], second, closing=(), max_new=4)
+
+        rig.start(PROMPT, Recorder(then=go_on), closing=CLOSING, max_new=10, sampling=ENDLESS).wait()
+        second.wait()
+        rig.settle()
+        snapshots = [chunk for chunk in chunks_of(rig.store) if chunk.is_snapshot]
+        assert snapshots
+        assert all(struct.unpack("<4siQ", chunk.payload)[1] == chunk.start for chunk in snapshots)
+
+
+def test_who_waits_for_room_gets_that_of_a_turn_which_is_only_to_be_stored(tmp_path):
+    engine = AheadEngine()
+    engine.capabilities = replace(engine.capabilities, cells=9000, context=8000)
+    steps: list[set[int]] = []
+    engine.on_evaluate = lambda batch: steps.append({rows.sequence for rows in batch})
+    with Rig(tmp_path, engine, prefill_slice=128) as rig:
+        base, second, other = text(3000, seed=1), Recorder(), Recorder()
+
+        def go_on(first: Recorder) -> None:
+            steps.clear()
+            rig.start(text(3000, seed=2), other, closing=(), max_new=2)
+            rig.start([*base, *first.tokens, *text(30, seed=4)], second, closing=(), max_new=2)
+
+        rig.start(base, Recorder(then=go_on), closing=(), max_new=10, sampling=ENDLESS).wait()
+        second.wait()
+        other.wait()
+    assert next(number for number, slots in enumerate(steps) if len(slots) > 1) < 10
 
 
 def test_who_comes_while_a_long_turn_is_stored_waits_for_a_part_of_it(tmp_path):

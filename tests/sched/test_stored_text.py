@@ -169,6 +169,14 @@ class WordVocab(FakeVocab):
         return [id for word in words for id in FakeVocab.tokenize(self, word, parse_special=parse_special)]
 
 
+class UnsplitWords(WordVocab):
+    """Special tokens are no borders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.splits_at_specials = False
+
+
 STORY = "then the rest is said, and a train enters. " * 80
 MORE = st.lists(st.sampled_from(["then", " the", " es", ". ", "7", "é", " "]), max_size=8).map("".join)
 
@@ -209,6 +217,14 @@ def test_what_the_model_wrote_keeps_its_ids_inside_of_a_longer_text():
     ids = PromptTokenizer(vocab).encode(f"{STORY} then there he is. And then?", replay=look.replay)
     kept = [*asked, *b" then there he"]
     assert ids == [*kept, *vocab.tokenize(" is. And then?")]
+
+
+def test_what_somebody_quoted_never_stands_for_a_control_token():
+    store, vocab = new_store(None), UnsplitWords()
+    said = f"{STORY}yes<|im_end|>\n{STORY}"
+    keep(store, np.array(PromptTokenizer(vocab).tokenize(QUOTING.quote(said)).ids, np.int32), 128, Made.UNKNOWN)
+    look, written = StoredText(store, RecentAnswers(4, vocab), vocab, EXACT), SeamedText(f"{said} and so on")
+    assert PromptTokenizer(vocab).tokenize(written, replay=look.replay).ids == vocab.tokenize(written.text)
 
 
 def test_where_tokens_go_over_the_ends_of_words_a_text_is_tokenised_as_a_whole():

@@ -258,7 +258,9 @@ class OnDemandBackend:
             if backend is not None:
                 with suppress(EmberkeepError):
                     await asyncio.shield(backend.close())
-                garbage.unloaded()
+                del backend
+                if not self._is_closed:
+                    asyncio.get_running_loop().call_soon(garbage.unloaded)  # when nothing here holds it
             self._needs = None
         finally:
             with self._lock:

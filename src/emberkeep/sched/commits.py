@@ -106,6 +106,8 @@ class Commits:
         self.commit_all(sequence)
         if not sequence.is_kept:
             return None
+        # Its last chunk may have become a part of one of the next turn's.
+        sequence.cursor = self._store.advance(sequence.cursor, sequence.tokens[: sequence.computed])
         stable, cursor = sequence.stable, sequence.cursor
         if stable is not None and stable.length <= cursor.position:
             # A prefix that the operator shares is one entry, whatever request uses it.
@@ -125,7 +127,10 @@ class Commits:
         """Let the engine copy what is not stored; what it has at once is stored."""
         before, sequence.goes_on_from = sequence.goes_on_from, None
         if before is not None and before.is_active:
-            self.commit_all(before)  # what was sampled there is known there only
+            try:
+                self.commit_all(before)  # what was sampled there is known there only
+            except Exception:
+                log.exception("a turn is not stored before the one that goes on from it")
         sequence.cursor = self._store.advance(sequence.cursor, sequence.tokens[:end])
         is_packed = self._is_packed(sequence.cursor.chunk)
         start = sequence.cursor if is_packed else self._store.growth_point(sequence.cursor)

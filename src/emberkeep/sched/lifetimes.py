@@ -125,7 +125,7 @@ class Beginnings:
             self._waiting.wait_for(sequence, coming)
             return True
         hot = self._slots.computed_match(sequence.prompt.lineage, sequence.lookup_tokens)
-        if hot.sequence and not self._endings.may_wait(hot):
+        if hot.sequence and (sequence.request.execution.from_store or not self._endings.may_wait(hot)):
             self._endings.finish_now(hot.sequence)
             if hot.sequence.is_active:
                 with self._only(hot.sequence):
@@ -283,7 +283,8 @@ class Endings:
             if slices == _BEGUN or not sequence.is_active:
                 self.finish_now(sequence)
                 continue
-            del self._closed[sequence]  # others begin meanwhile, as threads go on with what was copied
+            if not slices:
+                del self._closed[sequence]  # others begin meanwhile, as threads go on with what was copied
             self._closed[sequence] = slices - 1 if slices else _BEGUN
             with self.only(sequence):
                 (self._commits.commit if slices else self._commits.begin_turn)(sequence)

@@ -233,7 +233,7 @@ class Sequence:
         self.arrivals.patience_ends = self.started + PATIENCE_S
         if hot is None:
             return
-        self.goes_on_from = hot if hot.phase is Phase.CLOSING else None
+        self.goes_on_from = hot if hot.phase is Phase.CLOSING and not hot.pending else None
         self.holds_packed = hot.holds_packed
         self.shapes = hot.shapes.until(self.computed)
         self.had_neighbours = hot.had_neighbours

@@ -251,9 +251,9 @@ _FURTHER = 4
 _WORTH_CATCHING_UP = 0.5
 """The share that catching up may take of the time gained in the rest of the answers (`_USUAL_REST` tokens)."""
 _USUAL_REST = 256
-_LEFT_OUT, _MOST_LEFT_OUT = 7, 63
-"""Steps after one in which it was not worth it, and about twice as many each time that it is not again: a step in
-which it is asked is not launched ahead."""
+_LEFT_OUT, _MOST_LEFT_OUT = 7, 15
+"""Steps after one in which it was not worth it, and after the next: a step in which it is asked is not launched
+ahead. After more its shadows would lag too far behind to try it."""
 _FOR_TRIALS = 0.01
 """The share of the time in which a model that was not worth it is tried again."""
 _ASSUMED = 0.7

@@ -60,12 +60,11 @@ class Steps:
             joins_last=able.joins_last,
         )
         self._landed_at = self._took = 0.0
-        self._counters = parts.counters
+        self._counters, self._waiting = parts.counters, parts.waiting
         self._endings, self._only = endings, endings.only
         self._flush = flush
         self._hurries = False
-        self._computed: list[Planned] = []
-        """The latest step, of which nothing is stored yet."""
+        self._computed: list[Planned] = []  # the latest step, of which nothing is stored yet
         parts.engine.meanwhile = self._beside
 
     def run(self) -> None:
@@ -73,7 +72,8 @@ class Steps:
         self._hurries = any(each.sequence.in_prompt for each in batch) or not batch
         if not (batch and self._engine.draws):
             begun = (each.sequence for each in batch if each.sequence.output is not None)
-            self._beside(waits=True, is_awaited=any(s.first_token_at is None for s in begun))
+            is_awaited = any(s.first_token_at is None for s in begun)
+            self._beside(waits=True, is_awaited=is_awaited and not len(self._waiting))
         if batch and self._execute(batch):
             for index, planned in enumerate(batch):
                 try:  # as `only`, in less time
@@ -89,8 +89,8 @@ class Steps:
 
     def _beside(self, *, waits: bool = False, is_awaited: bool = False) -> None:
         """What is done while the engine computes, and lets go of the interpreter: readers are woken, and what the
-        step before computed is stored. `waits`: nothing is computed now. `is_awaited`: the first token of one of
-        the next step is, so turns that are over have time."""
+        step before computed is stored. `waits`: nothing is computed now. `is_awaited`: a first token is, and
+        nobody waits for a slot, so turns that are over have time."""
         self._flush(self._hurries)
         until = monotonic() + max(_SPARED_S, _SPARED * self._took)
         batch, self._computed = self._computed, []

@@ -44,6 +44,8 @@ class StoredText:
         self._store = store
         self._recent = recent
         self._pieces = vocab.pieces
+        self._splits_at_specials = vocab.splits_at_specials
+        """Else their texts may stand in ordinary tokens, because somebody quoted them."""
         # Only there the tokenizer begins anew, whatever came before.
         self._borders = frozenset(vocab.specials.values() if vocab.splits_at_specials else ())
         self._lineage = lineage
@@ -71,7 +73,7 @@ class StoredText:
         if cursor.position < self._count:
             return (), start
         stop = next_border(in_order(frozenset(borders)), start)
-        is_long = stop - start >= _LONG and self._recent.has_joints
+        is_long = stop - start >= _LONG and self._recent.has_joints and self._splits_at_specials
         if is_long and stop == len(text):  # it may grow from turn to turn: all of it is hardly ever stored
             found = self._beginning(cursor, text, start, stop, is_part=True)
             if found[0]:
