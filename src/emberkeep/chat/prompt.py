@@ -111,8 +111,8 @@ class Prompt:
 
     @property
     def reusable(self) -> int:
-        """The last prompt token is evaluated alone: its logits start the answer, and a cached and an uncached run
-        then end in the same computation. Where there is no answer it is like the others."""
+        """The last prompt token is always evaluated, because its logits start the answer. Where there is no answer
+        it is like the others."""
         return len(self.tokens) - (self.max_new > 0)
 
 

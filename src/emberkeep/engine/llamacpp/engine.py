@@ -107,7 +107,7 @@ class LlamaEngine:
                 model, weights_digest, settings, self._context.handle, layout, either=has_choice
             )
             if model.offloads:
-                with _told_if_slow("The GPU's driver compiles llama.cpp's kernels, once: it may take a minute."):
+                with _told_if_slow("The first step takes long: a GPU's driver may be compiling kernels, once."):
                     self._take_a_step()
             has_scores = has_choice or (not settings.flash and self._context.room < settings.cells)
             self.footprint = footprint_of(model, settings, allocated, self._context.row_bytes, has_scores)
